@@ -1,0 +1,79 @@
+"""batchrunner: offline batch inference that keeps an SGLang engine at its highest throughput.
+
+The way of a row: job → dataset → plan → gate → engine → outcome → sink → parts → report.
+
+The map; a file imports only from lines above its own (this one excepted), and a test says so:
+
+    errors           every error, a sentence each
+    records          the frozen records that pass between stages
+    job              the job: what to run, on what, with which engine
+    jobfile          YAML, environment, --set → job
+    templates        Jinja2 in a sandbox
+    dataset          Parquet → rows with stable ordinals
+    prompt           rows → requests
+    plan             which rows are sent, in which order
+    gate             the in-flight window, resizable
+    window           how wide it is at the start
+    retry            pure: a failed try → again after s, or give up
+    engines.base     the protocol that every engine speaks
+    engines.sockets  how many connections this machine lets us hold
+    engines.signals  what a server says of its load → Signals
+    engines.wire     requests and replies as SGLang's HTTP interface has them
+    engines.model    a model's name and whether it is there
+    engines.device   GPU or CPU, and what SGLang needs for a CPU
+    engines.http     servers that run already
+    engines.serverlog  why an engine died, from its log
+    engines.launcher   a script of its own: runs a server that cannot outlive us
+    engines.server   a server that we start
+    engines.inprocess  sglang.Engine in this process
+    engines.simulated  no engine: made-up answers
+    engines.registry   the job's `engine` → an engine
+    storage          the run directory, its one writer, atomic writes
+    tally            what became of the rows, in numbers
+    sink             outcomes → parts
+    checkpoint       what is durable, and of which job
+    merge            parts → one dataset in input order
+    events           the run's story as JSON lines
+    report           the account of a run
+    progress         what is shown while it goes on
+    feedback         polls the load, shows it, writes it down
+    submit           requests → engine → outcomes
+    runner           one run from start to end: puts the parts together
+    status           what a run is at, from its files
+    check            what a run would do
+    foreground       a run with signals and a display
+    library          run, arun, generate, open_engine
+    cli              the command
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchrunner.errors import BatchrunError
+    from batchrunner.job import Job
+    from batchrunner.library import OpenEngine, arun, generate, open_engine, run
+    from batchrunner.report import Report
+
+__all__ = ["BatchrunError", "Job", "OpenEngine", "Report", "arun", "generate", "open_engine", "run"]
+
+_HOMES = {
+    "BatchrunError": "errors",
+    "Job": "job",
+    "OpenEngine": "library",
+    "Report": "report",
+    "arun": "library",
+    "generate": "library",
+    "open_engine": "library",
+    "run": "library",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `import batchrunner` stays instant."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'batchrunner' has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415
+
+    return getattr(import_module(f"batchrunner.{_HOMES[name]}"), name)

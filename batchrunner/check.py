@@ -1,0 +1,82 @@
+"""`batchrun check`: everything that can be validated without an engine, and what would be sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from batchrunner.engines.model import check_model
+from batchrunner.engines.registry import model_of
+from batchrunner.job import InprocessEngine, ServerEngine
+from batchrunner.jobfile import load_job
+from batchrunner.records import Request
+from batchrunner.runner import find_done, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.records import Outcome
+
+PROMPTS_SHOWN = 3
+CHARACTERS_SHOWN = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a start would do."""
+
+    files: int
+    rows_in_input: int
+    rows_total: int
+    """Rows that `filter` and `limit` select."""
+    rows_done: int
+    rows_failed: int
+    rows_to_do: int
+    prompts: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for `--json`."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return it for a person."""
+        lines = [
+            f"input: {self.rows_in_input} rows in {self.files} file(s), {self.rows_total} selected",
+            f"done: {self.rows_done} ({self.rows_failed} failed); to do: {self.rows_to_do}",
+        ]
+        for prompt in self.prompts:
+            text = prompt["error"] or prompt["prompt"]
+            text = text if isinstance(text, str) else orjson.dumps(text, option=orjson.OPT_INDENT_2).decode()
+            label = "cannot be sent" if prompt["error"] else prompt["kind"]
+            lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
+        return [*lines, "the job is fine; nothing was sent"]
+
+
+def check(job: str, overrides: Sequence[str]) -> Check:
+    """Check a job file; raises BatchrunError, one clear line, where something is wrong."""
+    loaded = load_job(job, overrides=overrides)
+    if isinstance(loaded.engine, (ServerEngine, InprocessEngine)):
+        check_model(loaded.engine.model)
+    prepared = prepare(loaded)
+    done = find_done(prepared, model_of(loaded.engine))
+    selected = prepared.selected()
+    todo = selected - done.rows
+    items = (item for batch in prepared.batches(todo or selected) for item in batch)
+    return Check(
+        files=len(prepared.dataset.files),
+        rows_in_input=prepared.dataset.total_rows,
+        rows_total=len(selected),
+        rows_done=len(done.rows),
+        rows_failed=done.failed,
+        rows_to_do=len(todo),
+        prompts=[_shown(item) for item in islice(items, PROMPTS_SHOWN)],
+    )
+
+
+def _shown(item: Request | Outcome) -> dict[str, Any]:
+    if isinstance(item, Request):
+        return {"row": item.ref.row, "kind": item.kind, "prompt": item.prompt, "error": None}
+    return {"row": item.ref.row, "kind": None, "prompt": None, "error": item.error}

@@ -1,0 +1,171 @@
+"""What is durable: the parts say which rows are done, run.json says of which job they are."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyroaring import BitMap64
+
+from batchrunner.errors import ResumeError
+from batchrunner.sink import part_files
+from batchrunner.storage import whole_file
+from batchrunner.tally import Failures
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.dataset import Dataset
+    from batchrunner.job import Job
+    from batchrunner.storage import RunDir
+
+FORMAT = 1
+"""Version of run.json."""
+
+
+@dataclass(slots=True)
+class Done:
+    """The rows that the parts hold."""
+
+    rows: BitMap64 = field(default_factory=BitMap64)
+    failed: int = 0
+    failures: Failures = field(default_factory=Failures)
+    output_tokens: int = 0
+
+
+def read_parts(directory: Path, *, drop_failed: bool = False) -> Done:
+    """Read what is done from the parts; with `drop_failed`, take failed rows out of them first.
+
+    Raises ResumeError where a part is damaged.
+    """
+    done = Done()
+    for path in part_files(directory):
+        try:
+            part = pq.read_table(path, columns=["row", "error", "completion_tokens"])
+            if drop_failed and part.column("error").null_count < part.num_rows:
+                _drop_failed(path)
+                part = pq.read_table(path, columns=["row", "error", "completion_tokens"])
+        except (OSError, pa.ArrowException):
+            raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
+        done.rows.update(BitMap64(part.column("row").to_pylist()))
+        bad = part.filter(pc.is_valid(part.column("error")))
+        done.failed += bad.num_rows
+        for row, error in zip(bad.column("row").to_pylist(), bad.column("error").to_pylist(), strict=True):
+            done.failures.add(row, error)
+        tokens = part.column("completion_tokens")
+        if pa.types.is_list(tokens.type):
+            tokens = pc.list_flatten(tokens)
+        done.output_tokens += pc.sum(tokens).as_py() or 0
+    return done
+
+
+def _drop_failed(path: Path) -> None:
+    """Rewrite a part without its failed rows; killed half-way, the old part stands."""
+    table = pq.read_table(path)
+    kept = table.filter(pc.is_null(table.column("error")))
+    with whole_file(path) as temporary:
+        pq.write_table(kept, temporary, compression="zstd")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What makes two starts the same run."""
+
+    files: list[dict[str, Any]]
+    """Path, rows and digest of each input file, in order."""
+    filter: str | None
+    limit: int | None
+    columns: list[str]
+    rename: dict[str, str]
+    prompt: dict[str, Any]
+    sampling: dict[str, Any]
+    model: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as run.json has it."""
+        return asdict(self)
+
+
+def fingerprint(job: Job, dataset: Dataset, model: str) -> Fingerprint:
+    """Take the fingerprint of a start."""
+    return Fingerprint(
+        files=[{"path": file.path, "rows": file.rows, "digest": file.digest} for file in dataset.files],
+        filter=job.input.filter,
+        limit=job.input.limit,
+        columns=job.input.columns,
+        rename=job.input.rename,
+        prompt=job.prompt.model_dump(exclude_none=True),
+        sampling=job.sampling.model_dump(exclude_none=True),
+        model=model,
+    )
+
+
+def check_same_run(old: dict[str, Any], new: Fingerprint, where: Path, *, model_known: bool = True) -> None:
+    """Raise ResumeError, naming what differs, where `where` holds the results of another run.
+
+    Allowed are a larger limit and files added after the known ones.
+    """
+    now = new.as_dict()
+    difference = _files_difference(old["files"], now["files"]) or _limit_difference(
+        old["limit"], now["limit"]
+    )
+    for name in ("filter", "columns", "rename", "prompt", "sampling", *(["model"] if model_known else [])):
+        if difference is None and old[name] != now[name]:
+            difference = _difference(name, old[name], now[name])
+    if difference is not None:
+        raise ResumeError(
+            f"{where} holds another run: {difference}; take another output.path, "
+            f"or --fresh to discard what is there"
+        )
+
+
+def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
+    if len(new) < len(old):
+        return f"the input had {len(old)} files and has {len(new)}"
+    for before, after in zip(old, new, strict=False):
+        if before["digest"] != after["digest"]:
+            moved = "" if before["path"] == after["path"] else f" (it stands where {before['path']} stood)"
+            return f"the input file {after['path']} changed{moved}"
+    return None
+
+
+def _limit_difference(old: int | None, new: int | None) -> str | None:
+    if new is not None and (old is None or new < old):
+        return f"input.limit was {old or 'unset'} and is {new}: it can only grow"
+    return None
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                return f"{name}.{key} was {_brief(old.get(key))} and is {_brief(new.get(key))}"
+    label = f"input.{name}" if name in {"filter", "columns", "rename"} else name
+    return f"{label} was {_brief(old)} and is {_brief(new)}"
+
+
+def _brief(value: Any) -> str:
+    text = "unset" if value is None else repr(value)
+    limit = 60
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
+    """Return what earlier starts wrote of the run, or None; raises ResumeError where it cannot be read."""
+    try:
+        content = run_dir.run_json.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        found = orjson.loads(content)
+        if found["format"] == FORMAT:
+            return dict(found)
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        pass
+    raise ResumeError(
+        f"{run_dir.run_json}: not a run file of this version: take another output.path, or --fresh"
+    )

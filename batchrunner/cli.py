@@ -1,0 +1,164 @@
+"""The command: parse, call, print, exit code. No logic; everything heavy is imported when it is used."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.report import Report
+
+EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is wrong
+· 3 done, but more rows failed than tolerated · 130/143 interrupted (run it again to resume)"""
+
+
+class _DefaultToRun(TyperGroup):
+    """`batchrun JOB.yaml` is `batchrun run JOB.yaml`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = next((arg for arg in args if not arg.startswith("-")), None)
+        if first is not None and first not in self.commands and args[0] not in {"--help", "--version"}:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_DefaultToRun,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Offline batch inference that keeps an SGLang engine at its highest throughput.\n\n"
+    "batchrun JOB.yaml runs a job; run it again to resume.\n\nExample: batchrun jobs/summarize.yaml",
+    epilog=EXIT_CODES,
+)
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's output path.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override a field of the job; may be repeated."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+@app.command(epilog=EXIT_CODES)
+def run(
+    job: JobArgument,
+    overrides: SetOption = None,
+    fresh: Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")] = False,
+    retry_failed: Annotated[bool, typer.Option(help="Send failed rows again.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a job, or go on with it; this is what `batchrun JOB.yaml` does.
+
+    Example: batchrun jobs/summarize.yaml --set engine.model=Qwen/Qwen3-8B --set input.limit=1000
+    """
+    from batchrunner.foreground import run_in_foreground  # noqa: PLC0415
+
+    _log_to_stderr(quiet=quiet)
+    report = _or_exit(
+        run_in_foreground,
+        job,
+        overrides or [],
+        fresh=fresh,
+        retry_failed=retry_failed,
+        quiet=quiet,
+        as_json=as_json,
+    )
+    _print_report(report, quiet=quiet, as_json=as_json)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def check(job: JobArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+    """Validate a job and its input without sending anything; print the first three prompts.
+
+    Example: batchrun check jobs/summarize.yaml
+    """
+    from batchrunner.check import check as check_job  # noqa: PLC0415
+
+    found = _or_exit(check_job, job, overrides or [])
+    _print(found.as_dict() if as_json else found.lines())
+
+
+@app.command()
+def status(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Show what a run is at, also one in another process.
+
+    Example: batchrun status out/summarize
+    """
+    from batchrunner.status import status as status_of  # noqa: PLC0415
+    from batchrunner.status import status_lines  # noqa: PLC0415
+
+    state = _or_exit(status_of, run)
+    _print(state if as_json else status_lines(state))
+
+
+@app.command()
+def merge(run: RunArgument) -> None:
+    """Write a run's parts as one dataset in input order, under RUN/merged.
+
+    Example: batchrun merge out/summarize
+    """
+    from batchrunner.merge import merge as merge_parts  # noqa: PLC0415
+
+    merged: Path = _or_exit(merge_parts, run)
+    _print([str(merged)])
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of job files, for editors to complete and check them.
+
+    Example: batchrun schema > job.schema.json
+    """
+    from batchrunner.job import Job  # noqa: PLC0415
+
+    _print(Job.model_json_schema())
+
+
+def main() -> None:
+    """Entry point of `batchrun`."""
+    app()
+
+
+def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
+    """Call, and turn an error of ours into its one line and its exit code."""
+    from batchrunner.errors import BatchrunError  # noqa: PLC0415
+
+    try:
+        return function(*args, **options)
+    except BatchrunError as error:
+        print(f"batchrun: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(error.exit_code) from None
+
+
+def _print_report(report: Report, *, quiet: bool, as_json: bool) -> None:
+    if as_json:
+        _print(report.as_dict())
+    elif not quiet or report.exit_code:
+        print("\n".join(report.lines()), file=sys.stderr)  # noqa: T201
+
+
+def _print(found: list[str] | dict[str, Any]) -> None:
+    if isinstance(found, dict):
+        import json  # noqa: PLC0415
+
+        found = [json.dumps(found, indent=2, ensure_ascii=False, default=str)]
+    print("\n".join(found))  # noqa: T201
+
+
+def _log_to_stderr(*, quiet: bool) -> None:
+    logging.basicConfig(
+        level=logging.ERROR if quiet else logging.INFO, format="%(message)s", stream=sys.stderr, force=True
+    )
+    for noisy in ("asyncio", "sglang"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

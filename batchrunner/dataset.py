@@ -1,0 +1,269 @@
+"""Parquet files as one sequence of rows with stable ordinals, read a bounded batch at a time.
+
+A row's ordinal (`row`) counts over the files in sorted path order, so it needs no ID column and is the same
+at every start.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from batchrunner.errors import InputError
+from batchrunner.templates import unknown_column
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pyroaring import BitMap64
+
+BATCH_ROWS = 256
+BATCH_BYTES = 8 << 20
+READ_BUFFER_BYTES = 1 << 20
+"""Column chunks are streamed through buffers of this size instead of being loaded whole."""
+SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
+"""A fingerprint reads at most this many blocks of a file, and all of a file of up to their sum (1 MiB)."""
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One Parquet file of the input."""
+
+    path: str
+    first_row: int
+    row_groups: tuple[tuple[int, int], ...]
+    """Rows and bytes (uncompressed) of each row group."""
+    partitions: dict[str, str | None]
+    digest: str
+
+    @property
+    def rows(self) -> int:
+        """Rows in the file."""
+        return sum(rows for rows, _ in self.row_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some consecutive rows of the input (those that were asked for)."""
+
+    rows: list[int]
+    data: pa.RecordBatch
+
+
+class Dataset:
+    """The input of a job."""
+
+    def __init__(self, path: str | Sequence[str]) -> None:
+        """Find the files and read their footers.
+
+        Raises InputError, with the file and what to do, where one is missing, unreadable, not Parquet,
+        or where there is no row at all.
+        """
+        self._fs, paths = _discover([path] if isinstance(path, str) else list(path))
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            footers = list(pool.map(self._footer, paths))
+        starts = [0, *accumulate(metadata.num_rows for metadata, _, _ in footers)]
+        self.total_rows = starts[-1]
+        self.files = [
+            InputFile(
+                path=name,
+                first_row=start,
+                row_groups=tuple(
+                    (metadata.row_group(i).num_rows, metadata.row_group(i).total_byte_size)
+                    for i in range(metadata.num_row_groups)
+                ),
+                partitions=_hive_partitions(name),
+                digest=digest,
+            )
+            for name, start, (metadata, _, digest) in zip(paths, starts, footers, strict=False)
+        ]
+        if not self.total_rows:
+            raise InputError(f"{_shown(path)}: no rows in {len(paths)} Parquet file(s)")
+        self._schemas = [schema for _, schema, _ in footers]
+        self._partition_types = _partition_types(self.files)
+        first = self._schemas[0]
+        extra = [pa.field(k, t) for k, t in self._partition_types.items() if k not in first.names]
+        self.schema = pa.schema([*first, *extra])
+
+    def field(self, name: str, *, where: str) -> pa.Field:
+        """Return the column's field; raises InputError where it is missing or files disagree on its type."""
+        if name not in self.schema.names:
+            raise InputError(f"{where}: {unknown_column(name, self.schema.names)}")
+        field = self.schema.field(name)
+        if name in self._partition_types:
+            return field
+        for file, schema in zip(self.files, self._schemas, strict=True):
+            if name not in schema.names:
+                raise InputError(
+                    f"{file.path}: has no column {name!r}, which {self.files[0].path} has: "
+                    f"files of one input need the columns that the job uses"
+                )
+            if schema.field(name).type != field.type:
+                raise InputError(
+                    f"{file.path}: column {name!r} is {schema.field(name).type}, "
+                    f"but {field.type} in {self.files[0].path}: write both with one type"
+                )
+        return field
+
+    def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[Batch]:
+        """Yield the wanted rows in order, a bounded batch at a time, with these columns only.
+
+        Row groups without a wanted row are not read. Raises InputError where a file breaks off.
+        """
+        for file in self.files:
+            if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
+                continue
+            try:
+                yield from self._read_file(file, wanted, columns)
+            except (OSError, pa.ArrowException) as failure:
+                raise InputError(f"{file.path}: cannot be read: {_first_line(failure)}") from None
+
+    def _read_file(self, file: InputFile, wanted: BitMap64, columns: Sequence[str]) -> Iterator[Batch]:
+        stored = [name for name in columns if name not in self._partition_types]
+        with pq.ParquetFile(
+            self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
+        ) as parquet:
+            at = file.first_row
+            for group, (rows, size) in enumerate(file.row_groups):
+                if wanted.range_cardinality(at, at + rows):
+                    batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
+                    start = at
+                    for data in parquet.iter_batches(
+                        batch_size=batch_rows, row_groups=[group], columns=stored, use_threads=False
+                    ):
+                        batch = _pick(start, data, wanted)
+                        start += data.num_rows
+                        if batch:
+                            yield self._with_partitions(batch, file, columns)
+                at += rows
+
+    def _with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
+        missing = [name for name in columns if name in self._partition_types]
+        if not missing:
+            return batch
+        data = batch.data
+        for name in missing:
+            value = pa.scalar(file.partitions[name]).cast(self._partition_types[name])
+            data = data.append_column(name, pa.repeat(value, data.num_rows))
+        return Batch(batch.rows, data)
+
+    def _footer(self, path: str) -> tuple[pq.FileMetaData, pa.Schema, str]:
+        try:
+            info = self._fs.get_file_info(path)
+            if info.size == 0:
+                raise InputError(f"{path}: is empty (0 bytes): not a Parquet file")
+            with self._fs.open_input_file(path) as source:
+                digest = _digest(source, info.size)
+                source.seek(0)
+                parquet = pq.ParquetFile(source)
+                return parquet.metadata, parquet.schema_arrow, digest
+        except (OSError, pa.ArrowException) as failure:
+            raise InputError(f"{path}: not a readable Parquet file: {_first_line(failure)}") from None
+
+
+def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:
+    end = start + data.num_rows
+    count = wanted.range_cardinality(start, end)
+    if count == 0:
+        return None
+    if count == data.num_rows:
+        return Batch(list(range(start, end)), data)
+    rows = []
+    for row in wanted.iter_equal_or_larger(start):
+        if row >= end:
+            break
+        rows.append(row)
+    return Batch(rows, data.take(pa.array([row - start for row in rows])))
+
+
+def _discover(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
+    if any("://" in path for path in paths):
+        return _discover_remote(paths)
+    found: set[str] = set()
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            files = {str(p) for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))}
+            if not files:
+                raise InputError(f"{given}: no *.parquet file in this directory")
+        elif path.exists():
+            files = {str(path)}
+        elif glob.has_magic(given):
+            files = {p for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
+            if not files:
+                raise InputError(f"{given}: no file matches")
+        else:
+            raise InputError(f"{given}: no such file or directory")
+        found |= files
+    return pafs.LocalFileSystem(), sorted(found)
+
+
+def _discover_remote(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
+    found: set[str] = set()
+    for given in paths:
+        try:
+            fs, path = pafs.FileSystem.from_uri(given)
+            info = fs.get_file_info(path)
+            if info.type == pafs.FileType.Directory:
+                entries = fs.get_file_info(pafs.FileSelector(path, recursive=True))
+                files = {e.path for e in entries if e.path.endswith(".parquet") and e.is_file}
+            else:
+                files = {path} if info.type == pafs.FileType.File else set()
+        except (OSError, pa.ArrowException) as failure:
+            raise InputError(f"{given}: cannot be opened: {_first_line(failure)}") from None
+        if not files:
+            raise InputError(f"{given}: no Parquet file there")
+        found |= files
+    return fs, sorted(found)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _hive_partitions(path: str) -> dict[str, str | None]:
+    pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if "=" in part)
+    return {unquote(key): None if value == HIVE_NULL else unquote(value) for key, value in pairs}
+
+
+def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
+    """Columns that every file has a partition value for: int64 where all are whole numbers, else string."""
+    names = set(files[0].partitions).intersection(*(file.partitions for file in files))
+    types: dict[str, pa.DataType] = {}
+    for name in sorted(names):
+        values = [value for file in files if (value := file.partitions[name]) is not None]
+        whole = bool(values) and all(re.fullmatch(r"-?\d{1,18}", value) for value in values)
+        types[name] = pa.int64() if whole else pa.string()
+    return types
+
+
+def _digest(source: pa.NativeFile, size: int) -> str:
+    digest = hashlib.sha256(str(size).encode())
+    if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
+        digest.update(source.read())
+    else:
+        for block in range(SAMPLE_BLOCKS):
+            # evenly spread; the last block is the file's end: the footer with its statistics
+            source.seek((size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
+            digest.update(source.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _first_line(failure: BaseException) -> str:
+    return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+
+
+def _shown(path: Any) -> str:
+    return path if isinstance(path, str) else ", ".join(path)

@@ -1,0 +1,36 @@
+"""The protocol that every engine speaks, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.records import Completion, EngineInfo, Request, Signals
+
+
+class Engine(Protocol):
+    """One SGLang engine, wherever it runs. All methods are called from one event loop."""
+
+    async def open(self) -> EngineInfo:
+        """Make the engine ready for requests.
+
+        Raises EngineStartError, with what to do, where it cannot.
+        """
+
+    async def generate(self, request: Request) -> Completion:
+        """Send one request once and wait for the whole answer.
+
+        Raises RowRefusedError, AttemptFailedError or EngineBusyError; EngineLostError where there is
+        no engine left to ask.
+        """
+
+    async def signals(self) -> Sequence[Signals]:
+        """Return the load of each scheduler now; empty where the engine does not tell.
+
+        Never raises for a poll that failed: an empty answer is the sign.
+        """
+
+    async def close(self) -> None:
+        """Let go of everything. May be called twice, and after a failed open."""

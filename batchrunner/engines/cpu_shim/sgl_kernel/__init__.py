@@ -1,0 +1,54 @@
+"""A stand-in for the CUDA-only `sgl_kernel`, so that SGLang serves dense models on a CPU.
+
+SGLang's CPU path imports these names when it starts, and the published wheel, built for CUDA,
+has none of them. A dense Llama never calls them. Each raises when called, so that a model which
+does need one fails with a sentence instead of wrong numbers. Put the folder above this package
+first on the *server's* PYTHONPATH, and on nobody else's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
+
+# Only what the CPU path imports: every other name stays an ImportError, which SGLang's own
+# `except ImportError` fallbacks rely on.
+_NAMES = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+)
+_SUBMODULES = ("elementwise", "flash_attn", "mamba", "quantization", "utils")
+
+
+def _absent(name: str) -> Callable[..., NoReturn]:
+    def kernel(*_args: Any, **_kwargs: Any) -> NoReturn:
+        message = f"this model needs the sgl_kernel function {name!r}, which has no CPU build here"
+        raise NotImplementedError(message)
+
+    kernel.__name__ = kernel.__qualname__ = name
+    return kernel
+
+
+def _submodule(name: str) -> ModuleType:
+    module = ModuleType(f"{__name__}.{name}")
+
+    def lookup(attribute: str) -> Callable[..., NoReturn]:
+        if attribute.startswith("__"):  # `inspect` and `pickle` probe these: they are not kernels
+            raise AttributeError(attribute)
+        return _absent(f"{name}.{attribute}")
+
+    module.__dict__["__getattr__"] = lookup
+    return module
+
+
+globals().update({name: _absent(name) for name in _NAMES})
+for _name in _SUBMODULES:
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name] = _submodule(_name)

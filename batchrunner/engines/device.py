@@ -1,0 +1,53 @@
+"""Which device an engine that we start will use, and what SGLang needs to be told for a CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+CPU_SHIM = Path(__file__).with_name("cpu_shim")
+"""A stand-in for the CUDA-only wheel `sgl_kernel`; first on the engine's PYTHONPATH on a CPU."""
+
+CPU_NOTE = (
+    "SGLang's CPU engine: for trying jobs and for tests, slow by nature; a GPU is used where there is one"
+)
+
+# Dense models on torch's own attention; float32 is 3 times faster than bfloat16 on CPUs without AMX.
+# The pool is small on purpose: SGLang would take most of the machine's memory for it.
+CPU_ARGS: dict[str, Any] = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "dtype": "float32",
+    "disable-overlap-schedule": True,
+    "max-total-tokens": 20_000,
+    "max-running-requests": 32,
+    "context-length": 4096,
+}
+
+
+def has_gpu() -> bool:
+    """Tell whether an NVIDIA or AMD GPU is there and not hidden by CUDA_VISIBLE_DEVICES."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
+
+
+def on_cpu(device: str) -> bool:
+    """Resolve the job's `device`."""
+    return device == "cpu" or (device == "auto" and not has_gpu())
+
+
+def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
+    """Return the variables with which SGLang serves on a CPU."""
+    path = environ.get("PYTHONPATH")
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{path}" if path else str(CPU_SHIM),
+    }
+
+
+def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
+    """Return the job's arguments over our defaults: metrics and cache report on, plus the CPU's needs."""
+    defaults: dict[str, Any] = {"enable-metrics": True, "enable-cache-report": True}
+    return {**defaults, **(CPU_ARGS if cpu else {}), **args}

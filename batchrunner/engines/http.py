@@ -1,0 +1,243 @@
+"""An SGLang server over HTTP, or several replicas of one model: the client side only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from batchrunner.engines import wire
+from batchrunner.engines.model import model_identity
+from batchrunner.engines.signals import from_loads, from_metrics
+from batchrunner.engines.sockets import open_connections
+from batchrunner.errors import AttemptFailedError, EngineBusyError, EngineStartError
+from batchrunner.records import EngineInfo, Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.records import Completion, Request
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE_S = 3.0
+"""SGLang (uvicorn) closes an idle connection after 5 s: ours are dropped before that."""
+POLL_TIMEOUT_S = 2.0
+OPEN_TIMEOUT_S = 10.0
+FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
+"""A replica that takes no connection is left alone for so long, doubling."""
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+
+
+class _Replica:
+    """One address: what is in flight there, and until when it is better left alone."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.generate = URL(url + "/generate")
+        self.chat = URL(url + "/v1/chat/completions")
+        self.in_flight = 0
+        self.rests_until = 0.0
+        self._rest_s = FIRST_REST_S
+
+    def rest(self, now: float) -> None:
+        self.rests_until = now + self._rest_s
+        self._rest_s = min(self._rest_s * 2, LONGEST_REST_S)
+
+    def answered(self) -> None:
+        self.rests_until = 0.0
+        self._rest_s = FIRST_REST_S
+
+
+class HttpEngine:
+    """Replicas of one model behind their URLs; a row goes to the replica with the fewest in flight."""
+
+    def __init__(self, urls: Sequence[str], *, api_key: str | None, request_timeout_s: float) -> None:
+        self._replicas = [_Replica(url) for url in urls]
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_s = request_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._load_path: str | None = None
+
+    async def open(self) -> EngineInfo:
+        """Connect and read what every replica says of itself; see `Engine.open`."""
+        urls = [replica.url for replica in self._replicas]
+        connections, limited_by = open_connections(len(urls))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={**self._headers, "Content-Type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, connect=OPEN_TIMEOUT_S * 3),
+            # a proxy is for hosts elsewhere; it can never reach our loopback
+            trust_env=not all(urlsplit(url).hostname in _LOOPBACK for url in urls),
+            json_serialize=lambda value: orjson.dumps(value).decode(),
+        )
+        models = [await self._model_info(url) for url in urls]
+        names = {str(model["model_path"]) for model in models}
+        if len(names) > 1:
+            raise EngineStartError(f"engine.urls serve different models: {', '.join(sorted(names))}")
+        servers = [await self._server_info(url) for url in urls]
+        self._load_path = await self._find_load_path(urls[0])
+        return EngineInfo(
+            kind="attach",
+            model=model_identity(names.pop()),
+            version=servers[0].get("version"),
+            max_running=_total(servers, "max_running_requests"),
+            max_total_tokens=_total(servers, "max_total_num_tokens"),
+            context_length=servers[0].get("context_length") or servers[0].get("max_req_input_len"),
+            connections=connections,
+            notes=self._notes(limited_by),
+        )
+
+    async def generate(self, request: Request) -> Completion:
+        """Send one request once; see `Engine.generate`."""
+        assert self._session is not None
+        chat = request.kind == "messages"
+        body = orjson.dumps(wire.chat_body(request) if chat else wire.generate_body(request))
+        replica = self._choose()
+        replica.in_flight += 1
+        try:
+            async with self._session.post(replica.chat if chat else replica.generate, data=body) as response:
+                content = await response.read()
+        except aiohttp.ClientConnectorError as failure:
+            replica.rest(time.monotonic())
+            raise EngineBusyError(f"no connection to {replica.url}: {failure.os_error}") from None
+        except TimeoutError:
+            raise AttemptFailedError(f"no answer within {self._timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as failure:
+            raise AttemptFailedError(f"connection lost: {failure or type(failure).__name__}") from None
+        finally:
+            replica.in_flight -= 1
+        if response.status != 200:  # noqa: PLR2004
+            error = wire.error_of(response.status, content, response.headers.get("Retry-After"))
+            if isinstance(error, EngineBusyError):
+                replica.rest(time.monotonic())
+            raise error
+        replica.answered()
+        try:
+            reply = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            raise AttemptFailedError("the answer is not JSON") from None
+        return wire.completion_of(request, reply)
+
+    async def signals(self) -> list[Signals]:
+        """Poll every replica's load; one that does not answer in 2 s is left out."""
+        if self._load_path is None:
+            return []
+        polls = await asyncio.gather(*(self._poll(replica.url) for replica in self._replicas))
+        return [signal for signals in polls for signal in signals]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _choose(self) -> _Replica:
+        if len(self._replicas) == 1:
+            return self._replicas[0]
+        now = time.monotonic()
+        awake = [replica for replica in self._replicas if replica.rests_until <= now]
+        if not awake:
+            return min(self._replicas, key=lambda replica: replica.rests_until)
+        return min(awake, key=lambda replica: replica.in_flight)
+
+    async def _poll(self, url: str) -> list[Signals]:
+        assert self._load_path is not None
+        try:
+            status, content = await self._get(url + self._load_path, POLL_TIMEOUT_S)
+            if status != 200:  # noqa: PLR2004
+                return []
+            if self._load_path == "/metrics":
+                return from_metrics(content.decode(errors="replace"), url)
+            return from_loads(orjson.loads(content), url)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as failure:
+            log.debug("poll of %s failed: %r", url, failure)
+            return []
+
+    async def _get(self, url: str, timeout_s: float = OPEN_TIMEOUT_S) -> tuple[int, bytes]:
+        assert self._session is not None
+        async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            return response.status, await response.read()
+
+    async def _get_json(self, url: str, *paths: str) -> tuple[int, dict[str, Any] | None]:
+        """Ask the paths in turn (newer releases' first); return the last status and the first JSON mapping."""
+        status = 0
+        for path in paths:
+            try:
+                status, content = await self._get(url + path)
+            except TimeoutError:
+                raise EngineStartError(
+                    f"{url}: no answer to GET {path} within {OPEN_TIMEOUT_S:g} s"
+                ) from None
+            except (aiohttp.ClientError, OSError) as failure:
+                reason = getattr(failure, "os_error", None) or failure
+                raise EngineStartError(
+                    f"{url}: no connection ({reason}): start the server, or correct engine.urls"
+                ) from None
+            if status in {401, 403}:
+                raise EngineStartError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
+            if status == 200:  # noqa: PLR2004
+                try:
+                    reply = orjson.loads(content)
+                except orjson.JSONDecodeError:
+                    continue
+                if isinstance(reply, dict):
+                    return status, reply
+        return status, None
+
+    async def _model_info(self, url: str) -> dict[str, Any]:
+        status, reply = await self._get_json(url, "/model_info", "/get_model_info")
+        if reply is None or "model_path" not in reply:
+            raise EngineStartError(
+                f"{url}: something answers, but it is not SGLang (GET /model_info gave {status})"
+            )
+        if reply.get("is_generation") is False:
+            raise EngineStartError(f"{url}: serves {reply['model_path']}, which does not generate text")
+        return reply
+
+    async def _server_info(self, url: str) -> dict[str, Any]:
+        _, reply = await self._get_json(url, "/server_info", "/get_server_info")
+        info = reply or {}
+        if info.get("skip_tokenizer_init"):
+            raise EngineStartError(
+                f"{url}: runs with --skip-tokenizer-init and returns no text: start it without"
+            )
+        states = info.get("internal_states") or [{}]
+        # the scheduler's own numbers are the resolved ones; the arguments may be null
+        for name in ("max_running_requests", "max_total_num_tokens"):
+            resolved = [state.get(name) for state in states if isinstance(state, dict) and state.get(name)]
+            if resolved:
+                info[name] = sum(resolved)
+        return info
+
+    async def _find_load_path(self, url: str) -> str | None:
+        for path in ("/v1/loads?include=core", "/metrics"):
+            self._load_path = path
+            if await self._poll(url):
+                return path
+        return None
+
+    def _notes(self, limited_by: str) -> tuple[str, ...]:
+        if self._load_path is None:
+            return (
+                f"the server tells no load (no /v1/loads, no /metrics); connections limited by {limited_by}",
+            )
+        return (f"load from {self._load_path.split('?')[0]}; connections limited by {limited_by}",)
+
+
+def api_key_from(variable: str) -> str | None:
+    """Return the API key that an environment variable holds, or None."""
+    return os.environ.get(variable) or None
+
+
+def _total(servers: Sequence[dict[str, Any]], name: str) -> int | None:
+    values = [server.get(name) for server in servers]
+    return sum(values) if all(isinstance(value, int) for value in values) else None  # type: ignore[arg-type]

@@ -1,0 +1,243 @@
+"""Run a server so that it cannot outlive the process that asked for it, nor show its API key.
+
+A script of its own: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`, with a pipe as
+standard input. It imports nothing of this package. The first line of the pipe is one JSON object:
+
+    {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log",
+     "secret": "...", "secret_flag": "--api-key", "grace_s": 10}
+
+`secret` and `secret_flag` may be left out, or null. The pipe then stays open for as long as the
+server is wanted: its end, however it comes (a close, a SIGKILL of the owner), stops the server, as
+SIGTERM does. The script ends with the server's exit status, 128 + signal where a signal ended it.
+
+The server is a fork of this process which runs the module in place, so that the secret reaches
+`sys.argv` without ever being in an argument vector, an environment or a file. Processes that the
+server starts with `multiprocessing` get it through the pipe that method uses.
+"""
+
+from __future__ import annotations
+
+import sys
+
+# A script's own folder comes first in `sys.path`, and this one has modules with names of the
+# standard library's (`http`): out with it, before anything else is imported.
+if sys.path and __file__.startswith(sys.path[0] + "/"):
+    del sys.path[0]
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.1
+DRAIN_S = 1.0
+KILL_S = 10.0
+CHUNK_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 1 << 20
+
+# From <linux/prctl.h>.
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    """Call prctl(2); without it (not Linux) the end of the pipe is all that stops the server."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def read_config(descriptor: int) -> dict[str, Any]:
+    """Read the first line of `descriptor`, a byte at a time: what follows it is left alone."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            raise SystemExit("launcher: standard input ended before the configuration")
+        line += byte
+    config = json.loads(line)
+    if not isinstance(config, dict) or not {"module", "argv", "log"} <= config.keys():
+        raise SystemExit("launcher: the configuration needs module, argv and log")
+    return config
+
+
+class RedactedLog:
+    """A log file, appended to line by line, in which a secret shows as `***`."""
+
+    def __init__(self, path: str, secret: str | None) -> None:
+        """Open `path` (mode 0600 if it is new)."""
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        shown = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]} if secret else set()
+        self._secrets = sorted((s.encode() for s in shown if s), key=len, reverse=True)
+        self._partial = b""
+
+    def feed(self, data: bytes) -> None:
+        """Write the whole lines of `data`; keep what is after the last for the next call."""
+        lines, newline, rest = (self._partial + data).rpartition(b"\n")
+        self._partial = rest
+        self._write(lines + newline)
+        if len(rest) > LONGEST_LINE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the line that has no end yet."""
+        self._write(self._partial)
+        self._partial = b""
+
+    def _write(self, data: bytes) -> None:
+        for secret in self._secrets:
+            data = data.replace(secret, b"***")
+        # A full disk must not stop a server that works: it would block on a pipe nobody reads.
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(self._file, data) :]
+
+
+def family(root: int, session: int) -> list[int]:
+    """Find the living descendants of `root` and all of the session `session`, by /proc."""
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:  # pid (name) state parent group session …, and the name may hold anything
+            fields = file.read_bytes().rpartition(b")")[2].split()
+        except OSError:  # it ended between the listing and the reading
+            continue
+        if fields[0] not in b"ZX":
+            pid = int(file.parent.name)
+            parents[pid] = int(fields[1])
+            if int(fields[3]) == session:
+                found.add(pid)
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent == root or parent in found}
+        grown = not more <= found
+        found |= more
+    return sorted(found - {root})
+
+
+class Supervisor:
+    """The server's process tree, its output and its end."""
+
+    def __init__(self, server: int, output: int, log: RedactedLog) -> None:
+        """Supervise the process `server`, whose output comes from the descriptor `output`."""
+        self.server, self.output, self.log = server, output, log
+        self.status: int | None = None
+        self.asked_to_stop = False
+
+    def ask_to_stop(self, *_: object) -> None:
+        """Note SIGTERM (a signal handler)."""
+        self.asked_to_stop = True
+
+    def reap(self) -> None:
+        """Collect every process that ended: orphans of the tree become this process's children."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self.server:
+                    signalled = os.WIFSIGNALED(status)
+                    code = 128 + os.WTERMSIG(status) if signalled else os.WEXITSTATUS(status)
+                    self.status = code
+
+    def step(self, also: tuple[int, ...] = ()) -> list[int]:
+        """Copy what output there is, or wait a moment; returns which of `also` can be read."""
+        watched = [fd for fd in (self.output, *also) if fd >= 0]
+        ready = select.select(watched, [], [], POLL_S)[0]
+        if self.output in ready:
+            data = os.read(self.output, CHUNK_BYTES)
+            if data:
+                self.log.feed(data)
+            else:
+                os.close(self.output)
+                self.output = -1
+        self.reap()
+        return [fd for fd in ready if fd in also]
+
+    def serve(self, lifeline: int) -> None:
+        """Until the server ends, `lifeline` does, or SIGTERM comes."""
+        while self.status is None and not self.asked_to_stop:
+            if self.step((lifeline,)) and not os.read(lifeline, CHUNK_BYTES):
+                return
+
+    def stop(self, grace_s: float) -> int:
+        """SIGTERM to the server, SIGKILL to all that is left, last output; the exit status."""
+        deadline = time.monotonic() + grace_s
+        if self.status is None:
+            os.kill(self.server, signal.SIGTERM)
+        while self.status is None and time.monotonic() < deadline:
+            self.step()
+        deadline = time.monotonic() + KILL_S
+        while self.kill_all() and time.monotonic() < deadline:
+            self.step()
+        deadline = time.monotonic() + DRAIN_S
+        while self.output >= 0 and time.monotonic() < deadline:
+            self.step()
+        self.log.flush()
+        self.reap()
+        return 128 + signal.SIGKILL if self.status is None else self.status
+
+    def kill_all(self) -> bool:
+        """SIGKILL to the whole tree; False once nothing of it lives."""
+        if self.status is None:  # where there is no /proc, its group is what can be reached
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.server, signal.SIGKILL)
+        alive = family(os.getpid(), self.server)
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(alive)
+
+
+def run_server(config: dict[str, Any], parent: int, output: int) -> None:
+    """Become the server: a session of its own, output to the pipe, then the module in place."""
+    os.setsid()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above: no signal will come
+        os._exit(128 + signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for the processes it starts
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    secret = [config["secret_flag"], config["secret"]] if config.get("secret") else []
+    sys.argv = [config["module"], *config["argv"], *secret]
+    # As `python -m` would: `multiprocessing` finds `__main__` by the module's name again.
+    runpy.run_module(config["module"], run_name="__main__", alter_sys=True)
+
+
+def main() -> int:
+    """Read the configuration, fork the server, watch it; returns the server's exit status."""
+    config = read_config(0)
+    log = RedactedLog(config["log"], config.get("secret"))
+    # A Ctrl-C reaches the whole terminal: whether it means "stop" is for the pipe's owner to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the server orphans stays within reach
+    parent = os.getpid()
+    reading, writing = os.pipe()
+    # SIGTERM waits until there is a server to pass it to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    server = os.fork()
+    if server == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        run_server(config, parent, writing)
+        return 0
+    os.close(writing)
+    supervisor = Supervisor(server, reading, log)
+    signal.signal(signal.SIGTERM, supervisor.ask_to_stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    supervisor.serve(lifeline=0)
+    return supervisor.stop(float(config.get("grace_s", 10)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

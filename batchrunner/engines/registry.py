@@ -1,0 +1,51 @@
+"""From the job's `engine` to an Engine; heavy engines are imported only when they are asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+from batchrunner.engines.model import model_identity
+from batchrunner.job import AttachEngine, InprocessEngine, ServerEngine, SimulatedEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.engines.base import Engine
+    from batchrunner.job import EngineSpec
+
+
+def make_engine(spec: EngineSpec, *, log_dir: Path, request_timeout_s: float) -> Engine:
+    """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`."""
+    match spec:
+        case AttachEngine():
+            from batchrunner.engines.http import HttpEngine, api_key_from  # noqa: PLC0415
+
+            key = api_key_from(spec.api_key_env)
+            return HttpEngine(spec.urls, api_key=key, request_timeout_s=request_timeout_s)
+        case ServerEngine():
+            from batchrunner.engines.server import LaunchedServer  # noqa: PLC0415
+
+            return LaunchedServer(
+                spec, log_path=log_dir / "engine-server.log", request_timeout_s=request_timeout_s
+            )
+        case InprocessEngine():
+            from batchrunner.engines.inprocess import InprocessSGLang  # noqa: PLC0415
+
+            return InprocessSGLang(spec, request_timeout_s=request_timeout_s)
+        case SimulatedEngine():
+            from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
+
+            return Simulator(spec)
+        case _:
+            assert_never(spec)
+
+
+def model_of(spec: EngineSpec) -> str | None:
+    """Return the identity of the model that the engine will have, or None where only the engine knows."""
+    match spec:
+        case ServerEngine() | InprocessEngine():
+            return model_identity(spec.model)
+        case SimulatedEngine():
+            return "simulated"
+        case _:
+            return None

@@ -1,0 +1,37 @@
+"""The lines of an engine's log that say why it did not start or why it died."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TAIL_BYTES = 256 << 10
+MOST_LINES = 3
+_PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
+# "torch.OutOfMemoryError: CUDA out of memory. …", "launch_server.py: error: …", "Not enough memory. …"
+_CAUSE = re.compile(
+    r"^([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|.*\.py: error: .+|.*[Oo]ut of memory.*|Not enough memory.*"
+    r"|.*Address already in use.*|.*Killed$)"
+)
+# what follows from a cause elsewhere, and would hide it
+_CONSEQUENCE = re.compile(
+    r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
+)
+
+
+def cause_in(log: Path) -> str:
+    """Return the one to three lines of the log that matter most, joined by ` / `; empty if there is no log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    clean = [_PREFIX.sub("", line.strip()).strip() for line in lines]
+    causes = [line for line in clean if _CAUSE.match(line)]
+    best = [line for line in causes if not _CONSEQUENCE.search(line)] or causes
+    chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in clean if line][-MOST_LINES:]
+    return " / ".join(line[:300] for line in chosen)

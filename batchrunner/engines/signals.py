@@ -1,0 +1,62 @@
+"""What a server says of its load, as text → Signals: pure, for every source that SGLang offers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.records import Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def from_loads(reply: Mapping[str, Any], url: str) -> list[Signals]:
+    """Read the reply of `GET /v1/loads?include=core` (SGLang ≥ 0.5.9): one entry a DP rank.
+
+    Raises KeyError or TypeError where the reply is something else.
+    """
+    loads = reply["loads"]
+    return [
+        Signals(
+            scheduler=url if len(loads) == 1 else f"{url}#dp{load['dp_rank']}",
+            source="loads",
+            running=int(load["num_running_reqs"]),
+            queue=int(load["num_waiting_reqs"]),
+            token_usage=float(load["token_usage"]),
+            used_tokens=int(load["num_used_tokens"]),
+            max_total_tokens=int(load["max_total_num_tokens"]),
+            max_running=int(load["max_running_requests"]),
+        )
+        for load in loads
+    ]
+
+
+def from_metrics(text: str, url: str) -> list[Signals]:
+    """Read `GET /metrics` (Prometheus text; servers started with --enable-metrics).
+
+    Raises ValueError where the text is not Prometheus's; empty where SGLang's gauges are not in it.
+    """
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
+
+    gauges: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for family in text_string_to_metric_families(text):
+        name = family.name.removeprefix("sglang:")
+        if name != family.name:
+            for sample in family.samples:
+                if sample.labels.get("tp_rank", "0") in {"0", ""}:
+                    gauges[sample.labels.get("dp_rank", "")][name] = sample.value
+    ranks = {rank: g for rank, g in gauges.items() if "num_running_reqs" in g and "num_queue_reqs" in g}
+    return [
+        Signals(
+            scheduler=url if len(ranks) == 1 else f"{url}#dp{rank}",
+            source="metrics",
+            running=int(g["num_running_reqs"]),
+            queue=int(g["num_queue_reqs"]),
+            token_usage=g.get("token_usage", 0.0),
+            used_tokens=int(g["num_used_tokens"]) if "num_used_tokens" in g else None,
+            max_total_tokens=int(g["max_total_num_tokens"]) if "max_total_num_tokens" in g else None,
+            max_running=int(g["max_running_requests"]) if "max_running_requests" in g else None,
+        )
+        for rank, g in sorted(ranks.items())
+    ]

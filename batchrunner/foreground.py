@@ -1,0 +1,58 @@
+"""A run in the foreground of a terminal or a batch job: signals and display around `execute`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+from batchrunner.jobfile import load_job
+from batchrunner.progress import make_display
+from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED
+from batchrunner.runner import Control, execute
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.report import Report
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+
+
+def run_in_foreground(
+    job: str, overrides: Sequence[str], *, fresh: bool, retry_failed: bool, quiet: bool, as_json: bool
+) -> Report:
+    """Run a job file; the first SIGINT or SIGTERM drains, the second stops now.
+
+    Raises BatchrunError.
+    """
+    loaded = load_job(job, overrides=overrides)
+
+    async def supervised() -> Report:
+        control = Control()
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, _on_signal, control, number)
+        display = make_display(quiet=quiet or as_json)
+        return await execute(loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control)
+
+    return _run(supervised())
+
+
+def _on_signal(control: Control, number: signal.Signals) -> None:
+    if control.reason is None:
+        log.warning("interrupted: waiting for the rows in flight; once more stops now")
+        control.drain("interrupted", _SIGNALS[number])
+    else:
+        control.stop("interrupted", _SIGNALS[number])
+
+
+def _run(supervised):  # type: ignore[no-untyped-def]
+    try:
+        import uvloop  # noqa: PLC0415
+    except ImportError:
+        return asyncio.run(supervised)
+    return uvloop.run(supervised)

@@ -1,0 +1,328 @@
+"""The job: what to run, on what, with which engine. `batchrun schema` prints it for editors.
+
+Every field is documented under it, and the text goes into the schema. Relative paths are relative to the
+current directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+RESULT_COLUMNS = (
+    "row",
+    "output",
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "latency_s",
+    "attempts",
+    "error",
+)
+"""Names that a result row has of its own, in order after the carried columns (`row` comes first)."""
+
+_DURATION = re.compile(
+    r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
+)
+_UNITS_S = (86400.0, 3600.0, 60.0, 1.0)
+
+
+def _seconds(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _DURATION.fullmatch(value.strip().replace(" ", ""))
+    if not match or not any(match.groups()):
+        raise ValueError("a duration is seconds or a text such as 90s, 30m, 2h30m or 1d")
+    return sum(float(part) * unit for part, unit in zip(match.groups(), _UNITS_S, strict=True) if part)
+
+
+def _share(value: object) -> object:
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return float(value.strip()[:-1]) / 100
+    return value
+
+
+Duration: TypeAlias = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
+Share: TypeAlias = Annotated[float, BeforeValidator(_share), Field(gt=0, le=1)]
+CountOrShare: TypeAlias = Annotated[
+    Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_share)
+]
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class FromColumn(_Spec):
+    """A value that each row brings itself."""
+
+    column: str
+    """The input column that holds the value; a null leaves the engine's default."""
+
+
+Value = TypeVar("Value")
+PerRow: TypeAlias = Value | FromColumn
+
+
+class InputSpec(_Spec):
+    """Where the rows come from."""
+
+    path: str | Annotated[list[str], Field(min_length=1)]
+    """A Parquet file, a list of them, a glob, or a directory (Hive partitions become columns); local or
+    a URI that pyarrow knows (s3://, gs://, hdfs://)."""
+    columns: list[str] = []
+    """Input columns carried into the output."""
+    rename: dict[str, str] = {}
+    """New names for carried columns: `{input_name: output_name}`."""
+    filter: str | None = None
+    """A Jinja2 expression over the row's columns; only rows where it is true are sent."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Send only the first N rows (after `filter`)."""
+
+
+class PromptSpec(_Spec):
+    """How a row becomes a prompt: `user` (with or without `system`), or one of the columns below."""
+
+    system: str | None = None
+    """Jinja2 template of the system message."""
+    user: str | None = None
+    """Jinja2 template of the user message; the model's chat template is applied."""
+    messages: str | None = None
+    """A column of lists of {role, content}; the model's chat template is applied."""
+    text: str | None = None
+    """A column with the whole prompt as it is, or a Jinja2 template of it (no chat template)."""
+    input_ids: str | None = None
+    """A column of lists of token ids."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template, such as `{enable_thinking: false}`."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> PromptSpec:
+        given = [
+            name for name in ("user", "messages", "text", "input_ids") if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of user, messages, text, input_ids (got {', '.join(given) or 'none'})"
+            )
+        if given != ["user"] and self.system is not None:
+            raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
+        if given[0] in {"text", "input_ids"} and self.chat_template_kwargs is not None:
+            raise ValueError(
+                f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
+            )
+        return self
+
+
+class SamplingSpec(_Spec):
+    """SGLang's sampling parameters, by SGLang's names. Each may be `{column: NAME}`."""
+
+    max_new_tokens: PerRow[Annotated[int, Field(ge=1)]] = 1024
+    """Longest output in tokens. (SGLang's own default of 128 cuts most answers short.)"""
+    min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
+    """Shortest output in tokens."""
+    n: Annotated[int, Field(ge=1)] = 1
+    """Samples a row; above 1 `output`, `finish_reason` and `completion_tokens` are lists."""
+    temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None
+    """0 is greedy. Unset: the engine's default."""
+    top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
+    """Nucleus sampling."""
+    top_k: PerRow[Annotated[int, Field(ge=-1)]] | None = None
+    """Sample from the k likeliest tokens; -1 for all."""
+    min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
+    """Least probability, relative to the likeliest token."""
+    frequency_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
+    """Penalty on tokens by how often they were generated."""
+    presence_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
+    """Penalty on tokens that were generated at all."""
+    repetition_penalty: PerRow[Annotated[float, Field(gt=0, le=2)]] | None = None
+    """Multiplicative penalty on tokens that were seen; 1 is none."""
+    stop: PerRow[str | list[str]] | None = None
+    """Texts that end the output."""
+    stop_token_ids: PerRow[list[int]] | None = None
+    """Tokens that end the output."""
+    stop_regex: PerRow[str | list[str]] | None = None
+    """Regular expressions that end the output."""
+    no_stop_trim: bool | None = None
+    """Keep the stop text in the output."""
+    ignore_eos: PerRow[bool] | None = None
+    """Go on to max_new_tokens."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the output text."""
+    spaces_between_special_tokens: bool | None = None
+    """Put spaces between special tokens in the output text."""
+    sampling_seed: PerRow[int] | None = None
+    """Seed of the sampler (SGLang honours it under --enable-deterministic-inference)."""
+    json_schema: PerRow[dict[str, Any] | str] | None = None
+    """The output must be JSON of this schema (a mapping, or its JSON text)."""
+    regex: PerRow[str] | None = None
+    """The output must match."""
+    ebnf: PerRow[str] | None = None
+    """The output must be in this grammar."""
+    structural_tag: PerRow[str] | None = None
+    """SGLang's structural tag, as JSON text."""
+    logit_bias: dict[str, float] | None = None
+    """Bias a token id's logit."""
+    custom_params: dict[str, Any] | None = None
+    """Passed to a custom logit processor."""
+    lora_path: PerRow[str] | None = None
+    """Name of a LoRA adapter that the engine has loaded."""
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _column_before_schema(cls, value: object) -> object:
+        # {column: x} is also a mapping: without this it would pass as a (meaningless) schema
+        if isinstance(value, Mapping) and set(value) == {"column"}:
+            return FromColumn(column=str(value["column"]))
+        return value
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> SamplingSpec:
+        given = [
+            k for k in ("json_schema", "regex", "ebnf", "structural_tag") if getattr(self, k) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"an output has one grammar: give one of {', '.join(given)}")
+        return self
+
+
+class OutputSpec(_Spec):
+    """Where the results go."""
+
+    path: str
+    """Directory of the run: parts/*.parquet, report.json, events.jsonl, the engine's log."""
+    part_rows: Annotated[int, Field(ge=1)] = 10_000
+    """Rows in a part, at most; a part is also written when 30 s have passed."""
+
+
+class AttachEngine(_Spec):
+    """A server that runs already."""
+
+    kind: Literal["attach"]
+    """`attach`: the server runs already."""
+    urls: Annotated[list[str], Field(min_length=1)]
+    """One or more addresses of replicas of one model; rows go where there is room."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """Environment variable that holds the server's API key; unset means no key."""
+
+    @field_validator("urls")
+    @classmethod
+    def _http(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not re.match(r"https?://[^/]+", url):
+                raise ValueError(f"an address starts with http:// or https:// (got {url!r})")
+        return [url.rstrip("/") for url in urls]
+
+
+class _LocalEngine(_Spec):
+    model: str
+    """A model directory, or a name that SGLang can load."""
+    args: dict[str, Any] = {}
+    """SGLang's server arguments, such as `{mem-fraction-static: 0.88, enable-metrics: true}`."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` takes the GPU where there is one, else SGLang's CPU engine, which is for trying and testing."""
+
+    @field_validator("args")
+    @classmethod
+    def _own_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
+        clean = {name.lstrip("-").replace("_", "-"): value for name, value in args.items()}
+        for name in ("model-path", "model", "host", "port", "api-key", "device"):
+            if name in clean:
+                raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.args")
+        return clean
+
+
+class ServerEngine(_LocalEngine):
+    """A server that the run starts on a free loopback port and ends."""
+
+    kind: Literal["server"]
+    """`server`: the run starts it and ends it."""
+    python: str | None = None
+    """The interpreter that has SGLang, where it is not this one."""
+    env: dict[str, str] = {}
+    """Environment variables for the server."""
+    start_timeout: Duration = 1800.0
+    """How long loading may take."""
+
+
+class InprocessEngine(_LocalEngine):
+    """`sglang.Engine` in this process."""
+
+    kind: Literal["inprocess"]
+    """`inprocess`: `sglang.Engine` in this process."""
+
+
+class SimulatedEngine(_Spec):
+    """No engine at all: made-up answers at a made-up speed, to see the screen and to test. Always marked."""
+
+    kind: Literal["simulated"]
+    """`simulated`: answers are made up."""
+    max_running: Annotated[int, Field(ge=1)] = 256
+    """Requests that decode together."""
+    max_total_tokens: Annotated[int, Field(ge=1)] = 400_000
+    """KV pool in tokens."""
+    context_length: Annotated[int, Field(ge=1)] = 8192
+    """Longest prompt and output together, in tokens; longer rows are refused."""
+    step_s: Annotated[float, Field(ge=0)] = 0.02
+    """Time of a decode step; 0 answers at once."""
+
+
+EngineSpec: TypeAlias = Annotated[
+    AttachEngine | ServerEngine | InprocessEngine | SimulatedEngine, Field(discriminator="kind")
+]
+
+
+class LimitsSpec(_Spec):
+    """When a run gives up, and when its result counts as failed."""
+
+    deadline: Duration | None = None
+    """Stop sending after this time, let the rows in flight end, exit 1 (resumable)."""
+    max_failed_rows: CountOrShare = 0
+    """Failed rows tolerated, a count or a share (0.01 or 1%); more make the exit code 3."""
+    abort_failed_share: Share = 0.5
+    """Stop (exit 1) when more than this share of at least 100 rows failed: the job is plainly wrong."""
+    max_attempts: Annotated[int, Field(ge=1)] = 5
+    """Tries of a row that the engine answers with an error which may be the row's fault."""
+    request_timeout: Duration = 3600.0
+    """Longest wait for one answer."""
+    engine_wait: Duration = 300.0
+    """How long an engine that takes no row at all is waited for before the run stops (exit 1)."""
+
+
+class Job(_Spec):
+    """A whole job."""
+
+    input: InputSpec
+    """Where the rows come from."""
+    prompt: PromptSpec
+    """How a row becomes a prompt."""
+    sampling: SamplingSpec = SamplingSpec()
+    """How the engine samples, by SGLang's names."""
+    output: OutputSpec
+    """Where the results go."""
+    engine: EngineSpec
+    """What answers: `kind` is attach, server, inprocess or simulated."""
+    limits: LimitsSpec = LimitsSpec()
+    """When a run gives up, and when its result counts as failed."""
+    window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Requests in flight; `auto` sizes it from the engine's own limits."""
+
+    @model_validator(mode="after")
+    def _result_names(self) -> Job:
+        carried = {self.input.rename.get(name, name): name for name in self.input.columns}
+        for name in self.input.rename:
+            if name not in self.input.columns:
+                raise ValueError(f"input.rename names {name!r}, which is not in input.columns")
+        if len(carried) < len(self.input.columns):
+            raise ValueError("input.columns, as renamed, has a name twice")
+        for name in RESULT_COLUMNS:
+            if name in carried:
+                raise ValueError(
+                    f"input.columns: a result has a column {name!r} of its own; "
+                    f"carry yours under another name: input.rename: {{{carried[name]}: input_{name}}}"
+                )
+        return self

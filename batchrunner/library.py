@@ -1,0 +1,176 @@
+"""batchrunner as a library: blocking calls, their async twins, and an engine that serves several runs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from anyio.from_thread import start_blocking_portal
+
+from batchrunner.engines.registry import make_engine
+from batchrunner.errors import BatchrunError, InputError, JobError
+from batchrunner.job import Job, LimitsSpec
+from batchrunner.jobfile import load_job, parse_engine
+from batchrunner.merge import merge
+from batchrunner.runner import execute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from anyio.from_thread import BlockingPortal
+
+    from batchrunner.engines.base import Engine
+    from batchrunner.job import EngineSpec
+    from batchrunner.records import EngineInfo
+    from batchrunner.report import Report
+
+JobSource = Job | Mapping[str, Any] | str | Path
+EngineSource = "OpenEngine | Mapping[str, Any] | EngineSpec"
+
+
+class OpenEngine:
+    """An engine that is ready and serves run after run; made by `open_engine`.
+
+    It lives on an event loop of its own, in a thread, so that runs from any thread or loop can use it.
+    """
+
+    def __init__(self, portal: BlockingPortal, spec: EngineSpec, engine: Engine, info: EngineInfo) -> None:
+        self._portal = portal
+        self._engine = engine
+        self.spec = spec
+        self.info = info
+
+    def call(self, job: Job, **options: Any) -> Report:
+        """Run a job on this engine and wait."""
+        return self._portal.call(self._bound(job, options))
+
+    async def acall(self, job: Job, **options: Any) -> Report:
+        """Run a job on this engine."""
+        return await asyncio.wrap_future(self._portal.start_task_soon(self._bound(job, options)))
+
+    def _bound(self, job: Job, options: dict[str, Any]) -> Callable[[], Any]:
+        return functools.partial(execute, job, engine=self._engine, info=self.info, **options)
+
+
+@contextmanager
+def open_engine(
+    engine: Mapping[str, Any] | EngineSpec,
+    *,
+    log_dir: str | Path | None = None,
+    request_timeout_s: float = 3600.0,
+) -> Iterator[OpenEngine]:
+    """Open an engine for several runs: `with open_engine({"kind": "server", "model": …}) as engine: …`.
+
+    `engine` is as in a job file. A launched server logs into `log_dir` (default: a new temporary
+    directory, see `info.log`). Raises JobError or EngineStartError.
+    """
+    spec = parse_engine(engine)
+    logs = Path(log_dir) if log_dir is not None else Path(tempfile.gettempdir()) / f"batchrunner-{id(spec):x}"
+    with _portal() as portal:
+        made = make_engine(spec, log_dir=logs, request_timeout_s=request_timeout_s)
+        try:
+            yield OpenEngine(portal, spec, made, portal.call(made.open))
+        finally:
+            portal.call(made.close)
+
+
+def run(
+    job: JobSource,
+    *,
+    engine: OpenEngine | None = None,
+    overrides: Sequence[str] = (),
+    fresh: bool = False,
+    retry_failed: bool = False,
+) -> Report:
+    """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
+
+    Also works where an event loop is running, which it blocks: prefer `arun` there. `overrides` are texts
+    `a.b=c` as for `--set`. Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a
+    deadline) is returned, not raised.
+    """
+    loaded = load_job(job, overrides=overrides)
+    if engine is not None:
+        return engine.call(loaded, fresh=fresh, retry_failed=retry_failed)
+    with _portal() as portal:
+        return portal.call(functools.partial(execute, loaded, fresh=fresh, retry_failed=retry_failed))
+
+
+async def arun(
+    job: JobSource,
+    *,
+    engine: OpenEngine | None = None,
+    overrides: Sequence[str] = (),
+    fresh: bool = False,
+    retry_failed: bool = False,
+) -> Report:
+    """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
+    loaded = load_job(job, overrides=overrides)
+    if engine is not None:
+        return await engine.acall(loaded, fresh=fresh, retry_failed=retry_failed)
+    return await execute(loaded, fresh=fresh, retry_failed=retry_failed)
+
+
+def generate(
+    rows: pa.Table | Iterable[Mapping[str, Any]],
+    *,
+    prompt: str | Mapping[str, Any],
+    engine: OpenEngine | Mapping[str, Any] | EngineSpec,
+    sampling: Mapping[str, Any] | None = None,
+    columns: Sequence[str] = (),
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+) -> pa.Table:
+    """Send every row of a table and return the results as a table in input order.
+
+    `rows` is a table or an iterable of mappings; `prompt` is the user template or the `prompt` part of a
+    job; `columns` are carried into the result, whose other columns are those of a result row (`row`,
+    `output`, `finish_reason`, …, `error`). Failed rows have an `error`; the table always has as many rows
+    as the input. Raises BatchrunError.
+    """
+    table = rows if isinstance(rows, pa.Table) else _table_of(rows)
+    with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
+        source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
+        pq.write_table(table, source)
+        spec = engine.spec if isinstance(engine, OpenEngine) else parse_engine(engine)
+        job = load_job(
+            {
+                "input": {"path": str(source), "columns": list(columns)},
+                "prompt": {"user": prompt} if isinstance(prompt, str) else prompt,
+                "sampling": sampling or {},
+                "output": {"path": str(out)},
+                "engine": spec.model_dump(exclude_unset=True),
+                "limits": limits.model_dump(exclude_unset=True)
+                if isinstance(limits, LimitsSpec)
+                else limits or {},
+            },
+            environ={},
+        )
+        report = run(job, engine=engine if isinstance(engine, OpenEngine) else None)
+        if report.rows_left:
+            raise BatchrunError(
+                f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"
+            )
+        merged = merge(out)
+        return pa.concat_tables(pq.read_table(file) for file in sorted(merged.glob("*.parquet")))
+
+
+def _table_of(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    if isinstance(rows, (str, bytes, Mapping)):
+        raise InputError(f"rows: give a pyarrow Table or an iterable of mappings (got {type(rows).__name__})")
+    try:
+        return pa.Table.from_pylist([dict(row) for row in rows])
+    except (TypeError, ValueError, pa.ArrowException) as failure:
+        raise InputError(f"rows: cannot be made a table: {failure}") from None
+
+
+@contextmanager
+def _portal() -> Iterator[BlockingPortal]:
+    """Start an event loop in a thread of its own; an interrupt in the caller cancels what runs there."""
+    with start_blocking_portal("asyncio", backend_options={"use_uvloop": True}) as portal:
+        yield portal

@@ -1,0 +1,164 @@
+"""What a run shows while it goes on: a bar on a terminal, plain lines where there is none."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from batchrunner.report import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.records import Signals
+
+log = logging.getLogger(__name__)
+
+RATE_SPAN_S = 30.0
+LINE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a run at one moment."""
+
+    rows_total: int
+    rows_done: int
+    """Over all starts, failed ones included."""
+    rows_failed: int
+    rows_per_s: float
+    output_tokens_per_s: float
+    window: int
+    in_flight: int
+    resting: int
+    """Rows that wait for another try."""
+    signals: tuple[Signals, ...]
+    simulated: bool
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds to the end at the present rate, or None before there is one."""
+        left = self.rows_total - self.rows_done
+        return left / self.rows_per_s if self.rows_per_s > 0 else None
+
+    def load(self) -> str:
+        """Running, queue and token usage over all schedulers; the usage is the highest."""
+        if not self.signals:
+            return "load unknown"
+        running, queue = sum(s.running for s in self.signals), sum(s.queue for s in self.signals)
+        usage = max(s.token_usage for s in self.signals)
+        return f"#running-req {running}, #queue-req {queue}, token usage {usage:.2f}"
+
+    def line(self) -> str:
+        """Return one line of all of it."""
+        left = "?" if self.time_left_s is None else duration(self.time_left_s)
+        resting = f", {self.resting} wait for a retry" if self.resting else ""
+        return (
+            f"{'[simulated] ' if self.simulated else ''}{self.rows_done}/{self.rows_total} rows, "
+            f"{self.rows_per_s:.1f} rows/s, {self.output_tokens_per_s:,.0f} output tok/s, {self.load()}, "
+            f"{self.in_flight}/{self.window} in flight, {self.rows_failed} failed{resting}, {left} left"
+        )
+
+
+class Rates:
+    """Rows and tokens a second over the last 30 s."""
+
+    def __init__(self, now: float) -> None:
+        self._points: deque[tuple[float, int, int]] = deque([(now, 0, 0)])
+
+    def update(self, now: float, rows: int, tokens: int) -> tuple[float, float]:
+        """Add the counts so far; return rows/s and tokens/s."""
+        self._points.append((now, rows, tokens))
+        while len(self._points) > 2 and self._points[1][0] <= now - RATE_SPAN_S:  # noqa: PLR2004
+            self._points.popleft()
+        then, rows_then, tokens_then = self._points[0]
+        span = max(now - then, 1e-9)
+        return (rows - rows_then) / span, (tokens - tokens_then) / span
+
+
+class Display(Protocol):
+    """Something that shows snapshots."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the present state; called a few times a second."""
+
+    def close(self) -> None:
+        """Finish the output."""
+
+
+class Silent:
+    """Shows nothing: for the library and `--quiet`."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lines:
+    """A line every 5 s: for logs of batch systems."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next = 0.0
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Print a line when the last one is old enough."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LINE_EVERY_S
+            print(time.strftime("%H:%M:%S"), snapshot.line(), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: every line is whole."""
+
+
+class Bar:
+    """tqdm's bar with the engine's load behind it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar: Any = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Move the bar."""
+        if self._bar is None:
+            from tqdm import tqdm  # noqa: PLC0415 - only where there is a terminal
+
+            self._bar = tqdm(
+                total=snapshot.rows_total, initial=snapshot.rows_done, unit="row", file=self._stream,
+                dynamic_ncols=True, desc="simulated" if snapshot.simulated else None,
+                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {postfix}",
+            )  # fmt: skip
+        left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
+        shown = [f"{snapshot.rows_per_s:.1f} rows/s", f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
+        shown += [_short_load(snapshot.signals), f"failed {snapshot.rows_failed}"]
+        shown += [f"retry {snapshot.resting}"] if snapshot.resting else []
+        self._bar.set_postfix_str(" · ".join([*shown, f"{left} left"]), refresh=False)
+        self._bar.n = snapshot.rows_done
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _short_load(signals: Sequence[Signals]) -> str:
+    if not signals:
+        return "load ?"
+    usage = max(s.token_usage for s in signals)
+    return f"run {sum(s.running for s in signals)} queue {sum(s.queue for s in signals)} KV {usage:.0%}"
+
+
+def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
+    """Choose the display for a stream (standard error by default)."""
+    stream = stream or sys.stderr
+    if quiet:
+        return Silent()
+    return Bar(stream) if stream.isatty() else Lines(stream)

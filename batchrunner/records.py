@@ -1,0 +1,98 @@
+"""The frozen records that pass between stages: Request, Completion, Outcome, EngineInfo, Signals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+PromptKind = Literal["messages", "text", "input_ids"]
+FinishReason = str  # SGLang's own word: "stop", "length", "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class RowRef:
+    """Where a row came from: its ordinal in the input and its place in a batch of carried columns."""
+
+    row: int
+    carried: pa.RecordBatch
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row, ready to be sent; `sampling` has SGLang's `/generate` names."""
+
+    ref: RowRef
+    kind: PromptKind
+    prompt: Any
+    """A list of `{"role", "content"}`, a text, or a list of token ids, as `kind` says."""
+    sampling: dict[str, Any]
+    lora_path: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine answered to one request; the lists have one entry a sample (`n`)."""
+
+    texts: list[str]
+    finish_reasons: list[FinishReason | None]
+    completion_tokens: list[int | None]
+    prompt_tokens: int | None
+    cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a row: a completion or an error, never both."""
+
+    ref: RowRef
+    completion: Completion | None
+    error: str | None
+    latency_s: float | None
+    """Of the last try, from sending to the whole answer; None where nothing was sent."""
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an open engine says of itself."""
+
+    kind: str
+    model: str
+    """The model's identity as the engine names it: resuming with another one is refused."""
+    version: str | None = None
+    max_running: int | None = None
+    """Requests that one scheduler runs at most (`max_running_requests`), summed over schedulers."""
+    max_total_tokens: int | None = None
+    """KV pool in tokens, summed over schedulers."""
+    context_length: int | None = None
+    connections: int | None = None
+    """Requests that the transport can hold open at once; None where there is no such limit."""
+    simulated: bool = False
+    log: Path | None = None
+    notes: tuple[str, ...] = ()
+    """What the user should read in the log at the start, a line each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """One reading of one scheduler's load."""
+
+    scheduler: str
+    """The replica's URL, with `#dpN` where it has several DP ranks."""
+    source: Literal["loads", "metrics", "engine", "simulated"]
+    running: int
+    """`#running-req`."""
+    queue: int
+    """`#queue-req`."""
+    token_usage: float
+    """Share of the KV pool in use, 0–1, evictable cache left out."""
+    used_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_running: int | None = None

@@ -1,0 +1,131 @@
+"""Files that are whole or not there: the run directory's layout, its one writer, atomic writes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from batchrunner.errors import OutputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TEMPORARY = ".tmp"
+LEAST_FREE_BYTES = 16 << 20
+"""A run does not start on a disk with less room than this."""
+
+
+class RunDir:
+    """Where everything of one run lies."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.parts = self.path / "parts"
+        self.merged = self.path / "merged"
+        self.run_json = self.path / "run.json"
+        self.report_json = self.path / "report.json"
+        self.events = self.path / "events.jsonl"
+        self._lock = self.path / ".lock"
+
+    def check_writable(self) -> None:
+        """Raise OutputError where results could not be written here; changes nothing."""
+        place = self.path
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir():
+            raise OutputError(f"output.path {self.path}: {place} is a file: give a directory")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise OutputError(f"output.path {self.path}: {place} is not writable")
+        free = shutil.disk_usage(place).free
+        if free < LEAST_FREE_BYTES:
+            raise OutputError(f"output.path {self.path}: the disk is full ({free >> 20} MiB free)")
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Be the only writer; raises OutputError with the holder where there is one.
+
+        A directory that was made for the claim and stayed empty is taken away again.
+        """
+        made = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as failure:
+            raise OutputError(f"output.path {self.path}: cannot be written: {failure.strerror}") from None
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+                raise OutputError(
+                    f"{self.path}: {holder} is writing this run; wait for it or use another path"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"batchrun with pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            yield
+        finally:
+            if made and list(self.path.iterdir()) == [self._lock]:
+                self._lock.unlink()  # nothing came of the run: leave nothing behind
+                for directory in made:
+                    with contextlib.suppress(OSError):
+                        directory.rmdir()
+            os.close(descriptor)
+
+    def holder(self) -> str | None:
+        """Who writes this run now, or None."""
+        try:
+            descriptor = os.open(self._lock, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return os.pread(descriptor, 200, 0).decode(errors="replace")
+        else:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def discard(self) -> None:
+        """Delete what earlier starts left: parts, merged data, run file, report, events."""
+        for directory in (self.parts, self.merged):
+            shutil.rmtree(directory, ignore_errors=True)
+        for file in (self.run_json, self.report_json, self.events):
+            file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path`; on success it is synced and renamed to it, else removed."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON, whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")

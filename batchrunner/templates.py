@@ -1,0 +1,102 @@
+"""Jinja2 templates and expressions over a row's columns, in a sandbox that cannot reach Python objects."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from batchrunner.errors import JobError, RowRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+
+class NullValueError(ValueError):
+    """A template printed a null, which would otherwise read "None" in the prompt."""
+
+
+def is_template(text: str) -> bool:
+    """Tell a template from a plain column name."""
+    return "{{" in text or "{%" in text
+
+
+class Template:
+    """A text template over columns; `columns` are those that it names."""
+
+    def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
+        """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
+        self.columns = _columns_of(source, where=where, available=available)
+        self._render: Callable[..., str] = _environment().from_string(source).render
+
+    def render(self, row: Mapping[str, Any]) -> str:
+        """Fill in one row's values; raises RowRefusedError where its data does not fit the template."""
+        try:
+            return self._render(row)
+        except NullValueError:
+            nulls = ", ".join(name for name in self.columns if row[name] is None)
+            raise RowRefusedError(f"template: a value is null (null columns: {nulls or 'none'})") from None
+        except SecurityError as failure:
+            raise RowRefusedError(f"template: not allowed: {failure}") from None
+        except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
+            raise RowRefusedError(f"template: {type(failure).__name__}: {failure}") from None
+
+
+class Predicate:
+    """A boolean expression over columns; `columns` are those that it names."""
+
+    def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
+        """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
+        self.columns = _columns_of("{{ (" + source + ") }}", where=where, available=available)
+        self._evaluate = _environment().compile_expression(source, undefined_to_none=False)
+
+    def __call__(self, row: Mapping[str, Any]) -> bool:
+        """Evaluate for one row; raises RowRefusedError where its data does not fit the expression."""
+        try:
+            return bool(self._evaluate(row))
+        except Exception as failure:  # noqa: BLE001 - expressions run user data through any operator
+            raise RowRefusedError(f"filter: {type(failure).__name__}: {failure}") from None
+
+
+def unknown_column(name: str, available: Collection[str]) -> str:
+    """Say that a column is not there, with the nearest one that is."""
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown column {name!r}{hint} (the input has: {', '.join(available)})"
+
+
+def _columns_of(source: str, *, where: str, available: Collection[str]) -> list[str]:
+    try:
+        tree = _environment().parse(source)
+    except jinja2.TemplateSyntaxError as failure:
+        raise JobError(f"{where}: line {failure.lineno}: {failure.message}") from None
+    names = jinja2.meta.find_undeclared_variables(tree) - (set(_environment().globals) - set(available))
+    for name in sorted(names):
+        if name not in available:
+            raise JobError(f"{where}: {unknown_column(name, available)}")
+    return sorted(names)
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, finalize=_refuse_null, keep_trailing_newline=False
+    )
+    # jinja2's own escapes < > & ' for HTML, which no prompt wants
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _refuse_null(value: Any) -> Any:
+    if value is None:
+        raise NullValueError
+    return value
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)

@@ -1,0 +1,249 @@
+"""The simulated engine: its batch keeps its limits, its answers are reproducible and always marked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchrunner.engines.simulated import (
+    LONGEST_TEXT_WORDS,
+    MARK,
+    Batch,
+    Sample,
+    Simulator,
+    answer,
+    count_tokens,
+)
+from batchrunner.errors import RowRefusedError
+from batchrunner.job import SimulatedEngine
+from batchrunner.records import Completion, PromptKind, Request, RowRef
+
+if TYPE_CHECKING:
+    from batchrunner.engines.base import Engine
+
+REF = RowRef(0, pa.record_batch([pa.array([0])], names=["id"]), 0)
+NO_TIME_S = 1e-9
+patient = settings(deadline=None)  # an event loop's start takes its time on a busy machine
+
+prompts = st.one_of(
+    st.tuples(st.just("text"), st.text(max_size=200)),
+    st.tuples(st.just("input_ids"), st.lists(st.integers(0, 99_999), min_size=1, max_size=50)),
+    st.tuples(
+        st.just("messages"),
+        st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["system", "user"]), "content": st.text(max_size=80)}
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+    ),
+)
+samplings = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 3000)},
+    optional={"n": st.integers(1, 4), "sampling_seed": st.integers(0, 9), "ignore_eos": st.booleans()},
+)
+
+
+def make_request(prompt: Any = "Why?", kind: PromptKind = "text", **sampling: Any) -> Request:
+    return Request(REF, kind, prompt, sampling)
+
+
+def make_engine(**spec: Any) -> Simulator:
+    return Simulator(SimulatedEngine(kind="simulated", **spec))
+
+
+@patient
+@given(
+    max_running=st.integers(1, 5),
+    pool=st.integers(20, 60),
+    arrivals=st.lists(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10)), max_size=6), max_size=12),
+    drops=st.lists(st.lists(st.integers(0, 50), max_size=3), max_size=12),
+)
+def test_batch_keeps_its_limits(
+    max_running: int, pool: int, arrivals: list[list[tuple[int, int]]], drops: list[list[int]]
+) -> None:
+    """No mix of arrivals and drops gets more samples or tokens into the batch than it has room for."""
+    batch, samples, now = Batch(max_running, pool), list[Sample](), 0
+    dropped = set[Sample]()
+    while now < len(arrivals) or batch.running or batch.queue:
+        for prompt_tokens, output_tokens in arrivals[now] if now < len(arrivals) else ():
+            samples.append(Sample(prompt_tokens, output_tokens))
+            batch.submit(samples[-1])
+        batch.admit()
+        for i in drops[now] if now < len(drops) else ():
+            if i < len(samples) and not samples[i].over:
+                batch.drop(samples[i])
+                dropped.add(samples[i])
+        running = [s for s in samples if s.started_step is not None and not s.over]
+        held = sum(s.prompt_tokens + now - (s.started_step or 0) for s in running)
+        assert batch.running == len(running) <= max_running
+        assert batch.queue == sum(s.started_step is None and not s.over for s in samples)
+        assert batch.used_tokens == held <= batch.reserved_tokens <= pool
+        batch.step()
+        now += 1
+        ended_late = [s for s in running if not s.over and now - (s.started_step or 0) >= s.output_tokens]
+        assert not ended_late
+    assert all(s.ended.is_set() != (s in dropped) for s in samples)
+    assert batch.used_tokens == batch.reserved_tokens == 0
+
+
+@patient
+@given(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10)), min_size=1, max_size=20))
+def test_batch_is_first_come_first_served(sizes: list[tuple[int, int]]) -> None:
+    """A large sample at the head of the queue is never overtaken, so no row starves."""
+    batch = Batch(max_running=3, max_total_tokens=25)
+    samples = [Sample(*size) for size in sizes]
+    for sample in samples:
+        batch.submit(sample)
+    while batch.running or batch.queue:
+        batch.admit()
+        batch.step()
+    starts = [s.started_step for s in samples if s.started_step is not None]
+    assert starts == sorted(starts)
+    assert len(starts) == len(samples)
+
+
+@settings(patient, max_examples=40)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(1, 6), st.integers(1, 3), st.sampled_from(["stay", "leave at once", "leave later"])
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+    max_running=st.integers(1, 4),
+)
+def test_every_request_ends_once(rows: list[tuple[int, int, str]], max_running: int) -> None:
+    """Callers that give up, waiting or running, neither hang the others nor leave anything behind."""
+
+    async def scenario() -> None:
+        engine = make_engine(max_running=max_running, max_total_tokens=30, step_s=NO_TIME_S)
+
+        async def call(tokens: int, n: int) -> Completion:
+            completion = await engine.generate(make_request(max_new_tokens=tokens, n=n))
+            (load,) = await engine.signals()
+            assert load.running <= max_running
+            assert load.used_tokens is not None
+            assert load.used_tokens <= 30
+            return completion
+
+        calls = [asyncio.create_task(call(tokens, n)) for tokens, n, _ in rows]
+        for task, (*_, when) in zip(calls, rows, strict=True):
+            if when == "leave at once":
+                task.cancel()
+        await call(2, 1)
+        for task, (*_, when) in zip(calls, rows, strict=True):
+            if when == "leave later":
+                task.cancel()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        for end, (_, n, when) in zip(ends, rows, strict=True):
+            gave_up = isinstance(end, asyncio.CancelledError) and when != "stay"
+            assert gave_up or (isinstance(end, Completion) and len(end.texts) == n)
+        (load,) = await engine.signals()
+        assert (load.running, load.queue, load.used_tokens) == (0, 0, 0)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+@patient
+@given(prompt=prompts, sampling=samplings)
+def test_answers_are_reproducible(prompt: tuple[PromptKind, Any], sampling: dict[str, Any]) -> None:
+    """A resumed or repeated run gets the same answers, whichever simulator it asks."""
+    request = Request(REF, prompt[0], prompt[1], sampling)
+    assert answer(request, 8192) == answer(request, 8192)
+
+
+def test_answers_do_not_depend_on_the_process() -> None:
+    """Answers do not come from hash(), which differs in each process."""
+    completion = answer(make_request("Why is the sky blue?", max_new_tokens=5, sampling_seed=7), 8192)
+    assert completion.texts == ["[simulated] order text it part one"]
+
+
+def test_answers_differ_by_prompt_and_seed() -> None:
+    """A test that mixes rows up would be seen: different rows have different answers."""
+    by_prompt = {answer(make_request(f"row {i}", max_new_tokens=500), 8192).texts[0] for i in range(100)}
+    by_seed = {answer(make_request(max_new_tokens=500, sampling_seed=i), 8192).texts[0] for i in range(100)}
+    by_sample = set(answer(make_request(max_new_tokens=500, n=100), 8192).texts)
+    assert min(len(by_prompt), len(by_seed), len(by_sample)) > 95
+
+
+@patient
+@given(prompt=prompts, sampling=samplings, room=st.integers(1, 300))
+def test_lengths(prompt: tuple[PromptKind, Any], sampling: dict[str, Any], room: int) -> None:
+    """What is answered fits the context and max_new_tokens, says why it ended, and is marked."""
+    request = Request(REF, prompt[0], prompt[1], sampling)
+    prompt_tokens = count_tokens(request)
+    completion = answer(request, prompt_tokens + room)
+    assert completion.prompt_tokens == prompt_tokens
+    most = min(sampling["max_new_tokens"], room)
+    assert len(completion.texts) == len(completion.finish_reasons) == sampling.get("n", 1)
+    for text, reason, tokens in zip(
+        completion.texts, completion.finish_reasons, completion.completion_tokens, strict=True
+    ):
+        assert tokens is not None
+        assert 1 <= tokens <= most
+        assert reason in {"stop", "length"}
+        assert tokens == most or (reason == "stop" and not sampling.get("ignore_eos"))
+        assert text.startswith(MARK)
+        assert len(text.removeprefix(MARK).split()) == min(tokens, LONGEST_TEXT_WORDS)
+
+
+@patient
+@given(tokens=st.integers(1, 300), context=st.integers(1, 200), pool=st.integers(1, 200))
+def test_too_long_rows_are_refused(tokens: int, context: int, pool: int) -> None:
+    """A prompt that leaves no room for an answer is refused at once and never waits for ever."""
+    engine = make_engine(context_length=context, max_total_tokens=pool, step_s=0)
+    call = engine.generate(make_request([1] * tokens, "input_ids", max_new_tokens=9, ignore_eos=True))
+    if tokens >= min(context, pool):
+        with pytest.raises(RowRefusedError, match=rf"The input \({tokens} tokens\) is longer than"):
+            call.send(None)
+    else:
+        with pytest.raises(StopIteration):
+            call.send(None)
+
+
+@patient
+@given(prompt=prompts, sampling=samplings)
+def test_no_step_time_means_no_wait(prompt: tuple[PromptKind, Any], sampling: dict[str, Any]) -> None:
+    """With `step_s: 0` a call ends without giving way to the event loop: benchmarks count on it."""
+    request = Request(REF, prompt[0], prompt[1], sampling)
+    with pytest.raises(StopIteration) as end:
+        make_engine(step_s=0).generate(request).send(None)
+    assert end.value.value == answer(request, 8192)
+
+
+async def test_says_that_it_is_simulated() -> None:
+    """No reader of a log, a report or a signal can take simulated figures for real ones."""
+    engine: Engine = make_engine(max_running=8, max_total_tokens=500, context_length=100)
+    info = await engine.open()
+    assert info.simulated
+    assert info.kind == info.model == "simulated"
+    assert (info.max_running, info.max_total_tokens, info.context_length) == (8, 500, 100)
+    assert "simulated" in " ".join(info.notes)
+    (load,) = await engine.signals()
+    assert load.source == load.scheduler == "simulated"
+    assert (load.max_running, load.max_total_tokens) == (8, 500)
+    await engine.close()
+
+
+async def test_close_stops_decoding() -> None:
+    """A closed engine leaves no task behind, may be closed twice, and lets callers cancel their calls."""
+    engine = make_engine(step_s=3600)
+    call = asyncio.create_task(engine.generate(make_request(max_new_tokens=5)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (await engine.signals())[0].running == 1
+    await engine.close()
+    await engine.close()
+    assert asyncio.all_tasks() - {call} == {asyncio.current_task()}
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert (await engine.signals())[0].running == 0

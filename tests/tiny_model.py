@@ -1,0 +1,50 @@
+"""A random Llama, made in a second, that a real SGLang serves thousands of tokens a second with."""
+
+# ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+CONTEXT_TOKENS = 8192
+
+
+def make_tiny_llama(directory: Path, tokenizer_from: Path) -> Path:
+    """Write a seeded random 2-layer Llama (hidden 64, float32) and return its folder.
+
+    The tokenizer and chat template are copied from the model folder `tokenizer_from`, so that
+    prompts have real lengths; the tokens that come out mean nothing. A folder that already holds
+    the model is left as it is.
+    """
+    if (directory / "model.safetensors").is_file():
+        return directory
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():  # seeded here, without reseeding whoever calls
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(torch.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (tokenizer_from / name).is_file():
+            shutil.copyfile(tokenizer_from / name, directory / name)
+    model.save_pretrained(directory)
+    return directory
