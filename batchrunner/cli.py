@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from batchrunner.report import Report
 
-EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is wrong
-· 3 done, but more rows failed than tolerated · 130/143 interrupted (run it again to resume)"""
+EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
+wrong · 3 done, but more rows failed than tolerated · 130/143 interrupted (run it again to resume)"""
 
 
 class _DefaultToRun(TyperGroup):
@@ -157,8 +157,8 @@ def _print(found: list[str] | dict[str, Any]) -> None:
 
 
 def _log_to_stderr(*, quiet: bool) -> None:
-    logging.basicConfig(
-        level=logging.ERROR if quiet else logging.INFO, format="%(message)s", stream=sys.stderr, force=True
-    )
-    for noisy in ("asyncio", "sglang"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    """Show our own log only; an engine in this process has the root logger to itself."""
+    ours = logging.getLogger("batchrunner")
+    ours.setLevel(logging.ERROR if quiet else logging.INFO)
+    ours.addHandler(logging.StreamHandler(sys.stderr))
+    ours.propagate = False

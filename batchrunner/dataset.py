@@ -201,7 +201,7 @@ def _discover(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
         elif path.exists():
             files = {str(path)}
         elif glob.has_magic(given):
-            files = {p for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
+            files = {p for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}  # noqa: PTH207 - `given` may be absolute
             if not files:
                 raise InputError(f"{given}: no file matches")
         else:

@@ -60,7 +60,7 @@ class RowRefusedError(RequestError):
 
 
 class AttemptFailedError(RequestError):
-    """This try failed and the row may be why (500, aborted, empty, cut off): tried again a few times."""
+    """A try failed and the row may be why (500, aborted, empty, cut off): tried again a few times."""
 
 
 class EngineBusyError(RequestError):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batchrunner.records import Signals
 
 POLL_S = 0.5
-"""`/v1/loads` reads shared memory and can be polled at 2–10 Hz."""
+"""`/v1/loads` reads shared memory and can be polled at 2-10 Hz."""
 SAMPLE_S = 5.0
 """A sample a time in the event log: 17,000 lines a day."""
 

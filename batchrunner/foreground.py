@@ -7,6 +7,8 @@ import logging
 import signal
 from typing import TYPE_CHECKING
 
+import uvloop
+
 from batchrunner.jobfile import load_job
 from batchrunner.progress import make_display
 from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED
@@ -39,7 +41,8 @@ def run_in_foreground(
         display = make_display(quiet=quiet or as_json)
         return await execute(loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control)
 
-    return _run(supervised())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(supervised())
 
 
 def _on_signal(control: Control, number: signal.Signals) -> None:
@@ -48,11 +51,3 @@ def _on_signal(control: Control, number: signal.Signals) -> None:
         control.drain("interrupted", _SIGNALS[number])
     else:
         control.stop("interrupted", _SIGNALS[number])
-
-
-def _run(supervised):  # type: ignore[no-untyped-def]
-    try:
-        import uvloop  # noqa: PLC0415
-    except ImportError:
-        return asyncio.run(supervised)
-    return uvloop.run(supervised)

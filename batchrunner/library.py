@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from anyio.from_thread import start_blocking_portal
 
 from batchrunner.engines.registry import make_engine
-from batchrunner.errors import BatchrunError, InputError, JobError
+from batchrunner.errors import BatchrunError, InputError
 from batchrunner.job import Job, LimitsSpec
 from batchrunner.jobfile import load_job, parse_engine
 from batchrunner.merge import merge
@@ -49,7 +49,8 @@ class OpenEngine:
 
     def call(self, job: Job, **options: Any) -> Report:
         """Run a job on this engine and wait."""
-        return self._portal.call(self._bound(job, options))
+        report: Report = self._portal.call(self._bound(job, options))
+        return report
 
     async def acall(self, job: Job, **options: Any) -> Report:
         """Run a job on this engine."""
@@ -66,7 +67,9 @@ def open_engine(
     log_dir: str | Path | None = None,
     request_timeout_s: float = 3600.0,
 ) -> Iterator[OpenEngine]:
-    """Open an engine for several runs: `with open_engine({"kind": "server", "model": …}) as engine: …`.
+    """Open an engine that serves several runs in turn.
+
+    Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
     `engine` is as in a job file. A launched server logs into `log_dir` (default: a new temporary
     directory, see `info.log`). Raises JobError or EngineStartError.

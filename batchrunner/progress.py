@@ -46,7 +46,7 @@ class Snapshot:
         return left / self.rows_per_s if self.rows_per_s > 0 else None
 
     def load(self) -> str:
-        """Running, queue and token usage over all schedulers; the usage is the highest."""
+        """Return running, queue and token usage over all schedulers; the usage is the highest."""
         if not self.signals:
             return "load unknown"
         running, queue = sum(s.running for s in self.signals), sum(s.queue for s in self.signals)

@@ -113,7 +113,7 @@ class UnreadableValue(ValueError):  # noqa: N818 - a value that stands in a colu
 def values_of(column: pa.Array) -> list[Any]:
     """Turn a column into Python values; one that cannot be becomes an UnreadableValue, the rest survive."""
     try:
-        return column.to_pylist()
+        return list(column.to_pylist())
     except (ValueError, OverflowError, pa.ArrowException):  # UnicodeDecodeError is a ValueError
         return [_value_of(item) for item in column]
 
@@ -171,11 +171,11 @@ def _text_prompt(source: str, dataset: Dataset) -> tuple[Callable[[Row], Any], l
 def _is_text(kind: pa.DataType) -> bool:
     if pt.is_dictionary(kind):
         kind = kind.value_type
-    return pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind)
+    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
 def _check_messages(field: pa.Field[Any]) -> None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pyarrow as pa
 
 PromptKind = Literal["messages", "text", "input_ids"]
@@ -75,7 +73,8 @@ class EngineInfo:
     connections: int | None = None
     """Requests that the transport can hold open at once; None where there is no such limit."""
     simulated: bool = False
-    log: Path | None = None
+    log: str | None = None
+    """Path of the engine's log, where we have it."""
     notes: tuple[str, ...] = ()
     """What the user should read in the log at the start, a line each."""
 
@@ -92,7 +91,7 @@ class Signals:
     queue: int
     """`#queue-req`."""
     token_usage: float
-    """Share of the KV pool in use, 0–1, evictable cache left out."""
+    """Share of the KV pool in use, 0-1, evictable cache left out."""
     used_tokens: int | None = None
     max_total_tokens: int | None = None
     max_running: int | None = None

@@ -76,7 +76,7 @@ class Report:
         if cut:
             lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
         lines += [
-            f"failed: {group['rows']} × {group['example']} (row {group['example_row']})"
+            f"failed: {group['rows']} rows: {group['example']} (row {group['example_row']})"
             for group in self.failures[:5]
         ]
         if len(self.failures) > 5:  # noqa: PLR2004

@@ -9,7 +9,7 @@ import platform
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.checkpoint import FORMAT, Done, check_same_run, fingerprint, read_parts, read_run_json
 from batchrunner.dataset import Dataset
@@ -246,8 +246,9 @@ class _Run:
             watch(self._engine, self._snapshot, self._display, self._events, self._check_limits)
         )
         obeying = asyncio.ensure_future(self._obey(sending))
+        tasks: tuple[asyncio.Future[None], ...] = (sending, watching, obeying)
         try:
-            await asyncio.wait({sending, watching, obeying}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():  # watching or obeying broke: that is our own fault, and ends the run
                 sending.cancel()
             await sending
@@ -258,9 +259,9 @@ class _Run:
                 self._control.stop("cancelled")
                 raise
         finally:
-            for task in (sending, watching, obeying):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(sending, watching, obeying, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             try:
                 await self._sink.close()
             except BatchrunError as error:
@@ -274,7 +275,8 @@ class _Run:
         changed = self._control.changed()
         while not sending.done():
             waiting = asyncio.ensure_future(changed.wait())
-            await asyncio.wait({waiting, sending}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [waiting, sending]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
             changed.clear()
             if self._control.reason is not None:

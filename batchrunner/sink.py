@@ -72,11 +72,9 @@ class Sink:
 
         Raises StorageError where an earlier part could not be written.
         """
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._start_writing)
         self._buffer.append(outcome)
-        if outcome.completion is not None:
-            self._bytes += sum(map(len, outcome.completion.texts))
+        self._set_timer()
+        self._bytes += _text_bytes(outcome)
         if len(self._buffer) >= self._part_rows or self._bytes >= FLUSH_BYTES:
             await self._wait()
             if len(self._buffer) >= self._part_rows or self._bytes >= FLUSH_BYTES:
@@ -84,12 +82,13 @@ class Sink:
 
     async def close(self) -> None:
         """Write what is left; raises StorageError where it could not be written."""
-        await self._wait()
-        if self._buffer:
-            self._start_writing()
+        try:
             await self._wait()
-        if self._timer is not None:
-            self._timer.cancel()
+            while self._buffer:
+                self._start_writing()
+                await self._wait()
+        finally:
+            self._drop_timer()
 
     async def _wait(self) -> None:
         """Wait for the part that is being written, and pass on what went wrong with it."""
@@ -97,17 +96,25 @@ class Sink:
             await asyncio.shield(self._writing)
 
     def _start_writing(self) -> None:
+        """Write the oldest rows, unless a part is being written or could not be written."""
+        self._drop_timer()
+        if self._writing is None or (self._writing.done() and self._writing.exception() is None):
+            # more than a part may have come while the one before was written
+            outcomes, self._buffer = self._buffer[: self._part_rows], self._buffer[self._part_rows :]
+            self._bytes = sum(map(_text_bytes, self._buffer))
+            path = self._directory / f"part-{self._next_part:06d}.parquet"
+            self._next_part += 1
+            self._writing = asyncio.ensure_future(self._write(path, outcomes))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._buffer and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._start_writing)
+
+    def _drop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._buffer or (self._writing is not None and not self._writing.done()):
-            return
-        if self._writing is not None and self._writing.exception() is not None:
-            return  # the next put() or close() raises it
-        outcomes, self._buffer, self._bytes = self._buffer, [], 0
-        path = self._directory / f"part-{self._next_part:06d}.parquet"
-        self._next_part += 1
-        self._writing = asyncio.ensure_future(self._write(path, outcomes))
 
     async def _write(self, path: Path, outcomes: list[Outcome]) -> None:
         try:
@@ -119,6 +126,10 @@ class Sink:
             ) from None
         self.parts_written += 1
         log.debug("wrote %s (%d rows)", path.name, len(outcomes))
+
+
+def _text_bytes(outcome: Outcome) -> int:
+    return 0 if outcome.completion is None else sum(map(len, outcome.completion.texts))
 
 
 def part_files(directory: Path) -> list[Path]:

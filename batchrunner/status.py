@@ -45,8 +45,10 @@ def status_lines(state: dict[str, Any]) -> list[str]:
     simulated = " [simulated]" if state["simulated"] else ""
     lines = [
         f"{state['path']}: {state['model']}{simulated}",
-        f"{on_disk} of {total} rows on disk ({share:.1%}), {state['rows_failed']} failed, "
-        f"{state['output_tokens']:,} output tokens",
+        (
+            f"{on_disk} of {total} rows on disk ({share:.1%}), {state['rows_failed']} failed, "
+            f"{state['output_tokens']:,} output tokens"
+        ),
     ]
     sample = state["last_sample"]
     if state["running"]:
@@ -68,7 +70,8 @@ def _sample_line(sample: dict[str, Any]) -> str:
     )
     rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
     return (
-        f"{max(0.0, time.time() - sample['time']):.0f} s ago: {sample['rows_done']} rows ended, {rate:.1f} rows/s, "
+        f"{max(0.0, time.time() - sample['time']):.0f} s ago: {sample['rows_done']} rows ended, "
+        f"{rate:.1f} rows/s, "
         f"{sample['output_tokens_per_s']:,.0f} output tok/s, {load}, "
         f"{sample['in_flight']}/{sample['window']} in flight, "
         f"{duration(left / rate) if rate else '?'} left"

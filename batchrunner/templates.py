@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.errors import JobError, RowRefusedError
 

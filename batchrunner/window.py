@@ -12,7 +12,7 @@ UNKNOWN_ENGINE_WINDOW = 256
 TYPICAL_PROMPT_TOKENS = 256
 TYPICAL_MAX_NEW_TOKENS = 512
 MOST_WAITING = 150
-"""The low end of SGLang's healthy `#queue-req` (100–2000 by its tuning guide), with some room."""
+"""The low end of SGLang's healthy `#queue-req` (100-2000 by its tuning guide), with some room."""
 LEAST_WAITING = 16
 
 

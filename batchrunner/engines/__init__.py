@@ -1,0 +1,1 @@
+"""The engines: one protocol (base), a file each, and the registry that chooses."""

@@ -14,7 +14,7 @@ import orjson
 from yarl import URL
 
 from batchrunner.engines import wire
-from batchrunner.engines.model import model_identity
+from batchrunner.engines.model import model_identity, vocabulary_of
 from batchrunner.engines.signals import from_loads, from_metrics
 from batchrunner.engines.sockets import open_connections
 from batchrunner.errors import AttemptFailedError, EngineBusyError, EngineStartError
@@ -65,6 +65,7 @@ class HttpEngine:
         self._timeout_s = request_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._load_path: str | None = None
+        self._vocabulary: int | None = None
 
     async def open(self) -> EngineInfo:
         """Connect and read what every replica says of itself; see `Engine.open`."""
@@ -83,11 +84,13 @@ class HttpEngine:
         names = {str(model["model_path"]) for model in models}
         if len(names) > 1:
             raise EngineStartError(f"engine.urls serve different models: {', '.join(sorted(names))}")
+        model = names.pop()
+        self._vocabulary = vocabulary_of(model)
         servers = [await self._server_info(url) for url in urls]
         self._load_path = await self._find_load_path(urls[0])
         return EngineInfo(
             kind="attach",
-            model=model_identity(names.pop()),
+            model=model_identity(model),
             version=servers[0].get("version"),
             max_running=_total(servers, "max_running_requests"),
             max_total_tokens=_total(servers, "max_total_num_tokens"),
@@ -99,6 +102,7 @@ class HttpEngine:
     async def generate(self, request: Request) -> Completion:
         """Send one request once; see `Engine.generate`."""
         assert self._session is not None
+        wire.refuse_deadly(request, self._vocabulary)
         chat = request.kind == "messages"
         body = orjson.dumps(wire.chat_body(request) if chat else wire.generate_body(request))
         replica = self._choose()
@@ -168,7 +172,7 @@ class HttpEngine:
             return response.status, await response.read()
 
     async def _get_json(self, url: str, *paths: str) -> tuple[int, dict[str, Any] | None]:
-        """Ask the paths in turn (newer releases' first); return the last status and the first JSON mapping."""
+        """Ask the paths in turn (newer releases' first); return the last status and the first mapping."""
         status = 0
         for path in paths:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from batchrunner.errors import EngineStartError
@@ -24,3 +25,13 @@ def check_model(model: str) -> None:
         raise EngineStartError(f"engine.model: {model}: no such model directory")
     if path.is_dir() and not (path / "config.json").exists():
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")
+
+
+def vocabulary_of(model: str) -> int | None:
+    """Return the number of token ids that a model directory knows, or None where that cannot be read."""
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None

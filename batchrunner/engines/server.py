@@ -19,7 +19,7 @@ import orjson
 from batchrunner.engines.device import CPU_NOTE, cpu_environment, on_cpu, server_args
 from batchrunner.engines.http import HttpEngine
 from batchrunner.engines.model import check_model, model_identity
-from batchrunner.engines.serverlog import cause_in
+from batchrunner.engines.serverlog import cause_in, last_line
 from batchrunner.errors import EngineLostError, EngineStartError, RequestError
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
 GRACE_S = 10.0
 POLL_S = 0.25
+WORD_EVERY_S = 15.0
+"""Loading takes minutes for large models: a sign of life, with the last line of the log."""
 
 
 class LaunchedServer:
@@ -57,7 +59,7 @@ class LaunchedServer:
         info = await self._client.open()
         notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
         return dataclasses.replace(
-            info, kind="server", model=model_identity(self._spec.model), log=self._log_path, notes=notes
+            info, kind="server", model=model_identity(self._spec.model), log=str(self._log_path), notes=notes
         )
 
     async def generate(self, request: Request) -> Completion:
@@ -92,6 +94,7 @@ class LaunchedServer:
         argv = ["--model-path", spec.model, "--host", "127.0.0.1", "--port", str(port)]
         argv += to_argv(server_args(spec.args, cpu=cpu))
         environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
         if cpu:
             environ |= cpu_environment(environ)
         if Path(spec.model).exists():
@@ -115,13 +118,20 @@ class LaunchedServer:
         await self._process.stdin.drain()
 
     async def _wait_until_ready(self, url: str, key: str) -> None:
-        deadline = time.monotonic() + self._spec.start_timeout
+        began = time.monotonic()
+        next_word_s = WORD_EVERY_S
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
             while not await _is_ready(session, url):
                 assert self._process is not None
                 if self._process.returncode is not None:
                     raise EngineStartError(self._obituary("the engine did not start"))
-                if time.monotonic() > deadline:
+                waited_s = time.monotonic() - began
+                if waited_s > next_word_s:
+                    next_word_s += WORD_EVERY_S
+                    log.info("still starting (%.0f s): %s", waited_s, last_line(self._log_path)[:120])
+                    if "address already in use" in cause_in(self._log_path):  # SGLang then hangs
+                        raise EngineStartError(self._obituary("the engine did not start"))
+                if waited_s > self._spec.start_timeout:
                     raise EngineStartError(
                         self._obituary(f"the engine was not ready within {self._spec.start_timeout:g} s")
                     )
@@ -131,7 +141,7 @@ class LaunchedServer:
         cause = cause_in(self._log_path)
         if "No module named 'sglang'" in cause or "No module named sglang" in cause:
             python = self._spec.python or sys.executable
-            return f"{what}: {python} has no SGLang: pip install 'batchrunner[engine]', or name one in engine.python"
+            return f"{what}: {python} has no SGLang: install batchrunner[engine], or set engine.python"
         code = self._process.returncode if self._process else None
         status = "" if code is None else f" (exit {code})"
         return f"{what}{status}: {cause or 'its log is empty'} [{self._log_path}]"

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 TAIL_BYTES = 256 << 10
 MOST_LINES = 3
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
-# "torch.OutOfMemoryError: CUDA out of memory. …", "launch_server.py: error: …", "Not enough memory. …"
+# for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
 _CAUSE = re.compile(
-    r"^([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|.*\.py: error: .+|.*[Oo]ut of memory.*|Not enough memory.*"
-    r"|.*Address already in use.*|.*Killed$)"
+    r"^(?:- )?([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|[\w. ]+: error: .+|.*out of memory.*"
+    r"|Not enough memory.*|.*address already in use.*|.*Killed$)",
+    re.IGNORECASE,
 )
 # what follows from a cause elsewhere, and would hide it
 _CONSEQUENCE = re.compile(
@@ -23,15 +24,25 @@ _CONSEQUENCE = re.compile(
 
 
 def cause_in(log: Path) -> str:
-    """Return the one to three lines of the log that matter most, joined by ` / `; empty if there is no log."""
+    """Return the one to three lines of the log that matter most, joined by ` / `; empty without a log."""
+    clean = _lines(log)
+    causes = [line for line in clean if _CAUSE.match(line)]
+    best = [line for line in causes if not _CONSEQUENCE.search(line)] or causes
+    chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in clean if line][-MOST_LINES:]
+    return " / ".join(line[:300] for line in chosen)
+
+
+def last_line(log: Path) -> str:
+    """Return the newest line of a log; empty without one."""
+    return next((line for line in reversed(_lines(log)) if line), "")
+
+
+def _lines(log: Path) -> list[str]:
+    """Read the log's end without time stamps."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return ""
-    clean = [_PREFIX.sub("", line.strip()).strip() for line in lines]
-    causes = [line for line in clean if _CAUSE.match(line)]
-    best = [line for line in causes if not _CONSEQUENCE.search(line)] or causes
-    chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in clean if line][-MOST_LINES:]
-    return " / ".join(line[:300] for line in chosen)
+        return []
+    return [_PREFIX.sub("", line.strip()).strip() for line in lines]

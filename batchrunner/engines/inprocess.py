@@ -1,0 +1,198 @@
+"""`sglang.Engine` in this process: no HTTP between us and the scheduler.
+
+It lives in a thread with an event loop of its own: loading does not stop ours, and SGLang, which takes over
+signal handlers in the main thread, leaves them alone. Chat messages go through the server's own chat code,
+so that their tokens are those of the HTTP server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from anyio.from_thread import start_blocking_portal
+
+from batchrunner.engines import wire
+from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, cpu_environment, on_cpu, server_args
+from batchrunner.engines.model import check_model, model_identity, vocabulary_of
+from batchrunner.errors import AttemptFailedError, EngineLostError, EngineStartError, RowRefusedError
+from batchrunner.records import EngineInfo, Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from anyio.from_thread import BlockingPortal
+
+    from batchrunner.job import InprocessEngine
+    from batchrunner.records import Completion, Request
+
+log = logging.getLogger(__name__)
+
+
+class InprocessSGLang:
+    """SGLang's offline engine."""
+
+    def __init__(self, spec: InprocessEngine, *, request_timeout_s: float) -> None:
+        self._spec = spec
+        self._timeout_s = request_timeout_s
+        self._stack = contextlib.ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._engine: Any = None
+        self._chat: Any = None
+        self._children: list[Any] = []
+        self._vocabulary = vocabulary_of(spec.model)
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._dead = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that watches for SIGQUIT
+
+    async def open(self) -> EngineInfo:
+        """Load the model; see `Engine.open`."""
+        check_model(self._spec.model)
+        cpu = on_cpu(self._spec.device)
+        if cpu:
+            _prepare_cpu()
+        self._portal = self._stack.enter_context(start_blocking_portal("asyncio"))
+        self._watch_for_death()
+        log.info("starting sglang.Engine for %s", self._spec.model)
+        try:
+            version = await self._there(self._load, cpu)
+        except ImportError as failure:
+            raise EngineStartError(
+                f"no usable SGLang here ({failure}): install batchrunner[engine]"
+            ) from None
+        except (Exception, SystemExit) as failure:  # noqa: BLE001 - it fails in as many ways as there are flags
+            raise EngineStartError(f"the engine did not start: {type(failure).__name__}: {failure}") from None
+        load = (await self._there(self._loads))[0]
+        return EngineInfo(
+            kind="inprocess",
+            model=model_identity(self._spec.model),
+            version=version,
+            max_running=load.max_running_requests,
+            max_total_tokens=load.max_total_num_tokens,
+            context_length=self._engine.tokenizer_manager.model_config.context_len,
+            notes=(CPU_NOTE,) if cpu else (),
+        )
+
+    async def generate(self, request: Request) -> Completion:
+        """Send one request once; see `Engine.generate`."""
+        wire.refuse_deadly(request, self._vocabulary)
+        ask = self._ask_chat if request.kind == "messages" else self._ask
+        try:
+            reply = await asyncio.wait_for(self._there(ask, request), self._timeout_s)
+        except TimeoutError:
+            raise AttemptFailedError(f"no answer within {self._timeout_s:g} s") from None
+        except (ValueError, TypeError) as failure:  # what SGLang's server turns into a 400
+            raise RowRefusedError(str(failure)) from None
+        return wire.completion_of(request, reply)
+
+    async def signals(self) -> list[Signals]:
+        """Return the scheduler's load now."""
+        return [
+            Signals(
+                scheduler=f"inprocess#dp{load.dp_rank}",
+                source="engine",
+                running=load.num_running_reqs,
+                queue=load.num_waiting_reqs,
+                token_usage=load.token_usage,
+                used_tokens=load.num_used_tokens,
+                max_total_tokens=load.max_total_num_tokens,
+                max_running=load.max_running_requests,
+            )
+            for load in ([] if self._dead else await self._there(self._loads))
+        ]
+
+    async def close(self) -> None:
+        """End the engine's processes, and only those: SGLang's own shutdown ends every child of ours."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            atexit.unregister(engine.shutdown)
+            watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
+            if watchdog is not None:
+                watchdog.stop()
+            from sglang.srt.utils import kill_process_tree  # noqa: PLC0415
+
+            for child in self._children:
+                kill_process_tree(child.pid)
+        if self._loop is not None:
+            self._loop.remove_signal_handler(signal.SIGQUIT)
+            self._loop = None
+        await asyncio.to_thread(self._stack.close)
+
+    async def _there(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Call in the engine's thread and wait here."""
+        assert self._portal is not None
+        waiting = asyncio.wrap_future(self._portal.start_task_soon(function, *args))
+        self._pending.add(waiting)
+        try:
+            return await waiting
+        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+            if self._dead:
+                raise EngineLostError(
+                    "the engine's scheduler died (its reason is on standard error)"
+                ) from None
+            raise
+        finally:
+            self._pending.discard(waiting)
+
+    async def _load(self, cpu: bool) -> str:
+        import sglang  # noqa: PLC0415 - heavy, and only where this engine is asked for
+        from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat  # noqa: PLC0415
+
+        args = {
+            name.replace("-", "_"): value for name, value in server_args(self._spec.args, cpu=cpu).items()
+        }
+        before = set(multiprocessing.active_children())
+        self._engine = sglang.Engine(model_path=self._spec.model, **args)
+        self._children = [child for child in multiprocessing.active_children() if child not in before]
+        self._chat = OpenAIServingChat(self._engine.tokenizer_manager, self._engine.template_manager)
+        return str(sglang.__version__)
+
+    async def _loads(self) -> list[Any]:
+        return list(await self._engine.tokenizer_manager.get_loads(include=["core"]))
+
+    async def _ask(self, request: Request) -> Any:
+        body = wire.generate_body(request)
+        return await self._engine.async_generate(
+            prompt=body.get("text"),
+            input_ids=body.get("input_ids"),
+            sampling_params=body["sampling_params"],
+            lora_path=body.get("lora_path"),
+        )
+
+    async def _ask_chat(self, request: Request) -> Any:
+        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest  # noqa: PLC0415
+
+        reply = await self._chat.handle_request(ChatCompletionRequest(**wire.chat_body(request)), None)
+        if hasattr(reply, "model_dump_json"):
+            return orjson.loads(reply.model_dump_json())
+        if reply.status_code != 200:  # noqa: PLR2004
+            raise wire.error_of(reply.status_code, reply.body)
+        return orjson.loads(reply.body)
+
+    def _watch_for_death(self) -> None:
+        """Survive SIGQUIT, with which a dying scheduler ends its parent; only the main thread can."""
+        if threading.current_thread() is threading.main_thread():
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_signal_handler(signal.SIGQUIT, self._died)
+
+    def _died(self) -> None:
+        self._dead = True
+        for waiting in list(self._pending):
+            waiting.cancel()
+
+
+def _prepare_cpu() -> None:
+    """Set up this process and the processes that SGLang spawns; before SGLang is first imported."""
+    os.environ.update(cpu_environment(dict(os.environ)))
+    if str(CPU_SHIM) not in sys.path:
+        sys.path.insert(0, str(CPU_SHIM))

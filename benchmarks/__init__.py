@@ -1,0 +1,1 @@
+"""One question a module; `make bench-…` runs them, `results/` holds their figures."""

@@ -1,0 +1,271 @@
+"""Does the runner cost little more than a bare aiohttp loop? Both against nginx, which answers at once.
+
+A round runs three sides in fresh processes, in turning order: the bare loop on asyncio, the bare loop on
+uvloop, and the runner, whose command uses uvloop. The bare loop is the fastest that one would write: as
+many workers as the window post prepared bodies, read the answers and forget them. The runner reads
+Parquet, renders a template, reads the JSON of the answers and writes Parquet with a carried column.
+
+What is timed: the bare loop from its first request to its last answer; the runner by its report's
+`wall_s`, from the open engine over reading the first rows to the last part on disk. CPU seconds are those
+of the client process alone; the runner's also hold the check of the job and the opening of the engine.
+Imports count on no side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import uvloop
+from yarl import URL
+
+from batchrunner.engines import wire
+from batchrunner.foreground import run_in_foreground
+from batchrunner.job import AttachEngine
+from batchrunner.jobfile import load_job
+from batchrunner.records import Request
+from batchrunner.runner import prepare
+from benchmarks.measure import in_fresh_process, interval, save
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SEED = 20
+WORDS_A_TEXT = (20, 50)
+GOAL = 0.85
+PATHS = {"generate": "/generate", "chat": "/v1/chat/completions"}
+PROMPTS = {"generate": {"text": "Summarise: {{ text }}"}, "chat": {"user": "Summarise: {{ text }}"}}
+
+_META = {
+    "id": "2275190bf5af4de6aad00b0bb0a5d1bc", "finish_reason": {"type": "length", "length": 12},
+    "prompt_tokens": 5, "weight_version": "default", "num_retractions": 0, "storage_prefetch_wait": 0.0,
+    "storage_staging_wait": 0.0, "forward_entry_time": 1795261003.562938,
+    "prefill_finished_time": 1795261003.7557359, "queue_time": 0.001061489999983678, "reasoning_tokens": 0,
+    "completion_tokens": 12, "cached_tokens": 2,
+    "weight_versions": [{"version": "default", "start": 0, "end": 12}],
+    "cached_tokens_details": {"device": 2, "host": 0}, "dp_rank": None, "e2e_latency": 1.0291313130001072,
+    "request_received_ts": 1795261003.5602317, "first_token_latency": 0.19550413739671058,
+    "api_server_dispatch_finish_ts": 1795261003.5608242, "request_finished_ts": 1795261004.589363,
+    "decode_throughput": 13.195347179076752, "response_sent_to_client_ts": 1795261004.5898006,
+}  # fmt: skip
+_TEXT = " Paris.\n\nThe answer is: 201"
+REPLIES: dict[str, dict[str, Any]] = {  # SGLang 0.5.23's own, as recorded
+    "/generate": {
+        "text": _TEXT, "output_ids": [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33],
+        "meta_info": _META,
+    },
+    "/v1/chat/completions": {
+        "id": "chat-9", "object": "chat.completion", "created": 1795261010, "model": "default",
+        "choices": [{
+            "index": 0, "message": {"role": "assistant", "content": _TEXT, "reasoning_content": None},
+            "logprobs": None, "finish_reason": "length", "matched_stop": None, "meta_info": _META,
+        }],
+        "usage": {
+            "prompt_tokens": 5, "total_tokens": 17, "completion_tokens": 12,
+            "prompt_tokens_details": {"cached_tokens": 2}, "reasoning_tokens": 0,
+            "completion_tokens_details": None,
+        },
+        "metadata": {"weight_version": "default", "weight_versions": _META["weight_versions"]},
+    },
+    "/model_info": {"model_path": "canned", "is_generation": True},
+    "/server_info": {"version": "0.5.23", "max_running_requests": 4096, "max_total_num_tokens": 665690},
+    "/v1/loads": {"loads": [{
+        "timestamp": 1795261003.4985807, "dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": 0,
+        "num_used_tokens": 0, "max_total_num_tokens": 665690, "max_running_requests": 4096,
+        "token_usage": 0.0,
+    }]},
+}  # fmt: skip
+
+
+@contextmanager
+def nginx(folder: Path) -> Iterator[str]:
+    """Serve the canned replies on a free loopback port until the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    locations = "\n".join(
+        f"location = {path} {{ return 200 '{_escaped(reply)}'; }}" for path, reply in REPLIES.items()
+    )
+    config = folder / "nginx.conf"
+    config.write_text(f"""
+        daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+        events {{ worker_connections 4096; }}
+        http {{
+            access_log off; keepalive_timeout 60; keepalive_requests 1000000; default_type application/json;
+            client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+            fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+            server {{ listen 127.0.0.1:{port} backlog=4096; {locations} }}
+        }}""")
+    server = subprocess.Popen(["nginx", "-p", str(folder), "-c", str(config)], stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(port, server)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=10)
+
+
+def _escaped(reply: dict[str, Any]) -> str:
+    return json.dumps(reply, separators=(",", ":")).replace("\\", "\\\\").replace("'", "\\'").replace("$", "")
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise SystemExit(f"nginx ended with {server.returncode}: is it installed?")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise SystemExit("nginx does not listen")
+
+
+def write_input(path: Path, rows: int) -> None:
+    """Texts of 100 to 300 characters from a seeded generator, and an identifier to carry."""
+    made = random.Random(SEED)
+    words = ["".join(made.choices("etaoinshrdlu", k=made.randint(2, 9))) for _ in range(2000)]
+    texts = [" ".join(made.choices(words, k=made.randint(*WORDS_A_TEXT))) for _ in range(rows)]
+    pq.write_table(pa.table({"id": [f"doc-{i:08d}" for i in range(rows)], "text": texts}), path)
+
+
+def job_for(source: Path, out: Path, url: str, endpoint: str, window: int) -> dict[str, Any]:
+    return {
+        "input": {"path": str(source), "columns": ["id"]},
+        "prompt": PROMPTS[endpoint],
+        "sampling": {"max_new_tokens": 64, "temperature": 0},
+        "output": {"path": str(out)},
+        "engine": {"kind": "attach", "urls": [url]},
+        "window": window,
+    }
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, all threads, children excluded."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def bare(job_file: str, *, fast_loop: bool) -> dict[str, Any]:
+    """Prepare the very bodies that the runner would send, then post them."""
+    job = load_job(job_file, environ={})
+    assert isinstance(job.engine, AttachEngine)
+    made = prepare(job)
+    chat = made.renderer.kind == "messages"
+    make_body = wire.chat_body if chat else wire.generate_body
+    requests = (item for batch in made.batches(made.selected()) for item in batch)
+    bodies = [orjson.dumps(make_body(item)) for item in requests if isinstance(item, Request)]
+    url = URL(job.engine.urls[0] + PATHS["chat" if chat else "generate"])
+    run = uvloop.run if fast_loop else asyncio.run
+    return run(_post_all(url, bodies, int(job.window)))
+
+
+async def _post_all(url: URL, bodies: list[bytes], window: int) -> dict[str, Any]:
+    waiting = iter(bodies)
+    read = 0
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        nonlocal read
+        for body in waiting:
+            async with session.post(url, data=body) as response:
+                assert response.status == 200
+                read += len(await response.read())
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
+    ) as session:
+        cpu, began = cpu_s(), time.perf_counter()
+        await asyncio.gather(*(work(session) for _ in range(window)))
+        wall = time.perf_counter() - began
+        return {"rows": len(bodies), "wall_s": wall, "cpu_s": cpu_s() - cpu, "bytes": read}
+
+
+def runner(job_file: str) -> dict[str, Any]:
+    """Run the job as the command does."""
+    cpu, began = cpu_s(), time.perf_counter()
+    report = run_in_foreground(job_file, [], fresh=True, retry_failed=False, quiet=True, as_json=False)
+    assert report.exit_code == 0, report.reason
+    call_s = time.perf_counter() - began
+    return {"rows": report.rows_ok, "wall_s": report.wall_s, "cpu_s": cpu_s() - cpu, "call_s": call_s}
+
+
+SIDES = {
+    "runner": runner,
+    "bare_asyncio": lambda job_file: bare(job_file, fast_loop=False),
+    "bare_uvloop": lambda job_file: bare(job_file, fast_loop=True),
+}
+
+
+def measure(rounds: int, rows: int, endpoint: str, window: int) -> list[dict[str, dict[str, Any]]]:
+    """Run every side once a round, each round beginning with another one."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="bench-client-") as scratch, nginx(Path(scratch)) as url:
+        write_input(Path(scratch) / "input.parquet", rows)
+        job_file = Path(scratch) / "job.yaml"
+        job = job_for(Path(scratch) / "input.parquet", Path(scratch) / "run", url, endpoint, window)
+        job_file.write_text(json.dumps(job))
+        names = list(SIDES)
+        for turn in range(rounds):
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            found.append(
+                {side: in_fresh_process(__spec__.name, "--side", side, "--job", str(job_file)) for side in order}
+            )
+    return found
+
+
+def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) -> None:
+    def ratios(of: str, key: str) -> Any:
+        if key == "rows_s":
+            return interval([r[of]["wall_s"] / r["runner"]["wall_s"] for r in rounds])
+        return interval([r["runner"]["cpu_s"] / r[of]["cpu_s"] for r in rounds])
+
+    rows_s = {s: interval([r[s]["rows"] / r[s]["wall_s"] for r in rounds]) for s in SIDES}
+    cpu = {s: interval([r[s]["cpu_s"] / r[s]["rows"] * 1000 for r in rounds]) for s in SIDES}
+    plain, fast = ratios("bare_asyncio", "rows_s"), ratios("bare_uvloop", "rows_s")
+    line = (
+        f"client ({endpoint}, window {window}): {rows_s['runner'].median:,.0f} rows/s, {plain} x a bare aiohttp "
+        f"loop, {fast} x one on uvloop (goal {GOAL}); CPU s per 1,000 rows: runner {cpu['runner'].median:.3f}, "
+        f"bare {cpu['bare_asyncio'].median:.3f}, on uvloop {cpu['bare_uvloop'].median:.3f}"
+    )
+    figures = {
+        "goal": {"ratio_at_least": GOAL, "met_asyncio": plain.median >= GOAL, "met_uvloop": fast.median >= GOAL},
+        "endpoint": endpoint, "window": window, "rows": rounds[0]["runner"]["rows"], "rounds": len(rounds),
+        "rows_per_s": rows_s, "cpu_s_per_1000_rows": cpu,
+        "rows_per_s_ratio": {"runner/bare_asyncio": plain, "runner/bare_uvloop": fast},
+        "cpu_ratio": {f"runner/{s}": ratios(s, "cpu") for s in ("bare_asyncio", "bare_uvloop")},
+        "measured": rounds,
+    }  # fmt: skip
+    save("client", line, figures, ("batchrunner", "aiohttp", "uvloop", "orjson", "jinja2", "pyarrow"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--endpoint", choices=PATHS, default="chat")
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(SIDES[args.side](args.job)))
+    else:
+        report(measure(args.rounds, args.rows, args.endpoint, args.window), args.endpoint, args.window)
+
+
+if __name__ == "__main__":
+    main()

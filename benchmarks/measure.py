@@ -1,0 +1,108 @@
+"""What the benchmarks share: how they repeat, what they say of the machine, where the figures go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from math import comb
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RESULTS = Path(__file__).parent / "results"
+SIDE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A median with the order statistics around it that hold the true one in at least nine of ten cases."""
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+    """That low..high holds the true median, whatever the distribution; below 0.9 with fewer than 5 values."""
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Take the narrowest symmetric interval of order statistics with a confidence of 0.9 or more."""
+    ordered, n = sorted(values), len(values)
+    cut = 0
+    while cut + 1 < n - 1 - cut and _confidence(n, cut + 1) >= 0.9:
+        cut += 1
+    return Interval(
+        statistics.median(ordered), ordered[cut], ordered[n - 1 - cut], round(_confidence(n, cut), 4)
+    )
+
+
+def _confidence(n: int, cut: int) -> float:
+    """Hold the median between the values of rank cut and n - 1 - cut: 1 - 2 P(Binomial(n, 1/2) <= cut)."""
+    return 1 - 2 * sum(comb(n, k) for k in range(cut + 1)) / 2**n
+
+
+def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
+    """Run `python -m MODULE ARGUMENTS…`, which prints one JSON object last, and return that."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        check=False, capture_output=True, text=True, timeout=SIDE_TIMEOUT_S,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"{module} {' '.join(arguments)} failed ({done.returncode}):\n{done.stderr[-4000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Say where the figures come from."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(terse=True)}
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Return the versions of Python and of these packages."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def save(name: str, line: str, figures: dict[str, Any], packages: Sequence[str]) -> None:
+    """Write `results/NAME.json` and print the benchmark's one line."""
+    document = {
+        "line": line,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip(),
+        "machine": {**machine(), "load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
+        "versions": versions(*packages),
+        **figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(document, indent=1, default=_plain)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(line)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Interval):
+        return asdict(value)
+    raise TypeError(f"not for JSON: {value!r}")

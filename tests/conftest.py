@@ -1,0 +1,161 @@
+"""What the tests share: a small input, a job on it, the command, and a look at what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import HealthCheck, settings
+from typer.testing import CliRunner
+
+from batchrunner.cli import app
+from tests.fake_sglang import PATIENCE_S, FakeSGLang
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from click.testing import Result
+
+# a run starts threads, writes files and fsyncs: on a busy machine that takes its time
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+INSTANT = {"kind": "simulated", "step_s": 0}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeSGLang]:
+    """A server that answers everything, until the test gives it another script."""
+    with FakeSGLang() as fake:
+        yield fake
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries without the pauses that are for real engines."""
+    monkeypatch.setattr("batchrunner.retry.FIRST_PAUSE_S", 0.001)
+
+
+def write_rows(path: Path, rows: int, first: int = 0, **columns: Any) -> Path:
+    """Write a Parquet file of rows `id, text`, whose texts are "row 0", "row 1", …, in small row groups."""
+    ids = list(range(first, first + rows))
+    table = pa.table({"id": ids, "text": [f"row {i}" for i in ids], **columns})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=max(1, rows // 3))
+    return path
+
+
+def job_of(
+    directory: Path, engine: FakeSGLang | Mapping[str, Any] = INSTANT, *, rows: int = 10, **changes: Any
+) -> dict[str, Any]:
+    """Return a job on a new input of `rows` rows; `changes` are merged into its sections."""
+    path = directory / "input.parquet"
+    if "path" not in changes.get("input", {}) and not path.exists():
+        write_rows(path, rows)
+    job: dict[str, Any] = {
+        "input": {"path": str(path)},
+        "prompt": {"text": "text"},
+        "output": {"path": str(directory / "run")},
+        "engine": {"kind": "attach", "urls": [engine.url]} if isinstance(engine, FakeSGLang) else engine,
+    }
+    for section, change in changes.items():
+        merge = isinstance(change, dict) and section not in {"prompt", "engine"}
+        job[section] = {**job.get(section, {}), **change} if merge else change
+    return job
+
+
+def parts_of(run: str | Path) -> list[pa.Table]:
+    """Return the parts of a run, oldest first, each read as a user would."""
+    return [pq.read_table(path) for path in sorted((Path(run) / "parts").glob("*.parquet"))]
+
+
+def results_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the result rows of a job in input order."""
+    rows = [row for part in parts_of(job["output"]["path"]) for row in part.to_pylist()]
+    return sorted(rows, key=lambda row: row["row"])
+
+
+def report_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what report.json says."""
+    report: dict[str, Any] = json.loads((Path(job["output"]["path"]) / "report.json").read_text())
+    return report
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Return when the condition holds; another process makes it true and cannot tell us."""
+    ticks = threading.Event()
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        ticks.wait(0.01)
+
+
+def write_job(job: Mapping[str, Any], directory: Path) -> Path:
+    """Write the job file of a job."""
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump(dict(job)))
+    return path
+
+
+def batchrun(*args: object) -> Result:
+    """Run the command in this process."""
+    root = logging.getLogger()
+    kept, root.handlers = root.handlers, []  # the command sets up logging as a program may
+    level = root.level
+    try:
+        return CliRunner().invoke(app, [str(arg) for arg in args])
+    finally:
+        root.handlers = kept
+        root.setLevel(level)
+
+
+class Started:
+    """The command in another process, and its standard error as it comes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    def wait_for_line(self, text: str) -> None:
+        """Read standard error up to a line with this text."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"no {text!r} in {''.join(self.lines)}")
+
+    def end(self) -> int:
+        """Wait for the end; return the exit status."""
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr.readlines()
+        return self.process.wait(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def started(*args: object) -> Iterator[Started]:
+    """Run the command in another process, which is gone afterwards."""
+    command = [sys.executable, "-m", "batchrunner.cli", *map(str, args)]
+    script = Path(sys.executable).with_name("batchrun")
+    if script.exists():
+        command[:3] = [str(script)]
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+    ) as process:
+        try:
+            yield Started(process)
+        finally:
+            process.kill()

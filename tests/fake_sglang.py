@@ -1,0 +1,333 @@
+"""A server on loopback that answers as SGLang 0.5.23 does, and fails on demand.
+
+Its replies have the shapes of replies that were recorded from a real server. It runs in a thread of its
+own, so that the runner under test may be blocking, asynchronous or another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias
+
+from aiohttp import web
+
+Behaviour: TypeAlias = Literal[
+    "answer",
+    "too long",  # 400: final
+    "bad schema",  # 400: final
+    "busy 429",
+    "busy 503",
+    "broken 500",
+    "abort",  # a 200 that says it was cut off
+    "abort 400",  # a 200 that says the row was at fault
+    "abort 503",  # a 200 that says the queue was full
+    "empty",
+    "not json",
+    "no answer",  # a 200 of another program
+    "disconnect",
+    "hold",  # answers when the test says so
+    "die",  # closes every connection and takes no other
+]
+PATIENCE_S = 30.0
+"""How long a test waits for something that must happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request that reached the server."""
+
+    path: str
+    prompt: str
+    body: dict[str, Any]
+    tries: int
+    """How often this prompt has been sent, this one included."""
+
+
+Script: TypeAlias = Callable[[Sent], Behaviour]
+
+
+class FakeSGLang:
+    """`with FakeSGLang(script) as server: ... server.url`; `script` says what becomes of each request."""
+
+    def __init__(
+        self,
+        script: Script = lambda _: "answer",
+        *,
+        model: str = "fake/model",
+        api_key: str | None = None,
+        retry_after: str = "0",
+        is_sglang: bool = True,
+        max_running: int = 8,
+    ) -> None:
+        self.script = script
+        self.model = model
+        self.api_key = api_key
+        self.retry_after = retry_after
+        self.is_sglang = is_sglang
+        self.max_running = max_running
+        self.url = ""
+        self.sent: list[Sent] = []
+        self.most_in_flight = 0
+        self._in_flight = 0
+        self._tries: Counter[str] = Counter()
+        self._news = threading.Condition()
+        self._up = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="fake SGLang")
+        self._thread.start()
+        assert self._up.wait(PATIENCE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(PATIENCE_S)
+
+    @property
+    def prompts(self) -> list[str]:
+        """What was sent, in order."""
+        return [sent.prompt for sent in self.sent]
+
+    def wait_for(self, count: int) -> None:
+        """Return when so many requests have arrived."""
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.sent) >= count, PATIENCE_S), (
+                f"{len(self.sent)} of {count}"
+            )
+
+    def answer_held(self) -> None:
+        """Let everything that is held, or will be, be answered."""
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        self.sent, self.most_in_flight = [], 0
+        self._tries.clear()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over, self._released = asyncio.Event(), asyncio.Event()
+        app = web.Application(client_max_size=1 << 26)
+        if self.is_sglang:
+            app.router.add_get("/model_info", self._model_info)
+            app.router.add_get("/server_info", self._server_info)
+            app.router.add_get("/v1/loads", self._loads)
+            app.router.add_post("/generate", self._generate)
+            app.router.add_post("/v1/chat/completions", self._generate)
+        else:
+            app.router.add_get("/{anything:.*}", self._something_else)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._up.set()
+        await self._over.wait()
+        await self._runner.cleanup()
+
+    async def _something_else(self, request: web.Request) -> web.Response:
+        return web.Response(text="<html>It works!</html>", content_type="text/html")
+
+    def _locked(self, request: web.Request) -> web.Response | None:
+        if self.api_key is None or request.headers.get("Authorization") == f"Bearer {self.api_key}":
+            return None
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return self._locked(request) or web.json_response(
+            {
+                "model_path": self.model,
+                "served_model_name": self.model,
+                "tokenizer_path": self.model,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+                "model_type": "llama",
+            }
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        limits = {"max_running_requests": self.max_running, "max_total_tokens": 20000}
+        return self._locked(request) or web.json_response(
+            {
+                "version": "0.5.23",
+                "model_path": self.model,
+                "context_length": 4096,
+                "skip_tokenizer_init": False,
+                **limits,
+                "internal_states": [limits],
+            }
+        )
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": self._in_flight,
+            "num_waiting_reqs": 0,
+            "num_used_tokens": 0,
+            "max_total_num_tokens": 20000,
+            "max_running_requests": self.max_running,
+            "token_usage": 0.0,
+        }
+        return self._locked(request) or web.json_response({"version": "0.5.23", "loads": [load]})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        refusal = self._locked(request)
+        if refusal is not None:
+            return refusal
+        sent = self._note(request.path, await request.json())
+        self._in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        try:
+            return await self._react(request, sent, self.script(sent))
+        finally:
+            self._in_flight -= 1
+
+    def _note(self, path: str, body: dict[str, Any]) -> Sent:
+        if path == "/generate":
+            prompt = body["text"] if "text" in body else str(body["input_ids"])
+            assert isinstance(body["sampling_params"], dict)
+        else:
+            prompt = body["messages"][-1]["content"]
+            assert body["model"]
+        self._tries[prompt] += 1
+        sent = Sent(path, prompt, body, self._tries[prompt])
+        with self._news:
+            self.sent.append(sent)
+            self._news.notify_all()
+        return sent
+
+    async def _react(self, request: web.Request, sent: Sent, what: Behaviour) -> web.StreamResponse:  # noqa: PLR0911 - a list
+        match what:
+            case "answer":
+                return web.json_response(answer(sent))
+            case "hold":
+                await self._released.wait()
+                return web.json_response(answer(sent))
+            case "disconnect":
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+            case "die":
+                assert request.transport is not None
+                request.transport.abort()
+                self._dying = asyncio.ensure_future(self._runner.cleanup())
+                return web.Response()
+            case "empty":
+                return web.json_response(answer(sent, text=""))
+            case "not json":
+                return web.Response(text="<html>gateway</html>")
+            case "no answer":
+                return web.json_response({"ok": True})
+            case "abort":
+                return web.json_response(aborted(sent, 500, "Aborted by the engine"))
+            case "abort 400":
+                return web.json_response(aborted(sent, 400, "The input is not for this model."))
+            case "abort 503":
+                return web.json_response(aborted(sent, 503, "The request queue is full."))
+            case "busy 429":
+                return self._error(sent, 429, "Too many requests")
+            case "busy 503":
+                return self._error(sent, 503, "The request queue is full.")
+            case "broken 500":
+                return self._error(sent, 500, "Out of memory of the last running request")
+            case "too long":
+                return self._error(
+                    sent,
+                    400,
+                    "The input (6001 tokens) is longer than the model's context length (4096 tokens).",
+                )
+            case "bad schema":
+                return self._error(
+                    sent,
+                    400,
+                    "Failed to compile json grammar: Expecting property name enclosed in double quotes: "
+                    "line 1 column 2 (char 1)",
+                )
+
+    def _error(self, sent: Sent, status: int, message: str) -> web.Response:
+        body: dict[str, Any] = {"error": {"message": message}}
+        if sent.path != "/generate":
+            kind = "BadRequestError"
+            body = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+        wait = {"Retry-After": self.retry_after} if status in {429, 503} else {}
+        return web.json_response(body, status=status, headers=wait)
+
+
+def answer(sent: Sent, text: str | None = None) -> Any:
+    """Return a success as the real server words it."""
+    sampling = sent.body.get("sampling_params", sent.body)
+    samples = [
+        _sample(sent, text if text is not None else f"answer {i} to {sent.prompt}")
+        for i in range(sampling.get("n") or 1)
+    ]
+    if sent.path == "/generate":
+        return samples if len(samples) > 1 else samples[0]
+    return _chat(sent, samples)
+
+
+def aborted(sent: Sent, status: int, message: str) -> Any:
+    """Return a reply with status 200 whose only content is that there is none."""
+    sample = _sample(sent, "")
+    sample["meta_info"]["finish_reason"] = {
+        "type": "abort",
+        "message": message,
+        "status_code": status,
+        "err_type": None,
+    }
+    return sample if sent.path == "/generate" else _chat(sent, [sample])
+
+
+def _sample(sent: Sent, text: str) -> dict[str, Any]:
+    return {
+        "text": text,
+        "output_ids": list(range(len(text.split()))),
+        "meta_info": {
+            "id": f"{sent.prompt}-{sent.tries}",
+            "finish_reason": {"type": "stop", "matched": 2},
+            "prompt_tokens": len(sent.prompt.split()),
+            "weight_version": "default",
+            "num_retractions": 0,
+            "completion_tokens": len(text.split()),
+            "cached_tokens": 1,
+            "dp_rank": None,
+            "e2e_latency": 0.01,
+        },
+    }
+
+
+def _chat(sent: Sent, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    prompt_tokens = len(sent.prompt.split())
+    tokens = sum(sample["meta_info"]["completion_tokens"] for sample in samples)
+    choices = []
+    for index, sample in enumerate(samples):
+        choice = {
+            "index": index,
+            "message": {"role": "assistant", "content": sample["text"], "reasoning_content": None},
+            "logprobs": None,
+            "finish_reason": sample["meta_info"]["finish_reason"]["type"],
+            "matched_stop": 2,
+        }
+        if sent.body.get("return_meta_info"):
+            choice["meta_info"] = sample["meta_info"]
+        choices.append(choice)
+    return {
+        "id": f"{sent.prompt}-{sent.tries}",
+        "object": "chat.completion",
+        "created": 1795261009,
+        "model": sent.body["model"],
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + tokens,
+            "completion_tokens": tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "reasoning_tokens": 0,
+            "completion_tokens_details": None,
+        },
+        "metadata": {"weight_version": "default"},
+    }

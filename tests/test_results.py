@@ -1,0 +1,527 @@
+"""What a run leaves behind: parts, their columns and types, the report, the merged dataset."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchrunner
+from batchrunner.errors import InputError
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    eventually,
+    job_of,
+    parts_of,
+    report_of,
+    results_of,
+    started,
+    write_job,
+    write_rows,
+)
+from tests.fake_sglang import FakeSGLang, Sent
+
+UTC = dt.timezone.utc  # noqa: UP017 - as pyarrow returns it
+
+
+# --- a result row ---
+
+
+def test_columns_and_types(tmp_path: Path, server: FakeSGLang) -> None:
+    """Whoever reads the parts finds the promised columns, in their order and with their types."""
+    job = job_of(tmp_path, server, input={"columns": ["id"]})
+    batchrunner.run(job)
+    (part,) = parts_of(job["output"]["path"])
+    assert {field.name: str(field.type) for field in part.schema} == {
+        "row": "int64",
+        "id": "int64",
+        "output": "string",
+        "finish_reason": "string",
+        "prompt_tokens": "int32",
+        "cached_tokens": "int32",
+        "completion_tokens": "int32",
+        "latency_s": "double",
+        "attempts": "int32",
+        "error": "string",
+    }
+    first = results_of(job)[0]
+    assert first.pop("latency_s") > 0
+    assert first == {
+        "row": 0,
+        "id": 0,
+        "output": "answer 0 to row 0",
+        "finish_reason": "stop",
+        "prompt_tokens": 2,
+        "cached_tokens": 1,
+        "completion_tokens": 5,
+        "attempts": 1,
+        "error": None,
+    }
+
+
+@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
+def test_samples_are_lists(tmp_path: Path, server: FakeSGLang, prompt: dict[str, str]) -> None:
+    """With n > 1 each sample has its own output, finish reason and token count, from either endpoint."""
+    server.script = lambda sent: "too long" if sent.prompt == "row 1" else "answer"
+    job = job_of(tmp_path, server, rows=2, prompt=prompt, sampling={"n": 3})
+    batchrunner.run(job)
+    good, bad = results_of(job)
+    assert good["output"] == [f"answer {i} to row 0" for i in range(3)]
+    assert (good["finish_reason"], good["completion_tokens"]) == (["stop"] * 3, [5, 5, 5])
+    assert good["prompt_tokens"] == 2
+    assert (bad["output"], bad["finish_reason"], bad["completion_tokens"]) == (None, None, None)
+    assert report_of(job)["output_tokens"] == 15
+
+
+def test_parts_are_compressed_with_zstd(tmp_path: Path) -> None:
+    """Results take no more room than they must."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    (path,) = (tmp_path / "run" / "parts").iterdir()
+    with pq.ParquetFile(path) as part:
+        assert part.metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9])
+def test_part_rows(tmp_path: Path, rows: int) -> None:
+    """A part has at most `part_rows` rows, whatever the number of rows."""
+    job = job_of(tmp_path, rows=rows, output={"part_rows": 4}, window=1)
+    batchrunner.run(job)
+    sizes = [part.num_rows for part in parts_of(tmp_path / "run")]
+    assert sum(sizes) == rows
+    assert max(sizes) <= 4
+
+
+# --- carried columns ---
+
+MOMENT = dt.datetime(2024, 2, 29, 12, 30, 15, 123456, tzinfo=UTC)
+CARRIED: dict[str, pa.Array[Any]] = {
+    "timestamp": pa.array([MOMENT, None, MOMENT], pa.timestamp("us", "UTC")),
+    "nanoseconds": pa.array([1, 2, None], pa.timestamp("ns")),
+    "date": pa.array([dt.date(2024, 2, 29), None, dt.date(1, 1, 1)]),
+    "decimal": pa.array([Decimal("1.10"), None, Decimal("-99999999.99")], pa.decimal128(20, 2)),
+    "list": pa.array([[1], None, []], pa.list_(pa.int16())),
+    "struct": pa.array([{"a": "x", "b": [1.5]}, None, {"a": None, "b": None}]),
+    "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int8())),
+    "dictionary": pa.array(["a", None, "b"]).dictionary_encode(),
+    "binary": pa.array([b"\xff\x00", None, b""]),
+    "large_string": pa.array(["a", None, ""], pa.large_string()),
+    "fixed": pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2)),
+    "unsigned": pa.array([2**64 - 1, None, 0], pa.uint64()),
+    "half": pa.array([1.5, None, 2.5], pa.float32()),
+    "boolean": pa.array([True, None, False]),
+    "time": pa.array([dt.time(1, 2, 3), None, dt.time(0)], pa.time64("us")),
+    "null": pa.nulls(3),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
+    """A carried column comes out as it went in, type and values, also through several parts and `merge`."""
+    source = pa.table({"text": ["row 0", "row 1", "row 2"], name: CARRIED[name]})
+    pq.write_table(source, tmp_path / "input.parquet", row_group_size=1)
+    job = job_of(tmp_path, input={"columns": [name]}, output={"part_rows": 2})
+    batchrunner.run(job)
+    expected = pq.read_table(tmp_path / "input.parquet").column(name)
+    parts = pa.concat_tables(parts_of(tmp_path / "run")).sort_by("row").column(name)
+    merged = pq.read_table(batchrun_merge(tmp_path / "run")).column(name)
+    assert parts.type == merged.type == expected.type
+    assert parts.to_pylist() == merged.to_pylist() == expected.to_pylist()
+
+
+def batchrun_merge(run: Path) -> Path:
+    result = batchrun("merge", run)
+    assert result.exit_code == 0, result.stderr
+    return Path(result.stdout.strip())
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_carried_rows_stay_with_their_results(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """However rows are grouped, batched and ordered, each result stands beside its own carried values."""
+    texts = data.draw(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=40))
+    tmp_path = tmp_path_factory.mktemp("carried")
+    table = pa.table({"text": texts, "tag": pa.array(texts).dictionary_encode(), "n": range(len(texts))})
+    pq.write_table(
+        table, tmp_path / "input.parquet", row_group_size=data.draw(st.integers(1, 10), "row group")
+    )
+    part_rows = data.draw(st.integers(1, 10), "part")
+    with FakeSGLang() as server:
+        job = job_of(
+            tmp_path, server, input={"columns": ["tag", "n", "text"]}, output={"part_rows": part_rows}
+        )
+        batchrunner.run(job)
+    rows = results_of(job)
+    assert [row["row"] for row in rows] == [row["n"] for row in rows] == list(range(len(texts)))
+    assert [row["tag"] for row in rows] == [row["text"] for row in rows] == texts
+    assert [row["output"] for row in rows] == [f"answer 0 to {text}" for text in texts]
+
+
+def test_rename(tmp_path: Path) -> None:
+    """A carried column may get another name, such as one that a result has of its own."""
+    write_rows(tmp_path / "input.parquet", 3, output=["a", "b", "c"])
+    job = job_of(tmp_path, input={"columns": ["output", "id"], "rename": {"output": "reference"}})
+    batchrunner.run(job)
+    (part,) = parts_of(tmp_path / "run")
+    assert part.schema.names[:4] == ["row", "reference", "id", "output"]
+    assert part.column("reference").to_pylist() == ["a", "b", "c"]
+
+
+# --- prompts ---
+
+
+def test_templates_make_messages(tmp_path: Path, server: FakeSGLang) -> None:
+    """`system` and `user` templates reach the server as messages; its chat template is applied there."""
+    job = job_of(
+        tmp_path,
+        server,
+        rows=1,
+        prompt={
+            "system": "Be {{ id }}.",
+            "user": "Say {{ text }}",
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    )
+    batchrunner.run(job)
+    (sent,) = server.sent
+    assert sent.path == "/v1/chat/completions"
+    assert sent.body["messages"] == [
+        {"role": "system", "content": "Be 0."},
+        {"role": "user", "content": "Say row 0"},
+    ]
+    assert sent.body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_column_of_messages(tmp_path: Path, server: FakeSGLang) -> None:
+    """A conversation that stands in a column is sent as it is."""
+    talk = [[{"role": "user", "content": "hello"}], [{"role": "user", "content": "bye"}]]
+    pq.write_table(pa.table({"talk": talk}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"messages": "talk"})
+    batchrunner.run(job)
+    assert sorted(server.prompts) == ["bye", "hello"]
+    assert server.sent[0].path == "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("prompt", ["text", "{{ text }}"])
+def test_text_is_sent_as_it_is(tmp_path: Path, server: FakeSGLang, prompt: str) -> None:
+    """A text column, or a template of a text, goes to the model without a chat template."""
+    batchrunner.run(job_of(tmp_path, server, rows=1, prompt={"text": prompt}))
+    (sent,) = server.sent
+    assert (sent.path, sent.body["text"]) == ("/generate", "row 0")
+
+
+def test_token_ids_are_sent_as_they_are(tmp_path: Path, server: FakeSGLang) -> None:
+    """Whoever tokenises for himself gets exactly these tokens to the model."""
+    pq.write_table(pa.table({"ids": [[1, 2], [3]]}), tmp_path / "input.parquet")
+    batchrunner.run(job_of(tmp_path, server, prompt={"input_ids": "ids"}))
+    assert sorted(sent.body["input_ids"] for sent in server.sent) == [[1, 2], [3]]
+
+
+def test_a_prompt_without_columns(tmp_path: Path, server: FakeSGLang) -> None:
+    """A prompt that is the same for all rows needs no column, and nothing is carried either."""
+    job = job_of(tmp_path, server, rows=5, prompt={"user": "Make up a name."}, input={"limit": 3})
+    batchrunner.run(job)
+    assert server.prompts == ["Make up a name."] * 3
+    assert [row["row"] for row in results_of(job)] == [0, 1, 2]
+
+
+# --- sampling ---
+
+
+@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
+def test_sampling_from_columns(tmp_path: Path, server: FakeSGLang, prompt: dict[str, str]) -> None:
+    """A row brings its own value, a null leaves the engine's default, and the rest is the job's."""
+    write_rows(tmp_path / "input.parquet", 3, heat=[0.5, None, 0.0], seed=[1, 2, None])
+    job = job_of(
+        tmp_path,
+        server,
+        prompt=prompt,
+        sampling={"temperature": {"column": "heat"}, "sampling_seed": {"column": "seed"}, "top_k": 7},
+    )
+    batchrunner.run(job)
+    found = {
+        sent.prompt: (
+            sampling_of(sent).get("temperature"),
+            sampling_of(sent).get("sampling_seed", sampling_of(sent).get("seed")),
+            sampling_of(sent)["top_k"],
+        )
+        for sent in server.sent
+    }
+    assert found == {"row 0": (0.5, 1, 7), "row 1": (None, 2, 7), "row 2": (0.0, None, 7)}
+
+
+def sampling_of(sent: Sent) -> dict[str, Any]:
+    found: dict[str, Any] = sent.body.get("sampling_params", sent.body)
+    return found
+
+
+def test_a_schema_reaches_either_endpoint(tmp_path: Path, server: FakeSGLang) -> None:
+    """One job with a JSON schema means the same with and without a chat template."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    job = job_of(tmp_path, server, rows=1, sampling={"json_schema": schema, "stop": ["END"]})
+    batchrunner.run(job)
+    batchrunner.run({**job, "prompt": {"user": "{{ text }}"}, "output": {"path": str(tmp_path / "chat")}})
+    raw, chat = server.sent
+    assert json.loads(raw.body["sampling_params"]["json_schema"]) == schema
+    assert chat.body["response_format"]["json_schema"]["schema"] == schema
+    assert raw.body["sampling_params"]["stop"] == chat.body["stop"] == ["END"]
+    assert raw.body["sampling_params"]["max_new_tokens"] == chat.body["max_completion_tokens"] == 1024
+
+
+# --- which rows ---
+
+
+def test_row_counts_before_filter_and_limit(tmp_path: Path, server: FakeSGLang) -> None:
+    """`row` is the place in the input, so a result can be joined back whatever was selected."""
+    job = job_of(tmp_path, server, rows=10, input={"filter": "id % 3 == 1", "limit": 2, "columns": ["id"]})
+    assert batchrunner.run(job).rows_total == 2
+    assert [(row["row"], row["id"]) for row in results_of(job)] == [(1, 1), (4, 4)]
+
+
+ABC = [("c", 6), ("a", 0), ("b", 3)]
+
+
+def test_files_are_taken_in_sorted_path_order(tmp_path: Path) -> None:
+    """`row` does not depend on the order in which a file system or a list names the files."""
+    source = tmp_path / "in"
+    c, a, b = (write_rows(source / f"{name}.parquet", 3, first) for name, first in ABC)
+    for number, path in enumerate([[str(c), str(a), str(b)], str(source / "*.parquet"), str(source)]):
+        run = tmp_path / f"run{number}"
+        job = job_of(tmp_path, input={"path": path, "columns": ["id"]}, output={"path": str(run)})
+        batchrunner.run(job)
+        assert [(row["row"], row["id"]) for row in results_of(job)] == [(i, i) for i in range(9)]
+
+
+def test_hive_partitions_are_columns(tmp_path: Path, server: FakeSGLang) -> None:
+    """The partitions of a directory can be carried, put into prompts and filtered by."""
+    for year in (2023, 2024):
+        for language in ("de", "en%2FGB"):
+            write_rows(tmp_path / "in" / f"year={year}" / f"language={language}" / "x.parquet", 1)
+    job = job_of(
+        tmp_path,
+        server,
+        input={"path": str(tmp_path / "in"), "columns": ["year", "language"], "filter": "year > 2023"},
+        prompt={"text": "{{ language }} {{ year + 1 }}"},
+    )
+    batchrunner.run(job)
+    assert sorted(server.prompts) == ["de 2025", "en/GB 2025"]
+    assert [(row["row"], row["year"], row["language"]) for row in results_of(job)] == [
+        (2, 2024, "de"),
+        (3, 2024, "en/GB"),
+    ]
+
+
+def test_only_partitions_are_needed(tmp_path: Path, server: FakeSGLang) -> None:
+    """A job may use nothing that stands in the files themselves."""
+    for year in (2023, 2024):
+        write_rows(tmp_path / "in" / f"year={year}" / "x.parquet", 2)
+    job = job_of(
+        tmp_path, server, input={"path": str(tmp_path / "in")}, prompt={"user": "In {{ year }}?"}
+    )
+    batchrunner.run(job)
+    assert sorted(server.prompts) == ["In 2023?"] * 2 + ["In 2024?"] * 2
+
+
+def test_a_filter_that_selects_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """Nothing to do is not an error, and nothing is sent."""
+    report = batchrunner.run(job_of(tmp_path, server, input={"filter": "id < 0"}))
+    assert (report.exit_code, report.rows_total, server.sent) == (0, 0, [])
+
+
+# --- the report ---
+
+
+def test_report(tmp_path: Path, server: FakeSGLang) -> None:
+    """report.json has what later tools read, and says the same as the returned report."""
+    server.script = lambda sent: "too long" if sent.prompt in {"row 3", "row 4"} else "answer"
+    job = job_of(tmp_path, server, limits={"max_failed_rows": 2})
+    report = batchrunner.run(job)
+    saved = report_of(job)
+    assert saved == json.loads(json.dumps(report.as_dict(), default=str))
+    expected = {
+        "rows_total": 10,
+        "rows_ok": 8,
+        "rows_failed": 2,
+        "rows_resumed": 0,
+        "output_tokens": 40,
+        "prompt_tokens": 16,
+        "cached_tokens": 8,
+        "retries": 0,
+        "exit_code": 0,
+        "starts": 1,
+        "finish_reasons": {"stop": 8},
+        "simulated": False,
+    }
+    assert {name: saved[name] for name in expected} == expected
+    (group,) = saved["failures"]
+    assert group["rows"] == 2
+    assert "longer than the model's context length" in group["example"]
+    assert saved["wall_s"] > 0
+    assert saved["output_tokens_per_s"] == pytest.approx(40 / saved["wall_s"], rel=0.1)
+    assert saved["engine"]["model"] == "fake/model"
+    assert saved["versions"]["engine"] == "0.5.23"
+
+
+def test_json_output_is_the_report(tmp_path: Path, server: FakeSGLang) -> None:
+    """A script that calls the command reads its result from standard output and nothing else."""
+    job = job_of(tmp_path, server)
+    result = batchrun(write_job(job, tmp_path), "--json")
+    assert json.loads(result.stdout) == report_of(job)
+
+
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    """`--quiet` leaves a log empty where all went well."""
+    result = batchrun(write_job(job_of(tmp_path), tmp_path), "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_what_a_person_reads(tmp_path: Path, server: FakeSGLang) -> None:
+    """At the end stands how many rows went well, how many not and why, and where the results are."""
+    server.script = lambda sent: "bad schema" if sent.prompt == "row 7" else "answer"
+    result = batchrun(write_job(job_of(tmp_path, server), tmp_path))
+    assert result.exit_code == 3
+    assert "9 of 10 rows ok, 1 failed" in result.stderr
+    assert "failed: 1 rows: 400: Failed to compile json grammar" in result.stderr
+    assert f"results: {tmp_path / 'run'}/parts" in result.stderr
+
+
+def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
+    """What later tools look for lies where they look for it."""
+    job = job_of(tmp_path, server)
+    batchrunner.run(job)
+    found = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert found["job"]["prompt"] == {"text": "text"}
+    assert found["fingerprint"]["model"] == "fake/model"
+    assert found["versions"]["engine"] == "0.5.23"
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events if event["event"] != "sample"] == ["start", "end"]
+
+
+def test_no_secret_is_written_down(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API key reaches the server and no file of the run."""
+    monkeypatch.setenv("MY_KEY", "s3cret-key")
+    server.api_key = "s3cret-key"
+    engine = {"kind": "attach", "urls": [server.url], "api_key_env": "MY_KEY"}
+    assert batchrunner.run(job_of(tmp_path, engine)).rows_ok == 10
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if b"s3cret-key" in path.read_bytes()]
+
+
+# --- while it runs, and afterwards ---
+
+
+def test_parts_can_be_read_at_any_moment(tmp_path: Path, server: FakeSGLang) -> None:
+    """A reader that looks into a running run finds whole parts, and `status` tells how far it is."""
+    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 10 else "answer"
+    job = job_of(tmp_path, server, rows=12, output={"part_rows": 5}, window=4)
+    with started(write_job(job, tmp_path)) as process:
+        server.wait_for(12)
+        eventually(lambda: len(parts_of(tmp_path / "run")) == 2)
+        assert sorted(row["row"] for row in results_of(job)) == list(range(10))
+        state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+        assert str(process.process.pid) in state["running"]
+        assert (state["rows_on_disk"], state["rows_total"], state["finished"]) == (10, 12, False)
+        server.answer_held()
+        assert process.end() == 0
+    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+    assert (state["rows_on_disk"], state["running"], state["finished"]) == (12, None, True)
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(1, 60), part_rows=st.integers(1, 20), wanted=st.integers(1, 3))
+def test_merge_is_in_input_order(
+    rows: int, part_rows: int, wanted: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`merge` writes every result once, in the order of the input, however the parts came to be."""
+    tmp_path = tmp_path_factory.mktemp("merge")
+    with FakeSGLang(lambda sent: "too long" if sent.prompt.endswith("3") else "answer") as server:
+        job = job_of(tmp_path, server, rows=rows, output={"part_rows": part_rows}, window=3)
+        job["input"] |= {"columns": ["id"], "filter": f"id % {wanted} == 0"}
+        batchrunner.run(job)
+    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    assert merged.column("row").to_pylist() == [i for i in range(rows) if i % wanted == 0]
+    assert merged.to_pylist() == results_of(job)
+
+
+def test_merge_again(tmp_path: Path) -> None:
+    """A second merge replaces the first one."""
+    job = job_of(tmp_path, input={"limit": 3})
+    batchrunner.run(job)
+    batchrun_merge(tmp_path / "run")
+    batchrunner.run(job, overrides=["input.limit=6"])
+    assert pq.read_table(batchrun_merge(tmp_path / "run")).num_rows == 6
+
+
+def test_merge_of_nothing(tmp_path: Path) -> None:
+    """A path that holds no run is said to be one."""
+    result = batchrun("merge", tmp_path)
+    assert result.exit_code == 2
+    assert "no parts to merge" in result.stderr
+
+
+# --- simulated ---
+
+
+def test_simulated_results_are_marked(tmp_path: Path) -> None:
+    """Nobody takes made-up answers for a model's: output, file, merged file, report, screen all say it."""
+    job = job_of(tmp_path)
+    result = batchrun(write_job(job, tmp_path))
+    assert all(row["output"].startswith("[simulated] ") for row in results_of(job))
+    (part,) = parts_of(tmp_path / "run")
+    for table in (part, pq.read_table(batchrun_merge(tmp_path / "run"))):
+        assert (table.schema.metadata or {})[b"simulated"] == b"true"
+    assert report_of(job)["simulated"] is True
+    assert "simulated" in result.stderr
+    assert "simulated" in batchrun("status", tmp_path / "run").stdout
+
+
+def test_real_results_are_not_marked(tmp_path: Path, server: FakeSGLang) -> None:
+    """The mark is on simulated results only."""
+    job = job_of(tmp_path, server)
+    result = batchrun(write_job(job, tmp_path))
+    (part,) = parts_of(tmp_path / "run")
+    assert b"simulated" not in (part.schema.metadata or {})
+    assert "simulated" not in result.stderr
+
+
+# --- check ---
+
+
+def test_check_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """`check` shows three prompts, what is to do and what is done, and touches neither server nor disk."""
+    job = job_of(tmp_path, server, prompt={"user": "Say {{ text }}"}, input={"limit": 5})
+    result = batchrun("check", write_job(job, tmp_path), "--json")
+    found = json.loads(result.stdout)
+    assert (found["rows_total"], found["rows_done"], found["rows_to_do"]) == (5, 0, 5)
+    assert [prompt["prompt"][0]["content"] for prompt in found["prompts"]] == [
+        f"Say row {i}" for i in range(3)
+    ]
+    assert server.sent == []
+    assert not (tmp_path / "run").exists()
+    batchrunner.run(job)
+    later = json.loads(batchrun("check", write_job(job, tmp_path), "--json", "--set", "input.limit=7").stdout)
+    assert (later["rows_total"], later["rows_done"], later["rows_to_do"]) == (7, 5, 2)
+
+
+def test_files_must_agree_on_columns_that_are_used_only(tmp_path: Path) -> None:
+    """Files may differ in columns that the job does not use; in one that it uses they may not."""
+    write_rows(tmp_path / "in" / "a.parquet", 2, extra=[1, 2])
+    write_rows(tmp_path / "in" / "b.parquet", 2, extra=["x", "y"])
+    job = job_of(tmp_path, INSTANT, input={"path": str(tmp_path / "in")})
+    assert batchrunner.run(job).rows_ok == 4
+    with pytest.raises(InputError, match="column 'extra' is string, but int64 in"):
+        batchrunner.run(job, overrides=["input.columns=[extra]"], fresh=True)
