@@ -13,7 +13,7 @@ from pyroaring import BitMap64
 
 from batchrunner.errors import ResumeError
 from batchrunner.sink import part_files
-from batchrunner.storage import whole_file
+from batchrunner.storage import whole_file, writing
 from batchrunner.tally import Failures
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class Done:
     output_tokens: int = 0
 
 
-def read_parts(directory: Path, *, drop_failed: bool = False) -> Done:
-    """Read what is done from the parts; with `drop_failed`, take failed rows out of them first.
+def read_parts(directory: Path, *, without_failed: bool = False) -> Done:
+    """Read what is done from the parts; `without_failed`, a failed row counts as not done.
 
     Raises ResumeError where a part is damaged.
     """
@@ -46,11 +46,10 @@ def read_parts(directory: Path, *, drop_failed: bool = False) -> Done:
     for path in part_files(directory):
         try:
             part = pq.read_table(path, columns=["row", "error", "completion_tokens"])
-            if drop_failed and part.column("error").null_count < part.num_rows:
-                _drop_failed(path)
-                part = pq.read_table(path, columns=["row", "error", "completion_tokens"])
         except (OSError, pa.ArrowException):
             raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
+        if without_failed:
+            part = part.filter(pc.is_null(part.column("error")))
         done.rows.update(BitMap64(part.column("row").to_pylist()))
         bad = part.filter(pc.is_valid(part.column("error")))
         done.failed += bad.num_rows
@@ -63,12 +62,19 @@ def read_parts(directory: Path, *, drop_failed: bool = False) -> Done:
     return done
 
 
-def _drop_failed(path: Path) -> None:
-    """Rewrite a part without its failed rows; killed half-way, the old part stands."""
-    table = pq.read_table(path)
-    kept = table.filter(pc.is_null(table.column("error")))
-    with whole_file(path) as temporary:
-        pq.write_table(kept, temporary, compression="zstd")
+def drop_failed(directory: Path) -> None:
+    """Rewrite the parts without their failed rows; killed half-way, the old parts stand."""
+    for path in part_files(directory):
+        if pq.read_table(path, columns=["error"]).column("error").null_count == _rows_in(path):
+            continue
+        table = pq.read_table(path)
+        kept = table.filter(pc.is_null(table.column("error")))
+        with writing(path), whole_file(path) as temporary:
+            pq.write_table(kept, temporary, compression="zstd")
+
+
+def _rows_in(path: Path) -> int:
+    return int(pq.read_metadata(path).num_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,3 +162,7 @@ def _log_to_stderr(*, quiet: bool) -> None:
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
     ours.addHandler(logging.StreamHandler(sys.stderr))
     ours.propagate = False
+
+
+if __name__ == "__main__":
+    main()

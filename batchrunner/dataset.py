@@ -193,21 +193,28 @@ def _discover(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
         return _discover_remote(paths)
     found: set[str] = set()
     for given in paths:
-        path = Path(given).expanduser()
-        if path.is_dir():
-            files = {str(p) for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))}
-            if not files:
-                raise InputError(f"{given}: no *.parquet file in this directory")
-        elif path.exists():
-            files = {str(path)}
-        elif glob.has_magic(given):
-            files = {p for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}  # noqa: PTH207 - `given` may be absolute
-            if not files:
-                raise InputError(f"{given}: no file matches")
-        else:
-            raise InputError(f"{given}: no such file or directory")
-        found |= files
+        try:
+            found |= _local_files(given)
+        except OSError as failure:  # a name that is too long, a directory that may not be entered
+            raise InputError(f"{given}: {failure.strerror}") from None
     return pafs.LocalFileSystem(), sorted(found)
+
+
+def _local_files(given: str) -> set[str]:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        files = {str(p) for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))}
+        if not files:
+            raise InputError(f"{given}: no *.parquet file in this directory")
+    elif path.exists():
+        files = {str(path)}
+    elif glob.has_magic(given):
+        files = {p for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}  # noqa: PTH207 - `given` may be absolute
+        if not files:
+            raise InputError(f"{given}: no file matches")
+    else:
+        raise InputError(f"{given}: no such file or directory")
+    return files
 
 
 def _discover_remote(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from batchrunner.storage import writing
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -18,14 +20,17 @@ class EventLog:
     """Appends events; each has `time` (seconds since the epoch), `elapsed_s` (of this start) and `event`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
         self._began = time.monotonic()
 
     def write(self, event: str, **values: Any) -> None:
-        """Write one event."""
+        """Write one event; raises StorageError."""
         elapsed_s = round(time.monotonic() - self._began, 3)
         line = {"time": round(time.time(), 3), "elapsed_s": elapsed_s, "event": event, **values}
-        self._file.write(orjson.dumps(line, default=str) + b"\n")
+        with writing(self._path):
+            self._file.write(orjson.dumps(line, default=str) + b"\n")
 
     def close(self) -> None:
         """Close the file."""

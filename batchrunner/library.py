@@ -6,12 +6,14 @@ import asyncio
 import functools
 import tempfile
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from anyio import CancelScope
 from anyio.from_thread import start_blocking_portal
 
 from batchrunner.engines.registry import make_engine
@@ -22,7 +24,7 @@ from batchrunner.merge import merge
 from batchrunner.runner import execute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from anyio.from_thread import BlockingPortal
 
@@ -48,16 +50,35 @@ class OpenEngine:
         self.info = info
 
     def call(self, job: Job, **options: Any) -> Report:
-        """Run a job on this engine and wait."""
-        report: Report = self._portal.call(self._bound(job, options))
-        return report
+        """Run a job on this engine and wait; an interrupt ends the run, whose finished rows are kept."""
+        running, ended = self._start(job, options)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            running.cancel()
+            ended.result()
+            raise
 
     async def acall(self, job: Job, **options: Any) -> Report:
-        """Run a job on this engine."""
-        return await asyncio.wrap_future(self._portal.start_task_soon(self._bound(job, options)))
+        """Run a job on this engine; cancelling it ends the run, whose finished rows are kept."""
+        running, ended = self._start(job, options)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            await asyncio.wrap_future(ended)
+            raise
 
-    def _bound(self, job: Job, options: dict[str, Any]) -> Callable[[], Any]:
-        return functools.partial(execute, job, engine=self._engine, info=self.info, **options)
+    def _start(self, job: Job, options: dict[str, Any]) -> tuple[Future[Report], Future[None]]:
+        """Start a run; return its result, which can be cancelled, and its end, which comes later then."""
+        ended: Future[None] = Future()
+
+        async def to_its_end() -> Report:
+            try:
+                return await _execute(job, engine=self._engine, info=self.info, **options)
+            finally:
+                ended.set_result(None)
+
+        return self._portal.start_task_soon(to_its_end), ended
 
 
 @contextmanager
@@ -102,7 +123,10 @@ def run(
     if engine is not None:
         return engine.call(loaded, fresh=fresh, retry_failed=retry_failed)
     with _portal() as portal:
-        return portal.call(functools.partial(execute, loaded, fresh=fresh, retry_failed=retry_failed))
+        report: Report = portal.call(
+            functools.partial(_execute, loaded, fresh=fresh, retry_failed=retry_failed)
+        )
+        return report
 
 
 async def arun(
@@ -170,6 +194,21 @@ def _table_of(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
         return pa.Table.from_pylist([dict(row) for row in rows])
     except (TypeError, ValueError, pa.ArrowException) as failure:
         raise InputError(f"rows: cannot be made a table: {failure}") from None
+
+
+async def _execute(job: Job, **options: Any) -> Report:
+    """Do what `execute` does in a portal, whose cancellation comes again at every await.
+
+    A run that is cancelled writes its finished rows, for which it has to wait: it is told once only.
+    """
+    running = asyncio.ensure_future(execute(job, **options))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        running.cancel()
+        with CancelScope(shield=True):
+            await asyncio.wait([running])
+        raise
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class Bar:
             self._bar = tqdm(
                 total=snapshot.rows_total, initial=snapshot.rows_done, unit="row", file=self._stream,
                 dynamic_ncols=True, desc="simulated" if snapshot.simulated else None,
-                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {postfix}",
+                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
             )  # fmt: skip
         left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
         shown = [f"{snapshot.rows_per_s:.1f} rows/s", f"{snapshot.output_tokens_per_s:,.0f} tok/s"]

@@ -197,6 +197,30 @@ def _check_input_ids(field: pa.Field[Any]) -> None:
         )
 
 
+def _check_value(name: str, field: pa.Field[Any]) -> None:
+    """Refuse a column that cannot hold values of this sampling parameter."""
+    for is_kind, names, wanted in _VALUES:
+        if name in names and not is_kind(field.type):
+            raise InputError(f"sampling.{name}: column {field.name!r} must hold {wanted} (got {field.type})")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pt.is_integer(kind) or pt.is_floating(kind))
+
+
+_VALUES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
+    (_is_number, _NUMERIC, "numbers"),
+    (_is_text, {"json_schema", "regex", "ebnf", "structural_tag", "lora_path"}, "texts"),
+    (
+        lambda kind: _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)),
+        {"stop", "stop_regex"},
+        "texts or lists of texts",
+    ),
+    (lambda kind: _is_list(kind) and pt.is_integer(kind.value_type), {"stop_token_ids"}, "lists of integers"),
+    (pt.is_boolean, {"ignore_eos"}, "booleans"),
+)
+
+
 def _split_sampling(
     sampling: SamplingSpec, dataset: Dataset
 ) -> tuple[dict[str, Any], dict[str, str], str | FromColumn | None]:
@@ -205,12 +229,11 @@ def _split_sampling(
     per_row: dict[str, str] = {}
     for name in type(sampling).model_fields:
         value = getattr(sampling, name)
+        if isinstance(value, FromColumn):
+            _check_value(name, dataset.field(value.column, where=f"sampling.{name}"))
         if value is None or name == "lora_path":
             continue
         if isinstance(value, FromColumn):
-            kind = dataset.field(value.column, where=f"sampling.{name}").type
-            if name in _NUMERIC and not (pt.is_integer(kind) or pt.is_floating(kind)):
-                raise InputError(f"sampling.{name}: column {value.column!r} must hold numbers (got {kind})")
             per_row[name] = value.column
         else:
             fixed[name] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import platform
 import time
@@ -11,10 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.checkpoint import FORMAT, Done, check_same_run, fingerprint, read_parts, read_run_json
+from batchrunner.checkpoint import (
+    FORMAT,
+    Done,
+    check_same_run,
+    drop_failed,
+    fingerprint,
+    read_parts,
+    read_run_json,
+)
 from batchrunner.dataset import Dataset
 from batchrunner.engines.registry import make_engine, model_of
-from batchrunner.errors import BatchrunError, ResumeError
+from batchrunner.errors import BatchrunError, ResumeError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
 from batchrunner.feedback import watch, write_sample
 from batchrunner.gate import Gate
@@ -49,6 +58,25 @@ log = logging.getLogger(__name__)
 
 LEAST_ROWS_TO_ABORT = 100
 """`abort_failed_share` looks at a run once so many rows have ended."""
+
+
+GC_THRESHOLD = 10_000
+"""New objects between two searches for garbage cycles; Python's 700 is a search every few rows, through all
+rows that wait to be written: a quarter of our CPU time."""
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage cycles less often; a second run in the same process finds it done and leaves it."""
+    before = gc.get_threshold()
+    if not 0 < before[0] < GC_THRESHOLD:
+        yield
+        return
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Control:
@@ -116,7 +144,7 @@ def prepare(job: Job) -> Prepared:
     return Prepared(job, dataset, renderer, run_dir)
 
 
-def find_done(prepared: Prepared, model: str | None, *, drop_failed: bool = False) -> Done:
+def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:
     """Read what earlier starts did; `model` None leaves the model out of the comparison.
 
     Raises ResumeError where the output path holds another run, or parts of nobody knows what.
@@ -131,7 +159,7 @@ def find_done(prepared: Prepared, model: str | None, *, drop_failed: bool = Fals
         return Done()
     new = fingerprint(prepared.job, prepared.dataset, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
-    return read_parts(run_dir.parts, drop_failed=drop_failed)
+    return read_parts(run_dir.parts, without_failed=without_failed)
 
 
 async def execute(
@@ -151,11 +179,11 @@ async def execute(
     """
     prepared = await asyncio.to_thread(prepare, job)
     control, display = control or Control(), display or Silent()
-    with prepared.run_dir.claimed(), contextlib.closing(display):
+    with prepared.run_dir.claimed(), contextlib.closing(display), rare_collections():
         model = info.model if info else model_of(job.engine)
         done = Done()
         if not fresh:
-            done = await asyncio.to_thread(find_done, prepared, model, drop_failed=retry_failed)
+            done = await asyncio.to_thread(find_done, prepared, model, without_failed=retry_failed)
         todo = await asyncio.to_thread(prepared.selected)
         total = len(todo)
         todo -= done.rows
@@ -173,6 +201,8 @@ async def execute(
                 await asyncio.to_thread(find_done, prepared, info.model)
             if fresh:
                 prepared.run_dir.discard()
+            elif retry_failed:  # only now: a start that was refused changes nothing
+                await asyncio.to_thread(drop_failed, prepared.run_dir.parts)
             return await _Run(prepared, engine, info, done, todo, total, display, control).go()
 
 
@@ -183,7 +213,9 @@ async def _open(engine: Engine, control: Control) -> EngineInfo | None:
         await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             return opening.result()
-        raise BatchrunError(f"{control.reason} while the engine was starting")
+        interrupted = BatchrunError(f"{control.reason} while the engine was starting")
+        interrupted.exit_code = control.exit_code
+        raise interrupted
     finally:
         opening.cancel()
         stopped.cancel()
@@ -249,8 +281,10 @@ class _Run:
         tasks: tuple[asyncio.Future[None], ...] = (sending, watching, obeying)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():  # watching or obeying broke: that is our own fault, and ends the run
-                sending.cancel()
+            if not sending.done():  # watching or obeying broke: that ends the run
+                for broken in (watching, obeying):
+                    if broken.done():
+                        broken.result()
             await sending
         except BatchrunError as error:
             failure = error
@@ -285,8 +319,9 @@ class _Run:
                 sending.cancel()
 
     async def _deliver(self, outcome: Outcome) -> None:
-        await self._sink.put(outcome)
+        # counted first: the row is in a part even if a stop comes while we wait for the disk
         self._tally.add(outcome)
+        await self._sink.put(outcome)
         failed = self._tally.failed
         if outcome.completion is None and self._tally.done >= LEAST_ROWS_TO_ABORT:
             share = failed / self._tally.done
@@ -320,7 +355,7 @@ class _Run:
             prepared.run_dir.run_json,
             {
                 "format": FORMAT,
-                "job": prepared.job.model_dump(mode="json", exclude_unset=True),
+                "job": _without_secrets(prepared.job),
                 "fingerprint": new.as_dict(),
                 "rows_total": self._total,
                 "engine": asdict(self._info),
@@ -356,8 +391,10 @@ class _Run:
             simulated=self._info.simulated,
             versions=versions(self._info),
         )
-        with contextlib.suppress(OSError):  # a full disk: the rows matter, and they are safe
-            write_sample(self._events, self._snapshot(()))
+        last = self._snapshot(())
+        self._display.show(last)
+        with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
+            write_sample(self._events, last)
             self._events.write("end", exit_code=exit_code, reason=reason)
             report.save(self._prepared.run_dir.report_json)
         return report
@@ -368,6 +405,14 @@ class _Run:
         if report.rows_left:
             return self._control.exit_code, self._control.reason or "stopped"
         return verdict_of_done(report, self._job)
+
+
+def _without_secrets(job: Job) -> dict[str, Any]:
+    """Return the job as run.json keeps it: what `engine.env` holds (tokens, often) is nobody's business."""
+    spec = job.model_dump(mode="json", exclude_unset=True)
+    if "env" in spec["engine"]:
+        spec["engine"]["env"] = dict.fromkeys(spec["engine"]["env"], "***")
+    return spec
 
 
 def verdict_of_done(report: Report, job: Job) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.errors import OutputError
+from batchrunner.errors import OutputError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,15 +37,18 @@ class RunDir:
     def check_writable(self) -> None:
         """Raise OutputError where results could not be written here; changes nothing."""
         place = self.path
-        while not place.exists():
-            place = place.parent
+        try:
+            while not place.exists():
+                place = place.parent
+        except OSError as failure:  # a name that is too long, a directory that may not be entered
+            raise OutputError(f"output.path {self.path}: {failure.strerror}") from None
         if not place.is_dir():
             raise OutputError(f"output.path {self.path}: {place} is a file: give a directory")
         if not os.access(place, os.W_OK | os.X_OK):
             raise OutputError(f"output.path {self.path}: {place} is not writable")
-        free = shutil.disk_usage(place).free
-        if free < LEAST_FREE_BYTES:
-            raise OutputError(f"output.path {self.path}: the disk is full ({free >> 20} MiB free)")
+        disk = shutil.disk_usage(place)
+        if disk.total and disk.free < LEAST_FREE_BYTES:  # /proc and its like have no size at all
+            raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -57,8 +60,9 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as failure:
-            raise OutputError(f"output.path {self.path}: cannot be written: {failure.strerror}") from None
+        except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
+            why = getattr(failure, "strerror", None) or failure
+            raise OutputError(f"output.path {self.path}: cannot be written: {why}") from None
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +129,19 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failed write of `path` in mid-run into a StorageError."""
+    try:
+        yield
+    except OSError as failure:
+        raise StorageError(
+            f"{path}: cannot be written: {failure.strerror or failure}; "
+            f"finished parts are kept: make room and run the same command again"
+        ) from None
+
+
 def write_json(path: Path, value: object) -> None:
-    """Write JSON, whole or not at all."""
-    with whole_file(path) as temporary:
+    """Write JSON, whole or not at all; raises StorageError."""
+    with writing(path), whole_file(path) as temporary:
         temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")

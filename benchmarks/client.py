@@ -42,7 +42,7 @@ from batchrunner.runner import prepare
 from benchmarks.measure import in_fresh_process, interval, save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SEED = 20
 WORDS_A_TEXT = (20, 50)
@@ -203,7 +203,7 @@ def runner(job_file: str) -> dict[str, Any]:
     return {"rows": report.rows_ok, "wall_s": report.wall_s, "cpu_s": cpu_s() - cpu, "call_s": call_s}
 
 
-SIDES = {
+SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
     "runner": runner,
     "bare_asyncio": lambda job_file: bare(job_file, fast_loop=False),
     "bare_uvloop": lambda job_file: bare(job_file, fast_loop=True),
@@ -222,7 +222,10 @@ def measure(rounds: int, rows: int, endpoint: str, window: int) -> list[dict[str
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             found.append(
-                {side: in_fresh_process(__spec__.name, "--side", side, "--job", str(job_file)) for side in order}
+                {
+                    side: in_fresh_process("benchmarks.client", "--side", side, "--job", str(job_file))
+                    for side in order
+                }
             )
     return found
 
@@ -237,12 +240,15 @@ def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) 
     cpu = {s: interval([r[s]["cpu_s"] / r[s]["rows"] * 1000 for r in rounds]) for s in SIDES}
     plain, fast = ratios("bare_asyncio", "rows_s"), ratios("bare_uvloop", "rows_s")
     line = (
-        f"client ({endpoint}, window {window}): {rows_s['runner'].median:,.0f} rows/s, {plain} x a bare aiohttp "
-        f"loop, {fast} x one on uvloop (goal {GOAL}); CPU s per 1,000 rows: runner {cpu['runner'].median:.3f}, "
-        f"bare {cpu['bare_asyncio'].median:.3f}, on uvloop {cpu['bare_uvloop'].median:.3f}"
+        f"client ({endpoint}, window {window}): {rows_s['runner'].median:,.0f} rows/s, {plain} x a bare "
+        f"aiohttp loop, {fast} x one on uvloop (goal {GOAL}); CPU s per 1,000 rows: "
+        f"runner {cpu['runner'].median:.3f}, bare {cpu['bare_asyncio'].median:.3f}, "
+        f"on uvloop {cpu['bare_uvloop'].median:.3f}"
     )
     figures = {
-        "goal": {"ratio_at_least": GOAL, "met_asyncio": plain.median >= GOAL, "met_uvloop": fast.median >= GOAL},
+        "goal": {
+            "ratio_at_least": GOAL, "met_asyncio": plain.median >= GOAL, "met_uvloop": fast.median >= GOAL,
+        },
         "endpoint": endpoint, "window": window, "rows": rounds[0]["runner"]["rows"], "rounds": len(rounds),
         "rows_per_s": rows_s, "cpu_s_per_1000_rows": cpu,
         "rows_per_s_ratio": {"runner/bare_asyncio": plain, "runner/bare_uvloop": fast},

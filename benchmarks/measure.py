@@ -49,7 +49,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 def _confidence(n: int, cut: int) -> float:
     """Hold the median between the values of rank cut and n - 1 - cut: 1 - 2 P(Binomial(n, 1/2) <= cut)."""
-    return 1 - 2 * sum(comb(n, k) for k in range(cut + 1)) / 2**n
+    return 1 - 2 * sum(comb(n, k) for k in range(cut + 1)) / float(2**n)
 
 
 def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
@@ -70,7 +70,9 @@ def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
         model = names[0] if names else model
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(terse=True)}
 

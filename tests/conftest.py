@@ -111,14 +111,12 @@ def write_job(job: Mapping[str, Any], directory: Path) -> Path:
 
 def batchrun(*args: object) -> Result:
     """Run the command in this process."""
-    root = logging.getLogger()
-    kept, root.handlers = root.handlers, []  # the command sets up logging as a program may
-    level = root.level
+    log = logging.getLogger("batchrunner")  # the command sets up logging as a program may
+    kept = log.handlers[:], log.level, log.propagate
     try:
         return CliRunner().invoke(app, [str(arg) for arg in args])
     finally:
-        root.handlers = kept
-        root.setLevel(level)
+        log.handlers[:], log.level, log.propagate = kept
 
 
 class Started:

@@ -29,7 +29,7 @@ from batchrunner.errors import AttemptFailedError, EngineLostError, EngineStartE
 from batchrunner.records import EngineInfo, Signals
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from anyio.from_thread import BlockingPortal
 
@@ -65,7 +65,8 @@ class InprocessSGLang:
         self._watch_for_death()
         log.info("starting sglang.Engine for %s", self._spec.model)
         try:
-            version = await self._there(self._load, cpu)
+            with _interrupts_ignored():
+                version = await self._there(self._load, cpu)
         except ImportError as failure:
             raise EngineStartError(
                 f"no usable SGLang here ({failure}): install batchrunner[engine]"
@@ -189,6 +190,19 @@ class InprocessSGLang:
         self._dead = True
         for waiting in list(self._pending):
             waiting.cancel()
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Start SGLang's processes deaf to SIGINT: a Ctrl-C reaches them too and would end rows in flight."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _prepare_cpu() -> None:

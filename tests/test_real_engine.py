@@ -1,0 +1,311 @@
+"""The real SGLang on the CPU: the jobs that we ship, and what only a real engine can show.
+
+`make test` installs the engine and prepares the model. Where they are missing these tests are skipped by
+name; under CI they fail instead, so that a missing install cannot hide.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.engines.device import has_gpu
+from tests.tiny_model import make_tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "data" / "smollm2-135m-instruct"
+JOBS = ROOT / "jobs"
+START_S = 600
+"""A start takes half a minute on a quiet machine, and minutes on a busy one."""
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _prepared() -> None:
+    missing = [
+        what
+        for what, there in {
+            "SGLang (make .venv/.engine)": importlib.util.find_spec("sglang") is not None,
+            "data/smollm2-135m-instruct (make test)": (MODEL / "config.json").exists(),
+        }.items()
+        if not there
+    ]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"missing: {', '.join(missing)}")
+    if missing:
+        pytest.skip(f"missing: {', '.join(missing)}")
+
+
+@pytest.fixture(scope="module")
+def smollm(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
+    """The real chat model on a launched server."""
+    spec = {"kind": "server", "model": str(MODEL), "device": "cpu"}
+    logs = tmp_path_factory.mktemp("smollm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        with batchrunner.open_engine(spec, log_dir=logs) as engine:
+            yield engine
+
+
+@pytest.fixture(scope="session")
+def tiny(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose steps cost next to nothing."""
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", MODEL)
+
+
+def _run_job(name: str, engine: batchrunner.OpenEngine, out: Path, *overrides: str) -> tuple[Any, pa.Table]:
+    report = batchrunner.run(JOBS / name, engine=engine, overrides=[f"output.path={out}", *overrides])
+    return report, pq.read_table(out / "parts").sort_by("row")
+
+
+def test_summarize_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """The main job gives real sentences, token counts and load from a real model."""
+    report, table = _run_job("summarize.yaml", smollm, tmp_path / "run", "input.limit=6")
+    assert (report.exit_code, report.rows_ok, report.simulated) == (0, 6, False)
+    assert all(len(text.split()) > 3 for text in table["output"].to_pylist())
+    assert min(table["prompt_tokens"].to_pylist()) > 20
+    assert max(table["cached_tokens"].to_pylist()) > 0  # the rows share their system prompt
+    assert report.engine["version"] == importlib.import_module("sglang.version").__version__
+    assert report.window == 64
+
+
+def test_classify_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """The engine holds the output to the JSON schema."""
+    report, table = _run_job("classify.yaml", smollm, tmp_path / "run", "input.limit=4")
+    assert report.rows_ok == 4
+    for text in table["output"].to_pylist():
+        answer = json.loads(text)
+        assert answer["kind"] in {"function", "class", "module", "constant"}
+        assert answer["confidence"] in {"low", "medium", "high"}
+
+
+def test_translate_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """Two samples a row arrive as lists, and a renamed column under its new name."""
+    report, table = _run_job("translate.yaml", smollm, tmp_path / "run", "input.limit=4")
+    assert report.rows_ok == 4
+    assert all(len(texts) == 2 for texts in table["output"].to_pylist())
+    assert all(min(counts) > 0 for counts in table["completion_tokens"].to_pylist())
+    assert "source" in table.column_names
+
+
+def test_raw_tokens_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """Token ids reach the engine as they are: it counts as many prompt tokens as the column holds."""
+    report, table = _run_job("raw_tokens.yaml", smollm, tmp_path / "run", "input.limit=4")
+    assert report.rows_ok == 4
+    ids = pq.read_table(ROOT / "data" / "tokens.parquet")["input_ids"].to_pylist()[:4]
+    assert table["prompt_tokens"].to_pylist() == [len(row) for row in ids]
+
+
+def test_bad_rows_do_not_end_the_run(smollm: batchrunner.OpenEngine) -> None:
+    """An over-long row, and rows that SGLang itself would die of, fail alone; their neighbours are answered."""
+    texts = ["The capital of France is", "", "word " * 6000, None, "Paris is the capital of"]
+    table = batchrunner.generate(
+        pa.table({"text": pa.array(texts)}),
+        prompt={"text": "text"},
+        engine=smollm,
+        sampling={"max_new_tokens": 8, "temperature": 0},
+        limits={"max_failed_rows": 5},
+    )
+    errors = table["error"].to_pylist()
+    assert [error is None for error in errors] == [True, False, False, False, True]
+    assert "longer than the model's context length" in errors[2]
+    assert "Paris" in table["output"][0].as_py()
+
+    ids = pa.array([[504, 3575, 282], [10_000_000], [-1], []], type=pa.list_(pa.int64()))
+    table = batchrunner.generate(
+        pa.table({"ids": ids}),
+        prompt={"input_ids": "ids"},
+        engine=smollm,
+        sampling={"max_new_tokens": 4, "ignore_eos": True},
+        limits={"max_failed_rows": 5},
+    )
+    assert [error is None for error in table["error"].to_pylist()] == [True, False, False, False]
+
+
+def test_load_is_sampled(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """The load is polled from the real server and written to the event log."""
+
+    report, _ = _run_job(
+        "summarize.yaml", smollm, tmp_path / "run", "input.limit=8", "sampling.max_new_tokens=32"
+    )
+    assert report.exit_code == 0
+    samples = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+        if '"sample"' in line
+    ]
+    signals = [signal for sample in samples for signal in sample["signals"]]
+    assert signals
+    assert all(signal["source"] == "loads" and signal["max_running"] == 32 for signal in signals)
+
+
+def _tiny_job(tmp_path: Path, tiny: Path, rows: int, *, kind: str = "server", tokens: int = 200) -> list[str]:
+    source = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": [f"row {i} of many" for i in range(rows)]}), source)
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        json.dumps(
+            {
+                "input": {"path": str(source), "columns": ["text"]},
+                "prompt": {"user": "Say something about {{ text }}"},
+                "sampling": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+                "output": {"path": str(tmp_path / "run"), "part_rows": 20},
+                "engine": {"kind": kind, "model": str(tiny), "device": "cpu"},
+            }
+        )
+    )
+    return [sys.executable, "-m", "batchrunner.cli", str(job)]
+
+
+def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _engine_processes(marker: str) -> list[int]:
+    """Processes whose environment has the marker: the engine's whole tree, however it renames itself."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and marker.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: Path) -> None:
+    """SIGKILL of the runner ends the server; the next start sends only what is missing; the key is in no file."""
+    command = _tiny_job(tmp_path, tiny, rows=600)
+    marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
+    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
+    parts = tmp_path / "run" / "parts"
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2, process)
+        assert len(_engine_processes(marker)) >= 4  # runner, launcher, server, scheduler
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while _engine_processes(marker):
+        assert time.monotonic() < deadline, "the server outlived the runner"
+        time.sleep(0.1)
+
+    kept = pq.read_table(parts).num_rows
+    done = subprocess.run(
+        [*command, "--json"], env=environ, capture_output=True, text=True, timeout=START_S, check=True
+    )
+    report = json.loads(done.stdout)
+    assert (report["rows_ok"], report["rows_resumed"], report["starts"]) == (600, kept, 2)
+    rows = pq.read_table(parts)["row"].to_pylist()
+    assert sorted(rows) == list(range(600))
+    log = (tmp_path / "run" / "engine-server.log").read_text(errors="replace")
+    assert "api_key='***'" in log or '"***"' in log or "***" in log
+
+
+def test_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, tiny: Path) -> None:
+    """A scheduler that is killed in mid-run ends it with exit 1 in one line; the finished rows are kept."""
+    command = _tiny_job(tmp_path, tiny, rows=2000)
+    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
+    parts = tmp_path / "run" / "parts"
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2, process)
+        schedulers = [
+            pid
+            for pid in _engine_processes(f"BATCHRUNNER_TEST_MARK={tmp_path}")
+            if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        assert schedulers
+        os.kill(schedulers[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "batchrun: the engine died" in errors.splitlines()[-1]
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["exit_code"] == 1
+    assert pq.read_table(parts).num_rows >= 40
+
+
+def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """`sglang.Engine` in this process gives the same prompts, token for token, as the HTTP server."""
+    out = tmp_path / "inprocess"
+    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}"]
+    engine = f"engine={{kind: inprocess, model: {MODEL}, device: cpu}}"
+    command = [sys.executable, "-m", "batchrunner.cli", str(JOBS / "summarize.yaml"), "--set", engine]
+    for override in overrides:
+        command += ["--set", override]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stderr
+    inside = pq.read_table(out / "parts").sort_by("row")
+    _, outside = _run_job(
+        "summarize.yaml", smollm, tmp_path / "server", "input.limit=4", "sampling.max_new_tokens=12"
+    )
+    assert inside["prompt_tokens"].to_pylist() == outside["prompt_tokens"].to_pylist()
+    assert inside["output"].to_pylist() == outside["output"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.args={no-such-flag: 3}"], "unrecognized arguments: --no-such-flag"),
+        (["engine.args={max-running-requests: many}"], "invalid int value: 'many'"),
+    ],
+)
+def test_engine_that_cannot_start(tmp_path: Path, tiny: Path, overrides: list[str], said: str) -> None:
+    """A server that refuses its arguments is one clear line and exit 2, not its 500 lines of usage."""
+    command = _tiny_job(tmp_path, tiny, rows=5)
+    for override in overrides:
+        command += ["--set", override]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("batchrun: ")]
+    assert len(errors) == 1
+    assert said in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_interpreter_without_sglang(tmp_path: Path, tiny: Path) -> None:
+    """`engine.python` that has no SGLang is told so by name."""
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
+    command = [*_tiny_job(tmp_path, tiny, rows=5), "--set", f"engine.python={bare}/bin/python"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert f"{bare}/bin/python has no SGLang" in done.stderr
+
+
+def test_another_interpreter_with_sglang(tmp_path: Path, tiny: Path) -> None:
+    """`engine.python` runs the server in an environment of its own, which needs no batchrunner."""
+    python = shutil.which("python3", path=str(Path(sys.executable).parent))
+    command = [*_tiny_job(tmp_path, tiny, rows=3, tokens=4), "--set", f"engine.python={python}", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows_ok"] == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="skipped: no GPU")
+def test_gpu_is_used_where_there_is_one(tmp_path: Path, tiny: Path) -> None:
+    """With `device: auto` the same job runs on the GPU."""
+    command = [*_tiny_job(tmp_path, tiny, rows=50), "--set", "engine.device=auto", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["rows_ok"] == 50
+    assert not any("CPU engine" in note for note in report["engine"]["notes"])
