@@ -36,6 +36,9 @@ The map; a file imports only from lines above its own (this one excepted), and a
     events           the run's story as JSON lines
     report           the account of a run
     progress         what is shown while it goes on
+    control          how a run is stopped from outside
+    prepare          what is checked and read before an engine is needed
+    account          tally → report, verdict and exit code
     feedback         polls the load, shows it, writes it down
     submit           requests → engine → outcomes
     runner           one run from start to end: puts the parts together

@@ -12,8 +12,8 @@ from batchrunner.engines.model import check_model
 from batchrunner.engines.registry import model_of
 from batchrunner.job import InprocessEngine, ServerEngine
 from batchrunner.jobfile import load_job
+from batchrunner.prepare import find_done, prepare
 from batchrunner.records import Request
-from batchrunner.runner import find_done, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from batchrunner.control import Control
 from batchrunner.jobfile import load_job
 from batchrunner.progress import make_display
 from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED
-from batchrunner.runner import Control, execute
+from batchrunner.runner import execute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,13 @@ def run_in_foreground(
         for number in _SIGNALS:
             loop.add_signal_handler(number, _on_signal, control, number)
         display = make_display(quiet=quiet or as_json)
-        return await execute(loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control)
+        try:
+            return await execute(
+                loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control
+            )
+        finally:  # uvloop leaves its handlers behind, and then nothing in this process hears a Ctrl-C
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(supervised())

@@ -6,40 +6,22 @@ import asyncio
 import contextlib
 import gc
 import logging
-import platform
 import time
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.checkpoint import (
-    FORMAT,
-    Done,
-    check_same_run,
-    drop_failed,
-    fingerprint,
-    read_parts,
-    read_run_json,
-)
-from batchrunner.dataset import Dataset
+from batchrunner.account import finished_before, make_report, verdict_of_done, versions
+from batchrunner.checkpoint import FORMAT, Done, drop_failed, fingerprint
+from batchrunner.control import Control
 from batchrunner.engines.registry import make_engine, model_of
-from batchrunner.errors import BatchrunError, ResumeError, StorageError
+from batchrunner.errors import BatchrunError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
 from batchrunner.feedback import watch, write_sample
 from batchrunner.gate import Gate
-from batchrunner.plan import selected_rows
+from batchrunner.prepare import find_done, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
-from batchrunner.prompt import Renderer
-from batchrunner.report import (
-    EXIT_DONE,
-    EXIT_FAILED_ROWS,
-    EXIT_STOPPED,
-    EXIT_TERMINATED,
-    Report,
-    tolerated,
-)
 from batchrunner.sink import Sink, result_schema
-from batchrunner.storage import RunDir, write_json
+from batchrunner.storage import write_json
 from batchrunner.submit import Patience, Submitter
 from batchrunner.tally import Tally
 from batchrunner.window import initial_window
@@ -51,8 +33,10 @@ if TYPE_CHECKING:
 
     from batchrunner.engines.base import Engine
     from batchrunner.job import Job
+    from batchrunner.prepare import Prepared
     from batchrunner.progress import Display
-    from batchrunner.records import EngineInfo, Outcome, Request, Signals
+    from batchrunner.records import EngineInfo, Outcome, Signals
+    from batchrunner.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -77,89 +61,6 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-class Control:
-    """How a run is stopped from outside: first gently, then at once. May be used before the run begins."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.exit_code = EXIT_STOPPED
-        self.at_once = False
-        self._changed: list[asyncio.Event] = []
-
-    def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
-        """Send no row any more, let those in flight end; a second call changes nothing."""
-        if self.reason is None:
-            self.reason, self.exit_code = reason, exit_code
-        self._notify()
-
-    def stop(self, reason: str, exit_code: int = EXIT_TERMINATED) -> None:
-        """End at once; rows in flight are done again at the next start."""
-        self.drain(reason, exit_code)
-        self.at_once = True
-        self._notify()
-
-    def changed(self) -> asyncio.Event:
-        """Return an event that is set at every call."""
-        event = asyncio.Event()
-        if self.reason is not None:
-            event.set()
-        self._changed.append(event)
-        return event
-
-    def _notify(self) -> None:
-        for event in self._changed:
-            event.set()
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A job whose input, templates and output were checked; nothing has been sent or written."""
-
-    job: Job
-    dataset: Dataset
-    renderer: Renderer
-    run_dir: RunDir
-
-    def batches(self, rows: BitMap64) -> Iterator[list[Request | Outcome]]:
-        """Read and render these rows, a bounded batch at a time."""
-        for batch in self.dataset.read(rows, self.renderer.columns):
-            yield self.renderer.render(batch)
-
-    def selected(self) -> BitMap64:
-        """Return the rows that the job is about."""
-        return selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit)
-
-
-def prepare(job: Job) -> Prepared:
-    """Check everything that can be checked without an engine.
-
-    Raises JobError, InputError or OutputError, each one clear line.
-    """
-    dataset = Dataset(job.input.path)
-    renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
-    run_dir = RunDir(job.output.path)
-    run_dir.check_writable()
-    return Prepared(job, dataset, renderer, run_dir)
-
-
-def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:
-    """Read what earlier starts did; `model` None leaves the model out of the comparison.
-
-    Raises ResumeError where the output path holds another run, or parts of nobody knows what.
-    """
-    run_dir = prepared.run_dir
-    old = read_run_json(run_dir)
-    if old is None:
-        if any(run_dir.parts.glob("part-*.parquet")):
-            raise ResumeError(
-                f"{run_dir.path} has parts but no run.json: take another output.path, or --fresh"
-            )
-        return Done()
-    new = fingerprint(prepared.job, prepared.dataset, model or "")
-    check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
-    return read_parts(run_dir.parts, without_failed=without_failed)
 
 
 async def execute(
@@ -196,7 +97,7 @@ async def execute(
                 if todo or fresh:
                     info = await _open(engine, control)
             if info is None:  # nothing to do and nobody to ask
-                return _finished_before(prepared, done, total)
+                return finished_before(prepared, done, total)
             if model is None and not fresh:
                 await asyncio.to_thread(find_done, prepared, info.model)
             if fresh:
@@ -375,7 +276,7 @@ class _Run:
 
     def _finish(self, failure: BatchrunError | None) -> Report:
         wall_s = time.monotonic() - self._began
-        report = _make_report(self._prepared, self._done, self._total, self._tally)
+        report = make_report(self._prepared, self._done, self._total, self._tally)
         exit_code, reason = self._verdict(report, failure)
         report = replace(
             report,
@@ -413,61 +314,3 @@ def _without_secrets(job: Job) -> dict[str, Any]:
     if "env" in spec["engine"]:
         spec["engine"]["env"] = dict.fromkeys(spec["engine"]["env"], "***")
     return spec
-
-
-def verdict_of_done(report: Report, job: Job) -> tuple[int, str]:
-    """Return exit code and reason of a run without rows left."""
-    if report.rows_failed > tolerated(job.limits.max_failed_rows, report.rows_total):
-        return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
-    return EXIT_DONE, "done"
-
-
-def _finished_before(prepared: Prepared, done: Done, total: int) -> Report:
-    """Make the report of a start that found nothing to do."""
-    report = _make_report(prepared, done, total, Tally())
-    exit_code, reason = verdict_of_done(report, prepared.job)
-    starts, wall_s = earlier_wall_s(prepared.run_dir.events)
-    old = read_run_json(prepared.run_dir) or {}
-    engine = old.get("engine", {})
-    report = replace(
-        report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
-        engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
-    )  # fmt: skip
-    report.save(prepared.run_dir.report_json)
-    return report
-
-
-def _make_report(prepared: Prepared, done: Done, total: int, tally: Tally) -> Report:
-    failures = done.failures.merged(tally.failures)
-    return Report(
-        path=str(prepared.run_dir.path),
-        exit_code=EXIT_DONE,
-        reason="",
-        rows_total=total,
-        rows_ok=len(done.rows) - done.failed + tally.ok,
-        rows_failed=done.failed + tally.failed,
-        rows_resumed=len(done.rows),
-        wall_s=0.0,
-        wall_s_all_starts=0.0,
-        starts=1,
-        output_tokens=tally.output_tokens,
-        output_tokens_all_starts=done.output_tokens + tally.output_tokens,
-        output_tokens_per_s=0.0,
-        rows_per_s=0.0,
-        prompt_tokens=tally.prompt_tokens,
-        cached_tokens=tally.cached_tokens,
-        retries=tally.retries,
-        finish_reasons=dict(tally.finish_reasons),
-        failures=failures.summary(),
-    )
-
-
-def versions(info: EngineInfo) -> dict[str, str | None]:
-    """Return what a result was made with."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "engine": info.version}
-    for name in ("batchrunner", "pyarrow", "aiohttp"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree
-            found[name] = None
-    return found

@@ -37,8 +37,8 @@ from batchrunner.engines import wire
 from batchrunner.foreground import run_in_foreground
 from batchrunner.job import AttachEngine
 from batchrunner.jobfile import load_job
+from batchrunner.prepare import prepare
 from batchrunner.records import Request
-from batchrunner.runner import prepare
 from benchmarks.measure import in_fresh_process, interval, save
 
 if TYPE_CHECKING:

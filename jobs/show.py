@@ -10,7 +10,8 @@ def main(run: str) -> None:
     table = pq.read_table(f"{run}/parts").sort_by("row")
     print(f"\n{table.num_rows} results in {run}/parts, for example:")
     for row in table.slice(0, 3).to_pylist():
-        print(f"\n[{row['row']}] {row['title']}\n    {' '.join((row['output'] or row['error']).split())[:300]}")
+        text = " ".join((row["output"] or row["error"]).split())
+        print(f"\n[{row['row']}] {row['title']}\n    {text[:300]}")
 
 
 main(sys.argv[1])

@@ -26,7 +26,7 @@ from tests.fake_sglang import PATIENCE_S, FakeSGLang
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from click.testing import Result
+    from typer.testing import Result
 
 # a run starts threads, writes files and fsyncs: on a busy machine that takes its time
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -50,6 +50,24 @@ class Sent:
 Script: TypeAlias = Callable[[Sent], Behaviour]
 
 
+# what the real server says: in an answer with 200 whose finish reason is an abort, or as an HTTP error
+ABORTS: dict[str, tuple[int, str]] = {
+    "abort": (500, "Aborted by the engine"),
+    "abort 400": (400, "The input is not for this model."),
+    "abort 503": (503, "The request queue is full."),
+}
+REFUSALS: dict[str, tuple[int, str]] = {
+    "busy 429": (429, "Too many requests"),
+    "busy 503": (503, "The request queue is full."),
+    "broken 500": (500, "Out of memory of the last running request"),
+    "too long": (400, "The input (6001 tokens) is longer than the model's context length (4096 tokens)."),
+    "bad schema": (
+        400,
+        "Failed to compile json grammar: Expecting property name in double quotes: line 1 column 2 (char 1)",
+    ),
+}
+
+
 class FakeSGLang:
     """`with FakeSGLang(script) as server: ... server.url`; `script` says what becomes of each request."""
 
@@ -201,53 +219,25 @@ class FakeSGLang:
             self._news.notify_all()
         return sent
 
-    async def _react(self, request: web.Request, sent: Sent, what: Behaviour) -> web.StreamResponse:  # noqa: PLR0911 - a list
+    async def _react(self, request: web.Request, sent: Sent, what: Behaviour) -> web.StreamResponse:
         match what:
-            case "answer":
-                return web.json_response(answer(sent))
             case "hold":
                 await self._released.wait()
-                return web.json_response(answer(sent))
-            case "disconnect":
+            case "disconnect" | "die":
                 assert request.transport is not None
                 request.transport.abort()
+                if what == "die":
+                    self._dying = asyncio.ensure_future(self._runner.cleanup())
                 return web.Response()
-            case "die":
-                assert request.transport is not None
-                request.transport.abort()
-                self._dying = asyncio.ensure_future(self._runner.cleanup())
-                return web.Response()
-            case "empty":
-                return web.json_response(answer(sent, text=""))
             case "not json":
                 return web.Response(text="<html>gateway</html>")
             case "no answer":
                 return web.json_response({"ok": True})
-            case "abort":
-                return web.json_response(aborted(sent, 500, "Aborted by the engine"))
-            case "abort 400":
-                return web.json_response(aborted(sent, 400, "The input is not for this model."))
-            case "abort 503":
-                return web.json_response(aborted(sent, 503, "The request queue is full."))
-            case "busy 429":
-                return self._error(sent, 429, "Too many requests")
-            case "busy 503":
-                return self._error(sent, 503, "The request queue is full.")
-            case "broken 500":
-                return self._error(sent, 500, "Out of memory of the last running request")
-            case "too long":
-                return self._error(
-                    sent,
-                    400,
-                    "The input (6001 tokens) is longer than the model's context length (4096 tokens).",
-                )
-            case "bad schema":
-                return self._error(
-                    sent,
-                    400,
-                    "Failed to compile json grammar: Expecting property name enclosed in double quotes: "
-                    "line 1 column 2 (char 1)",
-                )
+        if what in ABORTS:
+            return web.json_response(aborted(sent, *ABORTS[what]))
+        if what in REFUSALS:
+            return self._error(sent, *REFUSALS[what])
+        return web.json_response(answer(sent, text="" if what == "empty" else None))
 
     def _error(self, sent: Sent, status: int, message: str) -> web.Response:
         body: dict[str, Any] = {"error": {"message": message}}

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -21,6 +20,7 @@ from tests.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 AS_ROOT = os.geteuid() == 0
 
@@ -307,7 +307,8 @@ def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
 def test_impossible_paths(tmp_path: Path, section: str, name: str) -> None:
     """A path that no file system takes is refused like any other."""
     write_rows(tmp_path / "input.parquet", 2)
-    job = job_of(tmp_path, **{section: {"path": f"{tmp_path}/{name}"}})
+    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/{name}"}}
+    job = job_of(tmp_path, **changes)
     assert refusal(job, tmp_path)
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_retries")
 
 REFUSALS: dict[Behaviour, str] = {
     "too long": "400: The input (6001 tokens) is longer than the model's context length (4096 tokens).",
-    "bad schema": "400: Failed to compile json grammar: Expecting property name enclosed in double quotes: "
+    "bad schema": "400: Failed to compile json grammar: Expecting property name in double quotes: "
     "line 1 column 2 (char 1)",
     "abort 400": "400: The input is not for this model.",
 }
@@ -190,7 +190,7 @@ def test_few_failed_rows_stop_nothing(tmp_path: Path, server: FakeSGLang) -> Non
 
 
 def test_deadline(tmp_path: Path, server: FakeSGLang) -> None:
-    """When the deadline passes the rows in flight end, the rest stays for the next start, and it is exit 1."""
+    """When the deadline passes the rows in flight end, the rest stays for the next start: exit 1."""
     server.script = lambda sent: "answer"
     job = job_of(
         tmp_path,

@@ -109,7 +109,7 @@ async def test_run_in_a_running_loop(tmp_path: Path, server: FakeSGLang) -> None
 
 async def test_two_runs_at_once(tmp_path: Path, server: FakeSGLang) -> None:
     """Runs share no state: two of them in one loop do not mix."""
-    jobs = [job_of(tmp_path / name, server, rows=50) for name in ("one", "two") if not (tmp_path / name).mkdir()]
+    jobs = [job_of(tmp_path / name, server, rows=50) for name in ("one", "two")]
     reports = await asyncio.gather(*map(batchrunner.arun, jobs))
     assert [report.rows_ok for report in reports] == [50, 50]
     assert len(server.sent) == 100
@@ -192,7 +192,10 @@ def test_one_engine_serves_several_jobs(tmp_path: Path, server: FakeSGLang) -> N
 
 def test_an_engine_that_cannot_open(tmp_path: Path) -> None:
     """`open_engine` raises what a run would."""
-    with pytest.raises(EngineStartError), batchrunner.open_engine({"kind": "attach", "urls": ["http://127.0.0.1:9"]}):
+    with (
+        pytest.raises(EngineStartError),
+        batchrunner.open_engine({"kind": "attach", "urls": ["http://127.0.0.1:9"]}),
+    ):
         pass
     with pytest.raises(JobError), batchrunner.open_engine({"kind": "attached"}):
         pass

@@ -114,7 +114,7 @@ def test_raw_tokens_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
 
 
 def test_bad_rows_do_not_end_the_run(smollm: batchrunner.OpenEngine) -> None:
-    """An over-long row, and rows that SGLang itself would die of, fail alone; their neighbours are answered."""
+    """An over-long row, and rows that SGLang itself would die of, fail alone; the others are answered."""
     texts = ["The capital of France is", "", "word " * 6000, None, "Paris is the capital of"]
     table = batchrunner.generate(
         pa.table({"text": pa.array(texts)}),
@@ -195,7 +195,7 @@ def _engine_processes(marker: str) -> list[int]:
 
 
 def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: Path) -> None:
-    """SIGKILL of the runner ends the server; the next start sends only what is missing; the key is in no file."""
+    """SIGKILL of the runner ends the server; the next start sends what is missing; no file has the key."""
     command = _tiny_job(tmp_path, tiny, rows=600)
     marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
     environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}

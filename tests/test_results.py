@@ -326,9 +326,7 @@ def test_only_partitions_are_needed(tmp_path: Path, server: FakeSGLang) -> None:
     """A job may use nothing that stands in the files themselves."""
     for year in (2023, 2024):
         write_rows(tmp_path / "in" / f"year={year}" / "x.parquet", 2)
-    job = job_of(
-        tmp_path, server, input={"path": str(tmp_path / "in")}, prompt={"user": "In {{ year }}?"}
-    )
+    job = job_of(tmp_path, server, input={"path": str(tmp_path / "in")}, prompt={"user": "In {{ year }}?"})
     batchrunner.run(job)
     assert sorted(server.prompts) == ["In 2023?"] * 2 + ["In 2024?"] * 2
 

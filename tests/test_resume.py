@@ -181,7 +181,7 @@ def test_parts_without_a_run_are_refused(tmp_path: Path, server: FakeSGLang) -> 
     """Parts of which nobody knows where they come from are not added to."""
     job = some_done(tmp_path, server)
     (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(ResumeError, match="has parts but no run.json"):
+    with pytest.raises(ResumeError, match=r"has parts but no run\.json"):
         batchrunner.run(job)
 
 
@@ -296,7 +296,7 @@ def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
     job = some_done(tmp_path, server)
     first = report_of(job)
     second = batchrunner.run(job)
-    assert first["starts"], second.starts == (1, 2)
+    assert (first["starts"], second.starts) == (1, 2)
     assert first["wall_s_all_starts"] == first["wall_s"]
     assert second.wall_s_all_starts == pytest.approx(first["wall_s"] + second.wall_s, abs=0.05)
     assert (second.output_tokens, second.output_tokens_all_starts) == (30, 50)
@@ -421,25 +421,23 @@ def test_every_row_ends_once_over_all_starts(
     torn: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """However often a run is cut off, and where, every row is in the parts once and none of them is resent."""
+    """However often a run is cut off, and where, every row is in the parts once and none is resent."""
     tmp_path = tmp_path_factory.mktemp("starts")
 
-    def script(sent: Sent) -> Behaviour:
-        if interrupt is not None and len(server.sent) >= stop_at:
-            interrupt()
-        return "too long" if int(sent.prompt.split()[1]) in refused else "answer"
-
-    async def one_start() -> None:
-        nonlocal interrupt
+    async def one_start(stop_at: int) -> None:
+        """Run the job; cancel it at the request with this number."""
         running = asyncio.create_task(batchrunner.arun(job))
         loop = asyncio.get_running_loop()
-        interrupt = lambda: loop.call_soon_threadsafe(running.cancel)  # noqa: E731 - of this start's loop
+
+        def script(sent: Sent) -> Behaviour:
+            if len(server.sent) == stop_at:
+                loop.call_soon_threadsafe(running.cancel)
+            return "too long" if int(sent.prompt.split()[1]) in refused else "answer"
+
+        server.script = script
         await asyncio.wait([running])
-        interrupt = None
         assert running.cancelled() or running.result().rows_left == 0
 
-    interrupt: Callable[[], object] | None = None
-    stop_at = 0
     with FakeSGLang() as server:
         job = job_of(
             tmp_path,
@@ -452,8 +450,7 @@ def test_every_row_ends_once_over_all_starts(
         for stop_at in [*stops, 10**9]:
             before = set(rows_in(job))
             server.forget()
-            server.script = script
-            asyncio.run(one_start())
+            asyncio.run(one_start(stop_at))
             assert before.isdisjoint(rows_sent(server))
             assert before <= set(rows_in(job))
             if torn and (tmp_path / "run" / "parts").is_dir():

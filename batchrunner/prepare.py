@@ -1,0 +1,70 @@
+"""What is checked and read before an engine is needed: the input, the templates, what earlier starts did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_parts, read_run_json
+from batchrunner.dataset import Dataset
+from batchrunner.errors import ResumeError
+from batchrunner.plan import selected_rows
+from batchrunner.prompt import Renderer
+from batchrunner.storage import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyroaring import BitMap64
+
+    from batchrunner.job import Job
+    from batchrunner.records import Outcome, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job whose input, templates and output were checked; nothing has been sent or written."""
+
+    job: Job
+    dataset: Dataset
+    renderer: Renderer
+    run_dir: RunDir
+
+    def batches(self, rows: BitMap64) -> Iterator[list[Request | Outcome]]:
+        """Read and render these rows, a bounded batch at a time."""
+        for batch in self.dataset.read(rows, self.renderer.columns):
+            yield self.renderer.render(batch)
+
+    def selected(self) -> BitMap64:
+        """Return the rows that the job is about."""
+        return selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit)
+
+
+def prepare(job: Job) -> Prepared:
+    """Check everything that can be checked without an engine.
+
+    Raises JobError, InputError or OutputError, each one clear line.
+    """
+    dataset = Dataset(job.input.path)
+    renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
+    run_dir = RunDir(job.output.path)
+    run_dir.check_writable()
+    return Prepared(job, dataset, renderer, run_dir)
+
+
+def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:
+    """Read what earlier starts did; `model` None leaves the model out of the comparison.
+
+    Raises ResumeError where the output path holds another run, or parts of nobody knows what.
+    """
+    run_dir = prepared.run_dir
+    old = read_run_json(run_dir)
+    if old is None:
+        if any(run_dir.parts.glob("part-*.parquet")):
+            raise ResumeError(
+                f"{run_dir.path} has parts but no run.json: take another output.path, or --fresh"
+            )
+        return Done()
+    new = fingerprint(prepared.job, prepared.dataset, model or "")
+    check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
+    return read_parts(run_dir.parts, without_failed=without_failed)

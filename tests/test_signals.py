@@ -1,0 +1,85 @@
+"""Load as SGLang tells it, whatever it offers: the texts are those of SGLang 0.5.23, cut to what matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchrunner.engines.signals import from_loads, from_metrics
+from batchrunner.records import Signals
+
+URL = "http://127.0.0.1:30000"
+
+
+def load(rank: int, running: int, queue: int) -> dict[str, Any]:
+    return {
+        "timestamp": 1795261003.4985807, "dp_rank": rank, "num_running_reqs": running,
+        "num_waiting_reqs": queue, "num_waiting_uncached_tokens": 0, "num_used_tokens": 1500,
+        "num_total_tokens": 1500, "max_total_num_tokens": 20000, "max_running_requests": 32,
+        "token_usage": 0.075, "gen_throughput": 0.0, "cache_hit_rate": 0.0, "utilization": 0.0,
+    }  # fmt: skip
+
+
+def test_loads_of_one_scheduler() -> None:
+    """One scheduler goes by the server's address."""
+    assert from_loads({"version": "0.5.23", "loads": [load(0, 30, 200)]}, URL) == [
+        Signals(URL, "loads", 30, 200, 0.075, used_tokens=1500, max_total_tokens=20000, max_running=32)
+    ]
+
+
+def test_loads_of_dp_ranks() -> None:
+    """Each DP rank has a scheduler, and a name, of its own."""
+    found = from_loads({"loads": [load(0, 30, 200), load(1, 12, 0)]}, URL)
+    assert [(s.scheduler, s.running, s.queue) for s in found] == [
+        (f"{URL}#dp0", 30, 200),
+        (f"{URL}#dp1", 12, 0),
+    ]
+
+
+@pytest.mark.parametrize("reply", [{}, {"error": "no"}, {"loads": [{}]}, {"loads": None}, []])
+def test_something_else_is_not_a_load(reply: Any) -> None:
+    """A reply that is no load is an error, never a load of 0, which would look like a starving engine."""
+    with pytest.raises((KeyError, TypeError)):
+        from_loads(reply, URL)
+
+
+def metrics(rank: int, running: int, queue: int) -> str:
+    labels = f'engine_type="unified",model_name="m",tp_rank="0",pp_rank="0",dp_rank="{rank}"'
+    other = labels.replace('tp_rank="0"', 'tp_rank="1"')
+    return "\n".join(
+        [
+            "# HELP sglang:num_running_reqs The number of running requests.",
+            "# TYPE sglang:num_running_reqs gauge",
+            f"sglang:num_running_reqs{{{labels}}} {running}.0",
+            f"sglang:num_running_reqs{{{other}}} 99.0",
+            "# HELP sglang:num_queue_reqs The number of requests in the waiting queue.",
+            "# TYPE sglang:num_queue_reqs gauge",
+            f"sglang:num_queue_reqs{{{labels}}} {queue}.0",
+            "# HELP sglang:token_usage The token usage.",
+            "# TYPE sglang:token_usage gauge",
+            f"sglang:token_usage{{{labels}}} 0.93",
+            "# HELP sglang:num_used_tokens The number of used tokens.",
+            "# TYPE sglang:num_used_tokens gauge",
+            f"sglang:num_used_tokens{{{labels}}} 18600.0",
+            "",
+        ]
+    )
+
+
+def test_metrics_of_one_scheduler() -> None:
+    """The gauges of the first tensor-parallel rank count; the others repeat it."""
+    assert from_metrics(metrics(0, 30, 200), URL) == [
+        Signals(URL, "metrics", 30, 200, 0.93, used_tokens=18600, max_total_tokens=None, max_running=None)
+    ]
+
+
+def test_metrics_without_sglang() -> None:
+    """Another program's metrics are no load."""
+    assert from_metrics("# TYPE up gauge\nup 1.0\n", URL) == []
+
+
+def test_text_that_is_no_metrics() -> None:
+    """A web page is refused."""
+    with pytest.raises(ValueError, match=r"(?i)invalid|could not|expected"):
+        from_metrics("<html><body>404 not found</body></html>", URL)
