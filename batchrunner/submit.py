@@ -89,12 +89,12 @@ class Submitter:
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(batches))
-                while (work := await self._next()) is not None:
+                while await self._has_rows():
                     await self._gate.acquire()
-                    if self._stopping:
+                    if (work := self._next()) is not None:
+                        group.create_task(self._fly(work))
+                    else:  # a stop, or others took what was there
                         self._gate.release()
-                        break
-                    group.create_task(self._fly(work))
                 reader.cancel()
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -124,19 +124,34 @@ class Submitter:
         )
         return self._stopping or not enough
 
-    async def _next(self) -> _Work | None:
-        """Wait for a row to send; None when there is none any more."""
+    async def _has_rows(self) -> bool:
+        """Wait for a row to send; false when there is none any more."""
         while not self._ready or self._stopping:
             if self._stopping or (self._exhausted and self._unended == 0):
-                return None
+                return False
             self._wake_dispatch.clear()
             await self._wake_dispatch.wait()
+        return True
+
+    def _next(self) -> _Work | None:
+        if not self._ready or self._stopping:
+            return None
         work = self._ready.popleft()
         if len(self._ready) < READ_AHEAD_ROWS:
             self._wake_reader.set()
         return work
 
-    async def _fly(self, work: _Work) -> None:
+    async def _fly(self, work: _Work | None) -> None:
+        """Send a row, then the next ones in the same place: a task a row would cost more than the row."""
+        try:
+            while work is not None:
+                await self._try(work)
+                work = self._next() if self._gate.in_flight <= self._gate.window else None
+        finally:
+            self._gate.release()
+
+    async def _try(self, work: _Work) -> None:
+        """Send a row once. Its place is kept until it is delivered, so that a slow disk slows us down."""
         work.tries += 1
         sent_at = time.monotonic()
         completion, error = None, None
@@ -144,8 +159,6 @@ class Submitter:
             completion = await self._engine.generate(work.request)
         except RequestError as failure:
             error = failure
-        finally:
-            self._gate.release()
         now = time.monotonic()
         if error is None or isinstance(error, RowRefusedError):
             self._answered_at = now
@@ -162,7 +175,7 @@ class Submitter:
         waited_s = now - self._answered_at
         if (
             isinstance(error, EngineBusyError)
-            and self._gate.in_flight == 0
+            and self._gate.in_flight == 1  # we are the last
             and waited_s > self._patience.engine_wait_s
         ):
             raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")

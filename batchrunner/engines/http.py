@@ -74,7 +74,7 @@ class HttpEngine:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers={**self._headers, "Content-Type": "application/json"},
+            headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, connect=OPEN_TIMEOUT_S * 3),
             # a proxy is for hosts elsewhere; it can never reach our loopback
             trust_env=not all(urlsplit(url).hostname in _LOOPBACK for url in urls),
@@ -105,10 +105,12 @@ class HttpEngine:
         wire.refuse_deadly(request, self._vocabulary)
         chat = request.kind == "messages"
         body = orjson.dumps(wire.chat_body(request) if chat else wire.generate_body(request))
+        # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
+        payload = aiohttp.BytesPayload(body, content_type="application/json")
         replica = self._choose()
         replica.in_flight += 1
         try:
-            async with self._session.post(replica.chat if chat else replica.generate, data=body) as response:
+            async with self._session.post(replica.chat if chat else replica.generate, data=payload) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as failure:
             replica.rest(time.monotonic())
