@@ -21,6 +21,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.wire     requests and replies as SGLang's HTTP interface has them
     engines.model    a model's name and whether it is there
     engines.device   GPU or CPU, and what SGLang needs for a CPU
+    engines.deadline   one timer for all requests
     engines.http     servers that run already
     engines.serverlog  why an engine died, from its log
     engines.launcher   a script of its own: runs a server that cannot outlive us

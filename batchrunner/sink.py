@@ -202,7 +202,7 @@ def _carried(refs: Sequence[RowRef]) -> pa.Table:
     groups: dict[int, tuple[pa.RecordBatch, list[int], list[int]]] = {}
     for place, ref in enumerate(refs):
         _, indices, places = groups.setdefault(id(ref.carried), (ref.carried, [], []))
-        indices.append(ref.index)
+        indices.append(ref.position)
         places.append(place)
     taken = [batch.take(arrow_array(indices, pa.int64())) for batch, indices, _ in groups.values()]
     table = pa.Table.from_batches(taken)

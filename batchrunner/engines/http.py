@@ -14,6 +14,7 @@ import orjson
 from yarl import URL
 
 from batchrunner.engines import wire
+from batchrunner.engines.deadline import Deadline
 from batchrunner.engines.model import model_identity, vocabulary_of
 from batchrunner.engines.signals import from_loads, from_metrics
 from batchrunner.engines.sockets import open_connections
@@ -33,6 +34,7 @@ POLL_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 10.0
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
 """A replica that takes no connection is left alone for so long, doubling."""
+_NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -63,6 +65,7 @@ class HttpEngine:
         self._replicas = [_Replica(url) for url in urls]
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = request_timeout_s
+        self._deadline = Deadline(request_timeout_s)
         self._session: aiohttp.ClientSession | None = None
         self._load_path: str | None = None
         self._vocabulary: int | None = None
@@ -75,7 +78,7 @@ class HttpEngine:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s, connect=OPEN_TIMEOUT_S * 3),
+            timeout=_NO_TIMER,
             # a proxy is for hosts elsewhere; it can never reach our loopback
             trust_env=not all(urlsplit(url).hostname in _LOOPBACK for url in urls),
             json_serialize=lambda value: orjson.dumps(value).decode(),
@@ -110,8 +113,10 @@ class HttpEngine:
         replica = self._choose()
         replica.in_flight += 1
         try:
-            async with self._session.post(replica.chat if chat else replica.generate, data=payload) as response:
-                content = await response.read()
+            url = replica.chat if chat else replica.generate
+            with self._deadline:
+                async with self._session.post(url, data=payload) as response:
+                    content = await response.read()
         except aiohttp.ClientConnectorError as failure:
             replica.rest(time.monotonic())
             raise EngineBusyError(f"no connection to {replica.url}: {failure.os_error}") from None
