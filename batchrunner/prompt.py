@@ -81,13 +81,12 @@ class Renderer:
         """Turn a batch into requests, in order; a row whose data does not fit becomes its final Outcome."""
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
         columns = [values_of(batch.data.column(name)) for name in self._used]
+        rows = [dict(zip(self._used, values, strict=True)) for values in zip(*columns, strict=True)]
         items: list[Request | Outcome] = []
-        for index, row in enumerate(batch.rows):
-            ref = RowRef(row, carried, index)
+        for position, row in enumerate(batch.rows):
+            ref = RowRef(row, carried, position)
             try:
-                items.append(
-                    self._request(ref, {n: c[index] for n, c in zip(self._used, columns, strict=True)})
-                )
+                items.append(self._request(ref, rows[position] if rows else {}))
             except RowRefusedError as failure:
                 items.append(Outcome(ref, None, str(failure), None, 0))
         return items

@@ -132,11 +132,7 @@ class HttpEngine:
                 replica.rest(time.monotonic())
             raise error
         replica.answered()
-        try:
-            reply = orjson.loads(content)
-        except orjson.JSONDecodeError:
-            raise AttemptFailedError("the answer is not JSON") from None
-        return wire.completion_of(request, reply)
+        return wire.completion_of(request, content)
 
     async def signals(self) -> list[Signals]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""

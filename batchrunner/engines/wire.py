@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import orjson
 
 from batchrunner.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
 from batchrunner.records import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from batchrunner.records import Request
 
@@ -23,6 +24,52 @@ _CHAT_NAMES = {
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
 }
+
+
+# What is read of a reply, and no more: the rest of it is skipped without being made into Python values.
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: Any = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class _Sample(msgspec.Struct):
+    text: str
+    meta_info: _Meta
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+    meta_info: _Meta | None = None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _ChatReply(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage
+
+
+_GenerateReply = _Sample | Annotated[list[_Sample], msgspec.Meta(min_length=1)]
+_read_chat = msgspec.json.Decoder(_ChatReply).decode
+_read_generate = msgspec.json.Decoder(_GenerateReply).decode
+
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
 
@@ -83,12 +130,25 @@ def chat_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def completion_of(request: Request, reply: Any) -> Completion:
-    """Read a reply with status 200; raises RequestError where it is an abort, empty or no answer."""
+def completion_of(request: Request, reply: bytes | Any) -> Completion:
+    """Read a reply with status 200, as JSON or as its plain Python values.
+
+    Raises RequestError where it is an abort, empty or no answer.
+    """
+    chat = request.kind == "messages"
     try:
-        completion = _from_chat(reply) if request.kind == "messages" else _from_generate(reply)
-    except (KeyError, TypeError, IndexError, AttributeError):
-        raise AttemptFailedError(f"not an answer of SGLang: {_short(orjson.dumps(reply).decode())}") from None
+        if not isinstance(reply, bytes):
+            found: Any = msgspec.convert(reply, _ChatReply if chat else _GenerateReply)
+        else:
+            found = (_read_chat if chat else _read_generate)(reply)
+    except msgspec.ValidationError:
+        text = reply if isinstance(reply, bytes) else orjson.dumps(reply, default=str)
+        raise AttemptFailedError(
+            f"not an answer of SGLang: {_short(text.decode(errors='replace'))}"
+        ) from None
+    except msgspec.DecodeError:
+        raise AttemptFailedError("the answer is not JSON") from None
+    completion = _from_chat(found) if chat else _from_generate(found)
     if "abort" in completion.finish_reasons:
         raise AttemptFailedError("aborted by the engine")
     if not any(completion.texts):
@@ -107,47 +167,48 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
     return AttemptFailedError(message)
 
 
-def _from_generate(reply: Any) -> Completion:
-    samples: Sequence[Mapping[str, Any]] = reply if isinstance(reply, list) else [reply]
-    metas = [sample["meta_info"] for sample in samples]
+def _from_generate(reply: _Sample | list[_Sample]) -> Completion:
+    samples = reply if isinstance(reply, list) else [reply]
+    metas = [sample.meta_info for sample in samples]
     _check_aborts(metas)
     return Completion(
-        texts=[sample["text"] for sample in samples],
-        finish_reasons=[_reason(meta) for meta in metas],
-        completion_tokens=[meta.get("completion_tokens") for meta in metas],
-        prompt_tokens=metas[0].get("prompt_tokens"),
-        cached_tokens=metas[0].get("cached_tokens"),
+        texts=[sample.text for sample in samples],
+        finish_reasons=[_reason(meta.finish_reason) for meta in metas],
+        completion_tokens=[meta.completion_tokens for meta in metas],
+        prompt_tokens=metas[0].prompt_tokens,
+        cached_tokens=metas[0].cached_tokens,
     )
 
 
-def _from_chat(reply: Any) -> Completion:
-    choices: Sequence[Mapping[str, Any]] = reply["choices"]
-    metas = [choice.get("meta_info") or {} for choice in choices]
+def _from_chat(reply: _ChatReply) -> Completion:
+    metas = [choice.meta_info or _Meta() for choice in reply.choices]
     _check_aborts(metas)
-    usage = reply["usage"]
-    counts = [meta.get("completion_tokens") for meta in metas]
-    if len(choices) == 1 and counts[0] is None:  # a release without return_meta_info
-        counts = [usage.get("completion_tokens")]
-    details = usage.get("prompt_tokens_details") or {}
-    prompt_tokens = metas[0].get("prompt_tokens", usage.get("prompt_tokens"))
+    first, usage = metas[0], reply.usage
+    counts = [meta.completion_tokens for meta in metas]
+    if counts == [None]:  # a release without return_meta_info
+        counts = [usage.completion_tokens]
+    prompt_tokens, cached_tokens = first.prompt_tokens, first.cached_tokens
+    if prompt_tokens is None:
+        prompt_tokens = usage.prompt_tokens
+    if cached_tokens is None and usage.prompt_tokens_details is not None:
+        cached_tokens = usage.prompt_tokens_details.cached_tokens
     return Completion(
-        texts=[choice["message"].get("content") or "" for choice in choices],
-        finish_reasons=[choice.get("finish_reason") for choice in choices],
+        texts=[choice.message.content or "" for choice in reply.choices],
+        finish_reasons=[choice.finish_reason for choice in reply.choices],
         completion_tokens=counts,
         prompt_tokens=prompt_tokens,
-        cached_tokens=metas[0].get("cached_tokens", details.get("cached_tokens")),
+        cached_tokens=cached_tokens,
     )
 
 
-def _reason(meta: Mapping[str, Any]) -> str | None:
-    reason = meta.get("finish_reason")
+def _reason(reason: Any) -> str | None:
     return reason.get("type") if isinstance(reason, dict) else reason
 
 
-def _check_aborts(metas: Sequence[Mapping[str, Any]]) -> None:
+def _check_aborts(metas: Sequence[_Meta]) -> None:
     """Raise for an abort, which a 200 can carry with a status of its own that says whose fault it is."""
     for meta in metas:
-        reason = meta.get("finish_reason")
+        reason = meta.finish_reason
         if isinstance(reason, dict) and reason.get("type") == "abort":
             message = orjson.dumps({"message": reason.get("message") or "aborted by the engine"})
             raise error_of(int(reason.get("status_code") or 500), message)
