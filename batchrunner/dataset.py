@@ -89,8 +89,6 @@ class Dataset:
             )
             for name, start, (metadata, _, digest) in zip(paths, starts, footers, strict=False)
         ]
-        if not self.total_rows:
-            raise InputError(f"{_shown(path)}: no rows in {len(paths)} Parquet file(s)")
         self._schemas = [schema for _, schema, _ in footers]
         self._partition_types = _partition_types(self.files)
         first = self._schemas[0]
@@ -272,5 +270,6 @@ def _first_line(failure: BaseException) -> str:
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 
-def _shown(path: Any) -> str:
+def shown(path: Any) -> str:
+    """Write an input path, or a list of them, as a person did."""
     return path if isinstance(path, str) else ", ".join(path)

@@ -16,12 +16,15 @@ import pyarrow.parquet as pq
 from anyio import CancelScope
 from anyio.from_thread import start_blocking_portal
 
+from batchrunner.dataset import Dataset
 from batchrunner.engines.registry import make_engine
 from batchrunner.errors import BatchrunError, InputError
 from batchrunner.job import Job, LimitsSpec
 from batchrunner.jobfile import load_job, parse_engine
 from batchrunner.merge import merge
+from batchrunner.prompt import Renderer
 from batchrunner.runner import execute
+from batchrunner.sink import result_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from batchrunner.report import Report
 
 JobSource = Job | Mapping[str, Any] | str | Path
-EngineSource = "OpenEngine | Mapping[str, Any] | EngineSpec"
 
 
 class OpenEngine:
@@ -178,6 +180,8 @@ def generate(
             },
             environ={},
         )
+        if not table.num_rows:
+            return _no_results(job)
         report = run(job, engine=engine if isinstance(engine, OpenEngine) else None)
         if report.rows_left:
             raise BatchrunError(
@@ -194,6 +198,12 @@ def _table_of(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
         return pa.Table.from_pylist([dict(row) for row in rows])
     except (TypeError, ValueError, pa.ArrowException) as failure:
         raise InputError(f"rows: cannot be made a table: {failure}") from None
+
+
+def _no_results(job: Job) -> pa.Table:
+    """Return the results of an input without rows, which pipelines have; the job is checked."""
+    carried = Renderer(Dataset(job.input.path), job.input, job.prompt, job.sampling).carried_schema
+    return result_schema(carried, samples=job.sampling.n, metadata={}).empty_table()
 
 
 async def _execute(job: Job, **options: Any) -> Report:

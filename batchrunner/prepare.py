@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_parts, read_run_json
-from batchrunner.dataset import Dataset
-from batchrunner.errors import ResumeError
+from batchrunner.dataset import Dataset, shown
+from batchrunner.errors import InputError, ResumeError
 from batchrunner.plan import selected_rows
 from batchrunner.prompt import Renderer
 from batchrunner.storage import RunDir
@@ -46,6 +46,8 @@ def prepare(job: Job) -> Prepared:
     Raises JobError, InputError or OutputError, each one clear line.
     """
     dataset = Dataset(job.input.path)
+    if not dataset.total_rows:
+        raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
     run_dir = RunDir(job.output.path)
     run_dir.check_writable()

@@ -291,3 +291,15 @@ def test_a_script_ends(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "10\n", "")
+
+
+def test_a_table_without_rows(server: FakeSGLang) -> None:
+    """A pipeline's empty batch gives an empty table with the columns of any other; nothing is sent."""
+    rows = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})
+    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": attach(server), "columns": ["id"]}
+    empty = batchrunner.generate(rows, **options)
+    assert (empty.num_rows, server.sent) == (0, [])
+    full = batchrunner.generate(pa.table({"id": [1], "text": ["a"]}), **options)
+    assert empty.schema.equals(full.schema)
+    with pytest.raises(BatchrunError, match="unknown column 'txt'"):
+        batchrunner.generate(rows, prompt="{{ txt }}", engine=attach(server))
