@@ -12,8 +12,10 @@ The map; a file imports only from lines above its own (this one excepted), and a
     dataset          Parquet → rows with stable ordinals
     prompt           rows → requests
     plan             which rows are sent, in which order
-    gate             the in-flight window, resizable
-    window           how wide it is at the start
+    gate             the in-flight windows, resizable
+    window           how wide they are at the start
+    controller       the window of one scheduler, moved by its own load
+    admission        a controller a scheduler → the windows of the routes
     retry            pure: a failed try → again after s, or give up
     engines.base     the protocol that every engine speaks
     engines.sockets  how many connections this machine lets us hold
@@ -40,8 +42,9 @@ The map; a file imports only from lines above its own (this one excepted), and a
     control          how a run is stopped from outside
     prepare          what is checked and read before an engine is needed
     account          tally → report, verdict and exit code
-    feedback         polls the load, shows it, writes it down
     submit           requests → engine → outcomes
+    summary          what the report says of the load
+    feedback         polls the load, shows it, writes it down
     runner           one run from start to end: puts the parts together
     status           what a run is at, from its files
     check            what a run would do

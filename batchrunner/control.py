@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+from typing import TYPE_CHECKING
 
 from batchrunner.report import EXIT_STOPPED, EXIT_TERMINATED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Control:
@@ -14,7 +17,7 @@ class Control:
         self.reason: str | None = None
         self.exit_code = EXIT_STOPPED
         self.at_once = False
-        self._changed: list[asyncio.Event] = []
+        self._listeners: list[Callable[[], object]] = []
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
         """Send no row any more, let those in flight end; a second call changes nothing."""
@@ -28,14 +31,12 @@ class Control:
         self.at_once = True
         self._notify()
 
-    def changed(self) -> asyncio.Event:
-        """Return an event that is set at every call."""
-        event = asyncio.Event()
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call this at every change, and now if there was one: what is stopped is stopped when it returns."""
+        self._listeners.append(listener)
         if self.reason is not None:
-            event.set()
-        self._changed.append(event)
-        return event
+            listener()
 
     def _notify(self) -> None:
-        for event in self._changed:
-            event.set()
+        for listener in self._listeners:
+            listener()

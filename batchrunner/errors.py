@@ -70,3 +70,11 @@ class EngineBusyError(RequestError):
         """Keep the server's own wish for a pause, in seconds, where it gave one."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class EngineDownError(EngineBusyError):
+    """Nobody takes a connection: the engine is down, or not up yet."""
+
+
+class NoAnswerError(AttemptFailedError):
+    """No answer came within the request's time."""

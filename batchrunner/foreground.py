@@ -54,7 +54,7 @@ def run_in_foreground(
 
 def _on_signal(control: Control, number: signal.Signals) -> None:
     if control.reason is None:
-        log.warning("interrupted: waiting for the rows in flight; once more stops now")
         control.drain("interrupted", _SIGNALS[number])
+        log.warning("interrupted: waiting for the rows in flight; once more stops now")
     else:
         control.stop("interrupted", _SIGNALS[number])

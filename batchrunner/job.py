@@ -309,7 +309,16 @@ class Job(_Spec):
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when its result counts as failed."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Requests in flight; `auto` sizes it from the engine's own limits."""
+    """Requests in flight, over all replicas; `auto` lets them follow the live load of each. Leave it."""
+    queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
+    """The band in which `#queue-req` of each scheduler is held; scaled down where it runs few at once."""
+
+    @field_validator("queue")
+    @classmethod
+    def _band(cls, queue: tuple[int, int]) -> tuple[int, int]:
+        if queue[1] < 4 * queue[0]:
+            raise ValueError(f"the upper end must be at least 4 times the lower one (got {list(queue)})")
+        return queue
 
     @model_validator(mode="after")
     def _result_names(self) -> Job:

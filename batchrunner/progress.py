@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from batchrunner.report import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from batchrunner.records import Signals
 
 log = logging.getLogger(__name__)
@@ -36,7 +34,10 @@ class Snapshot:
     in_flight: int
     resting: int
     """Rows that wait for another try."""
+    retractions: int
     signals: tuple[Signals, ...]
+    bands: dict[str, tuple[int, int]]
+    """Healthy `#queue-req` of each scheduler, by its name."""
     simulated: bool
 
     @property
@@ -46,12 +47,16 @@ class Snapshot:
         return left / self.rows_per_s if self.rows_per_s > 0 else None
 
     def load(self) -> str:
-        """Return running, queue and token usage over all schedulers; the usage is the highest."""
+        """Return running, queue (with its band) and token usage, of each scheduler."""
         if not self.signals:
             return "load unknown"
-        running, queue = sum(s.running for s in self.signals), sum(s.queue for s in self.signals)
-        usage = max(s.token_usage for s in self.signals)
-        return f"#running-req {running}, #queue-req {queue}, token usage {usage:.2f}"
+        running = "+".join(str(s.running) for s in self.signals)
+        queue = "+".join(str(s.queue) for s in self.signals)
+        usage = "/".join(f"{s.token_usage:.2f}" for s in self.signals)
+        low, high = self.bands.get(self.signals[0].scheduler, (0, 0))
+        band = f" ({low}-{high})" if high else ""
+        retractions = f", {self.retractions} retractions" if self.retractions else ""
+        return f"#running-req {running}, #queue-req {queue}{band}, token usage {usage}{retractions}"
 
     def line(self) -> str:
         """Return one line of all of it."""
@@ -137,7 +142,7 @@ class Bar:
             )  # fmt: skip
         left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
         shown = [f"{snapshot.rows_per_s:.1f} rows/s", f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
-        shown += [_short_load(snapshot.signals), f"failed {snapshot.rows_failed}"]
+        shown += [_short_load(snapshot), f"failed {snapshot.rows_failed}"]
         shown += [f"retry {snapshot.resting}"] if snapshot.resting else []
         self._bar.set_postfix_str(" · ".join([*shown, f"{left} left"]), refresh=False)
         self._bar.n = snapshot.rows_done
@@ -149,11 +154,14 @@ class Bar:
             self._bar.close()
 
 
-def _short_load(signals: Sequence[Signals]) -> str:
+def _short_load(snapshot: Snapshot) -> str:
+    signals = snapshot.signals
     if not signals:
-        return "load ?"
-    usage = max(s.token_usage for s in signals)
-    return f"run {sum(s.running for s in signals)} queue {sum(s.queue for s in signals)} KV {usage:.0%}"
+        return f"window {snapshot.window} load ?"
+    running, queue = ("+".join(str(getattr(s, name)) for s in signals) for name in ("running", "queue"))
+    usage = "/".join(f"{s.token_usage:.0%}" for s in signals)
+    retracted = f" retracted {snapshot.retractions}" if snapshot.retractions else ""
+    return f"window {snapshot.window} run {running} queue {queue} KV {usage}{retracted}"
 
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:

@@ -43,6 +43,8 @@ class Completion(NamedTuple):
     completion_tokens: list[int | None]
     prompt_tokens: int | None
     cached_tokens: int | None
+    retractions: int = 0
+    """How often the scheduler took the row back because the KV pool was full."""
 
 
 class Outcome(NamedTuple):
@@ -69,8 +71,10 @@ class EngineInfo:
     max_total_tokens: int | None = None
     """KV pool in tokens, summed over schedulers."""
     context_length: int | None = None
+    routes: tuple[str, ...] = ("engine",)
+    """Where requests can be sent: a replica's URL, a gateway, or the one engine that there is."""
     connections: int | None = None
-    """Requests that the transport can hold open at once; None where there is no such limit."""
+    """Requests that the transport can hold open at once, over all routes; None for no such limit."""
     simulated: bool = False
     log: str | None = None
     """Path of the engine's log, where we have it."""
@@ -94,3 +98,7 @@ class Signals:
     used_tokens: int | None = None
     max_total_tokens: int | None = None
     max_running: int | None = None
+    route: str = "engine"
+    """The route that leads to it."""
+    taken_at: float | None = None
+    """When the scheduler wrote it down, by its own clock: two polls may bring the same reading."""

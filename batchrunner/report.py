@@ -44,6 +44,9 @@ class Report:
     """Failed rows of all starts by reason, largest group first: rows, example_row, example."""
     engine: dict[str, Any] = field(default_factory=dict)
     window: int | None = None
+    """Requests in flight at the end, over all replicas."""
+    load: dict[str, Any] = field(default_factory=dict)
+    """How healthy the queues were: shares of steady time, retractions, the window over time."""
     simulated: bool = False
     versions: dict[str, str | None] = field(default_factory=dict)
 

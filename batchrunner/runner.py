@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
+from batchrunner.admission import Admission
 from batchrunner.checkpoint import FORMAT, Done, drop_failed, fingerprint
 from batchrunner.control import Control
+from batchrunner.controller import Band
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.errors import BatchrunError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
-from batchrunner.feedback import watch, write_sample
+from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
 from batchrunner.prepare import find_done, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
@@ -24,7 +27,7 @@ from batchrunner.sink import Sink, result_schema
 from batchrunner.storage import write_json
 from batchrunner.submit import Patience, Submitter
 from batchrunner.tally import Tally
-from batchrunner.window import initial_window
+from batchrunner.window import tokens_a_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,7 +112,10 @@ async def execute(
 
 async def _open(engine: Engine, control: Control) -> EngineInfo | None:
     """Open the engine; a stop while it loads ends the wait."""
-    opening, stopped = asyncio.ensure_future(engine.open()), asyncio.ensure_future(control.changed().wait())
+    opening = asyncio.ensure_future(engine.open())
+    asked = asyncio.Event()
+    control.listen(asked.set)
+    stopped = asyncio.ensure_future(asked.wait())
     try:
         await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
@@ -142,14 +148,19 @@ class _Run:
         self._display, self._control = display, control
         job = prepared.job
         self._job = job
-        window, why = initial_window(job.window, info, job.sampling.max_new_tokens)
-        self._gate = Gate(window)
-        self._why_window = why
+        asked = job.sampling.max_new_tokens
+        self._admission = Admission(
+            info,
+            Band(*job.queue),
+            tokens_a_row(asked if isinstance(asked, int) else None),
+            most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
+            fixed=None if job.window == "auto" else job.window,
+        )
         self._tally = Tally()
         self._began = time.monotonic()
         self._rates = Rates(self._began)
         patience = Patience(job.limits.max_attempts, job.limits.engine_wait)
-        self._submitter = Submitter(engine, self._gate, patience, self._deliver)
+        self._patience = patience
 
     async def go(self) -> Report:
         run_dir = self._prepared.run_dir
@@ -161,31 +172,42 @@ class _Run:
             self._sink = self._make_sink()
             for note in self._info.notes:
                 log.info("%s", note)
-            log.info(
-                "%d rows to do, %d done before; %s", len(self._todo), len(self._done.rows), self._why_window
-            )
             self._events.write(
-                "start", rows_total=self._total, rows_done=len(self._done.rows), engine=asdict(self._info),
-                window=self._gate.window, reason=self._why_window,
-            )  # fmt: skip
+                "start", rows_total=self._total, rows_done=len(self._done.rows), engine=asdict(self._info)
+            )
+            await self._open_gate()
             return await self._send_all()
         finally:
             self._events.close()
+
+    async def _open_gate(self) -> None:
+        """Set the first windows by what the schedulers say of themselves."""
+        first = self._admission.begin(await self._engine.signals(), time.monotonic())
+        self._gate = Gate(self._admission.windows)
+        self._feedback = Feedback(self._engine, self._admission, self._gate, self._events)
+        self._submitter = Submitter(self._engine, self._gate, self._patience, self._deliver, self._feedback)
+        if self._admission.fixed is not None:
+            why = "set by the job"
+        else:
+            self._feedback.write_decisions(first)
+            why = first[0].reason + (f"; {len(first)} schedulers" if len(first) > 1 else "")
+        log.info(
+            "%d rows to do, %d done before; window %d (%s)",
+            len(self._todo), len(self._done.rows), self._gate.window, why,
+        )  # fmt: skip
 
     async def _send_all(self) -> Report:
         failure: BatchrunError | None = None
         sending = asyncio.ensure_future(self._submitter.run(self._prepared.batches(self._todo)))
         watching = asyncio.ensure_future(
-            watch(self._engine, self._snapshot, self._display, self._events, self._check_limits)
+            self._feedback.watch(self._submitter, self._snapshot, self._display, self._check_limits)
         )
-        obeying = asyncio.ensure_future(self._obey(sending))
-        tasks: tuple[asyncio.Future[None], ...] = (sending, watching, obeying)
+        self._control.listen(lambda: self._obey(sending))
+        tasks: tuple[asyncio.Future[None], ...] = (sending, watching)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():  # watching or obeying broke: that ends the run
-                for broken in (watching, obeying):
-                    if broken.done():
-                        broken.result()
+            if not sending.done():
+                watching.result()  # it broke: that ends the run
             await sending
         except BatchrunError as error:
             failure = error
@@ -206,18 +228,10 @@ class _Run:
             raise failure
         return report
 
-    async def _obey(self, sending: asyncio.Future[None]) -> None:
-        changed = self._control.changed()
-        while not sending.done():
-            waiting = asyncio.ensure_future(changed.wait())
-            either: list[asyncio.Future[Any]] = [waiting, sending]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            changed.clear()
-            if self._control.reason is not None:
-                self._submitter.stop()
-            if self._control.at_once:
-                sending.cancel()
+    def _obey(self, sending: asyncio.Future[None]) -> None:
+        self._submitter.stop()
+        if self._control.at_once:
+            sending.cancel()
 
     async def _deliver(self, outcome: Outcome) -> None:
         # counted first: the row is in a part even if a stop comes while we wait for the disk
@@ -245,7 +259,9 @@ class _Run:
             window=self._gate.window,
             in_flight=self._gate.in_flight,
             resting=self._submitter.resting,
+            retractions=self._feedback.summary.retractions,
             signals=tuple(signals),
+            bands={name: (band.low, band.high) for name, band in self._admission.bands.items()},
             simulated=self._info.simulated,
         )
 
@@ -289,6 +305,7 @@ class _Run:
             rows_per_s=round(self._tally.done / wall_s, 2),
             engine=asdict(self._info),
             window=self._gate.window,
+            load=self._feedback.summary.as_dict(),
             simulated=self._info.simulated,
             versions=versions(self._info),
         )

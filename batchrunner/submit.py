@@ -8,12 +8,14 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from batchrunner.errors import (
     AttemptFailedError,
     EngineBusyError,
+    EngineDownError,
     EngineLostError,
+    NoAnswerError,
     RequestError,
     RowRefusedError,
 )
@@ -47,6 +49,16 @@ class Patience:
     engine_wait_s: float
 
 
+class Listener(Protocol):
+    """Who learns how the routes take the rows."""
+
+    def answered(self, route: str, retractions: int) -> None:
+        """Take note of a row that the engine brought to its end."""
+
+    def refused(self, route: str, what: str) -> None:
+        """Take note of a route that took no more, or let a row wait too long."""
+
+
 class Submitter:
     """Streams rows to an engine through a gate.
 
@@ -55,12 +67,18 @@ class Submitter:
     """
 
     def __init__(
-        self, engine: Engine, gate: Gate, patience: Patience, deliver: Callable[[Outcome], Awaitable[None]]
+        self,
+        engine: Engine,
+        gate: Gate,
+        patience: Patience,
+        deliver: Callable[[Outcome], Awaitable[None]],
+        listener: Listener,
     ) -> None:
         self._engine = engine
         self._gate = gate
         self._patience = patience
         self._deliver = deliver
+        self._listener = listener
         self._ready: deque[_Work] = deque()
         self._resting = 0
         self._unended = 0  # rows read from the input that have not come to an end
@@ -74,6 +92,15 @@ class Submitter:
     def resting(self) -> int:
         """Rows that wait for another try, holding no place."""
         return self._resting
+
+    @property
+    def draining(self) -> bool:
+        """Whether all that is left is in flight or waits for another try."""
+        return self._stopping or (self._exhausted and not self._ready)
+
+    def wake(self) -> None:
+        """Look again: a window has grown."""
+        self._wake_dispatch.set()
 
     def stop(self) -> None:
         """Send no row any more; `run` returns when those in flight have ended."""
@@ -89,12 +116,13 @@ class Submitter:
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(batches))
-                while await self._has_rows():
-                    await self._gate.acquire()
-                    if (work := self._next()) is not None:
-                        group.create_task(self._fly(work))
-                    else:  # a stop, or others took what was there
-                        self._gate.release()
+                while not self._over():
+                    route = self._gate.take(time.monotonic()) if self._ready else None
+                    if route is not None:
+                        group.create_task(self._fly(self._next(), route))
+                        continue
+                    self._wake_dispatch.clear()
+                    await self._wake_dispatch.wait()
                 reader.cancel()
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -124,14 +152,8 @@ class Submitter:
         )
         return self._stopping or not enough
 
-    async def _has_rows(self) -> bool:
-        """Wait for a row to send; false when there is none any more."""
-        while not self._ready or self._stopping:
-            if self._stopping or (self._exhausted and self._unended == 0):
-                return False
-            self._wake_dispatch.clear()
-            await self._wake_dispatch.wait()
-        return True
+    def _over(self) -> bool:
+        return self._stopping or (self._exhausted and self._unended == 0)
 
     def _next(self) -> _Work | None:
         if not self._ready or self._stopping:
@@ -141,34 +163,46 @@ class Submitter:
             self._wake_reader.set()
         return work
 
-    async def _fly(self, work: _Work | None) -> None:
+    async def _fly(self, work: _Work | None, route: str) -> None:
         """Send a row, then the next ones in the same place: a task a row would cost more than the row."""
         try:
             while work is not None:
-                await self._try(work)
-                work = self._next() if self._gate.in_flight <= self._gate.window else None
+                await self._try(work, route)
+                work = self._next() if self._gate.keeps(route, time.monotonic()) else None
         finally:
-            self._gate.release()
+            self._gate.release(route)
+            self._wake_dispatch.set()
 
-    async def _try(self, work: _Work) -> None:
+    async def _try(self, work: _Work, route: str) -> None:
         """Send a row once. Its place is kept until it is delivered, so that a slow disk slows us down."""
         work.tries += 1
         sent_at = time.monotonic()
         completion, error = None, None
         try:
-            completion = await self._engine.generate(work.request)
+            completion = await self._engine.generate(work.request, route)
         except RequestError as failure:
             error = failure
         now = time.monotonic()
         if error is None or isinstance(error, RowRefusedError):
             self._answered_at = now
-        elif self._rests(work, error, now):
-            return
+            self._gate.answered(route)
+            self._listener.answered(route, completion.retractions if completion else 0)
+        else:
+            self._refused(route, error, now)
+            if self._rests(work, error, now):
+                return
         message = None if error is None else str(error)
         await self._deliver(Outcome(work.request.ref, completion, message, now - sent_at, work.tries))
         self._unended -= 1
         if self._unended == 0:
             self._notify()
+
+    def _refused(self, route: str, error: RequestError, now: float) -> None:
+        """Leave a route that took nothing alone for a while, and say so."""
+        if isinstance(error, EngineBusyError):
+            asyncio.get_running_loop().call_later(self._gate.rest(route, now), self._wake_dispatch.set)
+        if isinstance(error, (EngineBusyError, NoAnswerError)) and not isinstance(error, EngineDownError):
+            self._listener.refused(route, str(error))
 
     def _rests(self, work: _Work, error: RequestError, now: float) -> bool:
         """Put the row aside for another try, if it gets one."""

@@ -324,7 +324,7 @@ def tiny_disk(place: Path, size: str) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True, timeout=30)
+        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
 
 
 def test_full_disk(tmp_path: Path, server: FakeSGLang) -> None:

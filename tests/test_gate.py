@@ -1,187 +1,100 @@
-"""The gate: its window is kept, resized while held, and its queue is fair."""
+"""The gate: its windows are kept, resized while held, and a route that takes nothing is left alone."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import TypeAlias
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.gate import Gate
+from batchrunner.gate import LONGEST_REST_S, Gate
 
-Event: TypeAlias = tuple[str, int]
-
+ROUTES = ("a", "b", "c")
 events = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.just(0)),
-        st.tuples(st.sampled_from(["leave", "give up"]), st.integers(0, 9)),
-        st.tuples(st.just("resize"), st.integers(1, 6)),
+    st.tuples(
+        st.sampled_from(["take", "leave", "resize", "rest", "answer", "wait"]),
+        st.sampled_from(ROUTES),
+        st.integers(1, 6),
     ),
-    max_size=40,
+    max_size=60,
 )
 
-patient = settings(deadline=None)  # an event loop's start takes its time on a busy machine
 
-
-class Crowd:
-    """Tasks before and behind a gate, in order of arrival."""
-
-    def __init__(self, window: int) -> None:
-        self.gate = Gate(window)
-        self.waiting: list[asyncio.Task[None]] = []
-        self.inside: list[asyncio.Task[None]] = []
-
-    async def arrive(self, count: int = 1) -> None:
-        self.waiting += [asyncio.create_task(self.gate.acquire()) for _ in range(count)]
-        await self.settle()
-
-    def happen(self, event: Event) -> None:
-        """Let one thing happen, and nobody notice yet."""
-        what, which = event
-        if what == "arrive":
-            self.waiting.append(asyncio.create_task(self.gate.acquire()))
+@given(windows=st.tuples(*[st.integers(1, 6)] * 3), history=events)
+def test_no_window_is_ever_exceeded(
+    windows: tuple[int, int, int], history: list[tuple[str, str, int]]
+) -> None:
+    """Whatever happens, a place is given where there is room on a route that is awake, and only there."""
+    size, inside = dict(zip(ROUTES, windows, strict=True)), dict.fromkeys(ROUTES, 0)
+    gate, now = Gate(size), 0.0
+    awake_at = dict.fromkeys(ROUTES, 0.0)
+    for what, route, number in history:
+        if what == "take":
+            room = {r for r in ROUTES if inside[r] < size[r] and awake_at[r] <= now}
+            taken = gate.take(now)
+            assert (taken in room) if room else taken is None
+            if taken is not None:
+                inside[taken] += 1
+        elif what == "leave" and inside[route]:
+            inside[route] -= 1
+            gate.release(route)
         elif what == "resize":
-            self.gate.resize(which)
-        elif what == "leave" and self.inside:
-            self.inside.pop(which % len(self.inside))
-            self.gate.release()
-        elif what == "give up" and self.waiting:
-            self.waiting[which % len(self.waiting)].cancel()
-
-    async def settle(self) -> None:
-        """Let all tasks run as far as they can, and sort them by where they are."""
-        for _ in range(4):
-            await asyncio.sleep(0)
-        self.inside += [task for task in self.waiting if task.done() and not task.cancelled()]
-        self.waiting = [task for task in self.waiting if not task.done()]
-
-    async def go_home(self) -> None:
-        for task in self.waiting:
-            task.cancel()
-        await self.settle()
+            size[route] = number
+            gate.resize(route, number)
+        elif what == "rest":
+            awake_at[route] = now + gate.rest(route, now)
+        elif what == "answer":
+            awake_at[route] = 0.0
+            gate.answered(route)
+        else:
+            now += number
+        assert gate.by_route == inside
+        assert (gate.in_flight, gate.window) == (sum(inside.values()), sum(size.values()))
+        for r in ROUTES:
+            assert gate.keeps(r, now) == (inside[r] <= size[r] and awake_at[r] <= now)
 
 
-@patient
-@given(window=st.integers(1, 6), history=events)
-def test_the_gate_is_a_fair_queue(window: int, history: list[Event]) -> None:
-    """Whatever happens, exactly those are inside that a plain first-come-first-served list lets in."""
-
-    async def scenario() -> None:
-        crowd, size = Crowd(window), window
-        for event in history:
-            crowd.happen(event)
-            queue = [t for t in crowd.waiting if not t.cancelling()]
-            size = event[1] if event[0] == "resize" else size
-            expected = [*crowd.inside, *queue[: max(0, size - len(crowd.inside))]]
-            await crowd.settle()
-            assert crowd.inside == expected
-            assert crowd.gate.in_flight == len(expected)
-            assert crowd.gate.window == size
-        await crowd.go_home()
-
-    asyncio.run(scenario())
+def test_rows_go_where_there_is_most_room() -> None:
+    """Replicas fill evenly, each by its own window."""
+    gate = Gate({"big": 6, "small": 2})
+    assert [gate.take(0.0) for _ in range(9)].count("small") == 2
+    assert gate.by_route == {"big": 6, "small": 2}
 
 
-@patient
-@given(window=st.integers(1, 4), bursts=st.lists(events, max_size=6))
-def test_no_place_is_lost_in_a_burst(window: int, bursts: list[list[Event]]) -> None:
-    """Cancelling a task in the moment in which it gets its place hands that place on."""
-
-    async def scenario() -> None:
-        crowd = Crowd(window)
-        for burst in bursts:
-            for event in burst:
-                crowd.happen(event)
-            await crowd.settle()
-            assert crowd.gate.in_flight == len(crowd.inside)
-            assert not crowd.waiting or crowd.gate.in_flight >= crowd.gate.window
-        await crowd.go_home()
-
-    asyncio.run(scenario())
-
-
-@patient
-@given(window=st.integers(1, 8), arrivals=st.integers(0, 20))
-def test_the_window_is_never_passed(window: int, arrivals: int) -> None:
-    """As many enter as the window holds, and not one more."""
-
-    async def scenario() -> None:
-        crowd = Crowd(window)
-        await crowd.arrive(arrivals)
-        assert len(crowd.inside) == crowd.gate.in_flight == min(window, arrivals)
-        await crowd.go_home()
-
-    asyncio.run(scenario())
+def test_a_rest_doubles_until_there_is_an_answer() -> None:
+    """A route that stays down is tried less and less often, at most twice a minute; an answer ends that."""
+    gate, now, rests = Gate({"a": 4, "full": 1}), 0.0, []
+    while gate.by_route["full"] == 0:
+        gate.take(now)
+    gate.resize("a", 9)
+    for _ in range(9):
+        rests.append(gate.rest("a", now))
+        assert gate.take(now) is None
+        now += rests[-1]
+        assert gate.take(now) == "a"
+        gate.release("a")
+    assert rests[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert rests[-1] == LONGEST_REST_S
+    gate.answered("a")
+    assert gate.rest("a", now) == 0.5
 
 
-@patient
-@given(wide=st.integers(2, 8), data=st.data())
-def test_shrinking_takes_nothing_back(wide: int, data: st.DataObject) -> None:
-    """A smaller window lets requests in flight end, and admits nobody until the number fits."""
-    narrow = data.draw(st.integers(1, wide - 1))
-
-    async def scenario() -> None:
-        crowd = Crowd(wide)
-        await crowd.arrive(wide + 2)
-        crowd.gate.resize(narrow)
-        for still_inside in range(wide, narrow, -1):
-            await crowd.settle()
-            assert crowd.gate.in_flight == len(crowd.inside) == still_inside
-            crowd.happen(("leave", 0))
-        await crowd.settle()
-        assert crowd.gate.in_flight == narrow
-        crowd.happen(("leave", 0))
-        await crowd.settle()
-        assert crowd.gate.in_flight == narrow
-        assert len(crowd.waiting) == 1
-        await crowd.go_home()
-
-    asyncio.run(scenario())
+def test_rows_that_fail_together_are_one_failure() -> None:
+    """A hundred rows that lose one server at once do not make it rest for minutes."""
+    gate = Gate({"a": 100, "b": 100})
+    assert [gate.rest("a", 10.0) for _ in range(100)] == [0.5] * 100
 
 
-@patient
-@given(narrow=st.integers(1, 4), more=st.integers(1, 6), waiting=st.integers(0, 8))
-def test_growing_admits_at_once_and_in_order(narrow: int, more: int, waiting: int) -> None:
-    """A larger window is filled by those who waited longest, without a release in between."""
-
-    async def scenario() -> None:
-        crowd = Crowd(narrow)
-        await crowd.arrive(narrow + waiting)
-        queue = list(crowd.waiting)
-        crowd.gate.resize(narrow + more)
-        assert crowd.gate.in_flight == narrow + min(more, waiting)
-        await crowd.settle()
-        assert crowd.inside[narrow:] == queue[:more]
-        assert crowd.waiting == queue[more:]
-        await crowd.go_home()
-
-    asyncio.run(scenario())
+def test_a_window_holds_at_least_one() -> None:
+    """A window of 0 would be a run that never ends."""
+    gate = Gate({"a": 1})
+    with pytest.raises(ValueError, match="at least one"):
+        gate.resize("a", 0)
+    with pytest.raises(ValueError, match="at least one"):
+        Gate({"a": 0})
 
 
-@patient
-@given(gone=st.sets(st.integers(0, 9)))
-def test_those_who_give_up_cost_nobody_a_place(gone: set[int]) -> None:
-    """The rest of the queue keeps its order, and no place goes to a task that is gone."""
-
-    async def scenario() -> None:
-        crowd = Crowd(1)
-        await crowd.arrive(11)
-        rest = [task for i, task in enumerate(crowd.waiting) if i not in gone]
-        for i in gone:
-            crowd.happen(("give up", i))
-        for expected in rest:
-            crowd.happen(("leave", 0))
-            await crowd.settle()
-            assert crowd.inside == [expected]
-        await crowd.go_home()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("window", [0, -1])
-def test_a_window_of_nothing_is_an_error(window: int) -> None:
-    """A controller that would stop the run for ever is told so."""
-    with pytest.raises(ValueError, match=f"got {window}"):
-        Gate(1).resize(window)
+def test_the_only_route_never_rests() -> None:
+    """Where there is no other, one refused row does not hold up those that would be taken."""
+    gate = Gate({"a": 2})
+    assert gate.rest("a", 0.0) == 0.0
+    assert gate.take(0.0) == "a"

@@ -24,7 +24,18 @@ def load(rank: int, running: int, queue: int) -> dict[str, Any]:
 def test_loads_of_one_scheduler() -> None:
     """One scheduler goes by the server's address."""
     assert from_loads({"version": "0.5.23", "loads": [load(0, 30, 200)]}, URL) == [
-        Signals(URL, "loads", 30, 200, 0.075, used_tokens=1500, max_total_tokens=20000, max_running=32)
+        Signals(
+            URL,
+            "loads",
+            30,
+            200,
+            0.075,
+            used_tokens=1500,
+            max_total_tokens=20000,
+            max_running=32,
+            route=URL,
+            taken_at=1795261003.4985807,
+        )
     ]
 
 
@@ -70,7 +81,17 @@ def metrics(rank: int, running: int, queue: int) -> str:
 def test_metrics_of_one_scheduler() -> None:
     """The gauges of the first tensor-parallel rank count; the others repeat it."""
     assert from_metrics(metrics(0, 30, 200), URL) == [
-        Signals(URL, "metrics", 30, 200, 0.93, used_tokens=18600, max_total_tokens=None, max_running=None)
+        Signals(
+            URL,
+            "metrics",
+            30,
+            200,
+            0.93,
+            used_tokens=18600,
+            max_total_tokens=None,
+            max_running=None,
+            route=URL,
+        )
     ]
 
 

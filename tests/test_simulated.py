@@ -127,7 +127,7 @@ def test_every_request_ends_once(rows: list[tuple[int, int, str]], max_running: 
         engine = make_engine(max_running=max_running, max_total_tokens=30, step_s=NO_TIME_S)
 
         async def call(tokens: int, n: int) -> Completion:
-            completion = await engine.generate(make_request(max_new_tokens=tokens, n=n))
+            completion = await engine.generate(make_request(max_new_tokens=tokens, n=n), "engine")
             (load,) = await engine.signals()
             assert load.running <= max_running
             assert load.used_tokens is not None
@@ -201,7 +201,9 @@ def test_lengths(prompt: tuple[PromptKind, Any], sampling: dict[str, Any], room:
 def test_too_long_rows_are_refused(tokens: int, context: int, pool: int) -> None:
     """A prompt that leaves no room for an answer is refused at once and never waits for ever."""
     engine = make_engine(context_length=context, max_total_tokens=pool, step_s=0)
-    call = engine.generate(make_request([1] * tokens, "input_ids", max_new_tokens=9, ignore_eos=True))
+    call = engine.generate(
+        make_request([1] * tokens, "input_ids", max_new_tokens=9, ignore_eos=True), "engine"
+    )
     if tokens >= min(context, pool):
         with pytest.raises(RowRefusedError, match=rf"The input \({tokens} tokens\) is longer than"):
             call.send(None)
@@ -216,7 +218,7 @@ def test_no_step_time_means_no_wait(prompt: tuple[PromptKind, Any], sampling: di
     """With `step_s: 0` a call ends without giving way to the event loop: benchmarks count on it."""
     request = Request(REF, prompt[0], prompt[1], sampling)
     with pytest.raises(StopIteration) as end:
-        make_engine(step_s=0).generate(request).send(None)
+        make_engine(step_s=0).generate(request, "engine").send(None)
     assert end.value.value == answer(request, 8192)
 
 
@@ -237,7 +239,7 @@ async def test_says_that_it_is_simulated() -> None:
 async def test_close_stops_decoding() -> None:
     """A closed engine leaves no task behind, may be closed twice, and lets callers cancel their calls."""
     engine = make_engine(step_s=3600)
-    call = asyncio.create_task(engine.generate(make_request(max_new_tokens=5)))
+    call = asyncio.create_task(engine.generate(make_request(max_new_tokens=5), "engine"))
     for _ in range(3):
         await asyncio.sleep(0)
     assert (await engine.signals())[0].running == 1

@@ -19,8 +19,8 @@ class Engine(Protocol):
         Raises EngineStartError, with what to do, where it cannot.
         """
 
-    async def generate(self, request: Request) -> Completion:
-        """Send one request once and wait for the whole answer.
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send one request once, on one of the routes of `EngineInfo`, and wait for the whole answer.
 
         Raises RowRefusedError, AttemptFailedError or EngineBusyError; EngineLostError where there is
         no engine left to ask.

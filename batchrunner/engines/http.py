@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from batchrunner.engines.deadline import Deadline
 from batchrunner.engines.model import model_identity, vocabulary_of
 from batchrunner.engines.signals import from_loads, from_metrics
 from batchrunner.engines.sockets import open_connections
-from batchrunner.errors import AttemptFailedError, EngineBusyError, EngineStartError
+from batchrunner.errors import AttemptFailedError, EngineDownError, EngineStartError, NoAnswerError
 from batchrunner.records import EngineInfo, Signals
 
 if TYPE_CHECKING:
@@ -32,37 +31,24 @@ KEEPALIVE_S = 3.0
 """SGLang (uvicorn) closes an idle connection after 5 s: ours are dropped before that."""
 POLL_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 10.0
-FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
-"""A replica that takes no connection is left alone for so long, doubling."""
 _NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
 class _Replica:
-    """One address: what is in flight there, and until when it is better left alone."""
+    """One address."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.generate = URL(url + "/generate")
         self.chat = URL(url + "/v1/chat/completions")
-        self.in_flight = 0
-        self.rests_until = 0.0
-        self._rest_s = FIRST_REST_S
-
-    def rest(self, now: float) -> None:
-        self.rests_until = now + self._rest_s
-        self._rest_s = min(self._rest_s * 2, LONGEST_REST_S)
-
-    def answered(self) -> None:
-        self.rests_until = 0.0
-        self._rest_s = FIRST_REST_S
 
 
 class HttpEngine:
-    """Replicas of one model behind their URLs; a row goes to the replica with the fewest in flight."""
+    """Replicas of one model; the URL of each is a route."""
 
     def __init__(self, urls: Sequence[str], *, api_key: str | None, request_timeout_s: float) -> None:
-        self._replicas = [_Replica(url) for url in urls]
+        self._replicas = {url: _Replica(url) for url in urls}
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = request_timeout_s
         self._deadline = Deadline(request_timeout_s)
@@ -72,7 +58,7 @@ class HttpEngine:
 
     async def open(self) -> EngineInfo:
         """Connect and read what every replica says of itself; see `Engine.open`."""
-        urls = [replica.url for replica in self._replicas]
+        urls = list(self._replicas)
         connections, limited_by = open_connections(len(urls))
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
@@ -98,11 +84,12 @@ class HttpEngine:
             max_running=_total(servers, "max_running_requests"),
             max_total_tokens=_total(servers, "max_total_num_tokens"),
             context_length=servers[0].get("context_length") or servers[0].get("max_req_input_len"),
+            routes=tuple(urls),
             connections=connections,
             notes=self._notes(limited_by),
         )
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         assert self._session is not None
         wire.refuse_deadly(request, self._vocabulary)
@@ -110,35 +97,27 @@ class HttpEngine:
         body = orjson.dumps(wire.chat_body(request) if chat else wire.generate_body(request))
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
-        replica = self._choose()
-        replica.in_flight += 1
+        replica = self._replicas[route]
         try:
             url = replica.chat if chat else replica.generate
             with self._deadline:
                 async with self._session.post(url, data=payload) as response:
                     content = await response.read()
         except aiohttp.ClientConnectorError as failure:
-            replica.rest(time.monotonic())
-            raise EngineBusyError(f"no connection to {replica.url}: {failure.os_error}") from None
+            raise EngineDownError(f"no connection to {replica.url}: {failure.os_error}") from None
         except TimeoutError:
-            raise AttemptFailedError(f"no answer within {self._timeout_s:g} s") from None
+            raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as failure:
             raise AttemptFailedError(f"connection lost: {failure or type(failure).__name__}") from None
-        finally:
-            replica.in_flight -= 1
         if response.status != 200:  # noqa: PLR2004
-            error = wire.error_of(response.status, content, response.headers.get("Retry-After"))
-            if isinstance(error, EngineBusyError):
-                replica.rest(time.monotonic())
-            raise error
-        replica.answered()
+            raise wire.error_of(response.status, content, response.headers.get("Retry-After"))
         return wire.completion_of(request, content)
 
     async def signals(self) -> list[Signals]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
         if self._load_path is None:
             return []
-        polls = await asyncio.gather(*(self._poll(replica.url) for replica in self._replicas))
+        polls = await asyncio.gather(*map(self._poll, self._replicas))
         return [signal for signals in polls for signal in signals]
 
     async def close(self) -> None:
@@ -146,15 +125,6 @@ class HttpEngine:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-    def _choose(self) -> _Replica:
-        if len(self._replicas) == 1:
-            return self._replicas[0]
-        now = time.monotonic()
-        awake = [replica for replica in self._replicas if replica.rests_until <= now]
-        if not awake:
-            return min(self._replicas, key=lambda replica: replica.rests_until)
-        return min(awake, key=lambda replica: replica.in_flight)
 
     async def _poll(self, url: str) -> list[Signals]:
         assert self._load_path is not None

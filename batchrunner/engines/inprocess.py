@@ -25,7 +25,7 @@ from anyio.from_thread import start_blocking_portal
 from batchrunner.engines import wire
 from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, cpu_environment, on_cpu, server_args
 from batchrunner.engines.model import check_model, model_identity, vocabulary_of
-from batchrunner.errors import AttemptFailedError, EngineLostError, EngineStartError, RowRefusedError
+from batchrunner.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
 from batchrunner.records import EngineInfo, Signals
 
 if TYPE_CHECKING:
@@ -84,14 +84,14 @@ class InprocessSGLang:
             notes=(CPU_NOTE,) if cpu else (),
         )
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - there is one
         """Send one request once; see `Engine.generate`."""
         wire.refuse_deadly(request, self._vocabulary)
         ask = self._ask_chat if request.kind == "messages" else self._ask
         try:
             reply = await asyncio.wait_for(self._there(ask, request), self._timeout_s)
         except TimeoutError:
-            raise AttemptFailedError(f"no answer within {self._timeout_s:g} s") from None
+            raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
         except (ValueError, TypeError) as failure:  # what SGLang's server turns into a 400
             raise RowRefusedError(str(failure)) from None
         return wire.completion_of(request, reply)
@@ -108,6 +108,7 @@ class InprocessSGLang:
                 used_tokens=load.num_used_tokens,
                 max_total_tokens=load.max_total_num_tokens,
                 max_running=load.max_running_requests,
+                taken_at=load.timestamp,
             )
             for load in ([] if self._dead else await self._there(self._loads))
         ]

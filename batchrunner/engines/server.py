@@ -62,11 +62,11 @@ class LaunchedServer:
             info, kind="server", model=model_identity(self._spec.model), log=str(self._log_path), notes=notes
         )
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         assert self._client is not None
         try:
-            return await self._client.generate(request)
+            return await self._client.generate(request, route)
         except RequestError:
             # a connection is lost moments before the process is seen dead: the row's next try finds out
             if self._process is None or self._process.returncode is not None:

@@ -27,6 +27,8 @@ def from_loads(reply: Mapping[str, Any], url: str) -> list[Signals]:
             used_tokens=int(load["num_used_tokens"]),
             max_total_tokens=int(load["max_total_num_tokens"]),
             max_running=int(load["max_running_requests"]),
+            route=url,
+            taken_at=load.get("timestamp"),
         )
         for load in loads
     ]
@@ -57,6 +59,7 @@ def from_metrics(text: str, url: str) -> list[Signals]:
             used_tokens=int(g["num_used_tokens"]) if "num_used_tokens" in g else None,
             max_total_tokens=int(g["max_total_num_tokens"]) if "max_total_num_tokens" in g else None,
             max_running=int(g["max_running_requests"]) if "max_running_requests" in g else None,
+            route=url,
         )
         for rank, g in sorted(ranks.items())
     ]

@@ -231,7 +231,7 @@ class Simulator:
             notes=(_NOTE,),
         )
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - there is one
         """Make up an answer and wait as long as decoding it would take.
 
         Raises RowRefusedError where the prompt is too long. A call that is pending when the engine is

@@ -34,6 +34,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    num_retractions: int | None = None
 
 
 class _Sample(msgspec.Struct):
@@ -177,6 +178,7 @@ def _from_generate(reply: _Sample | list[_Sample]) -> Completion:
         completion_tokens=[meta.completion_tokens for meta in metas],
         prompt_tokens=metas[0].prompt_tokens,
         cached_tokens=metas[0].cached_tokens,
+        retractions=sum(meta.num_retractions or 0 for meta in metas),
     )
 
 
@@ -198,6 +200,7 @@ def _from_chat(reply: _ChatReply) -> Completion:
         completion_tokens=counts,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
+        retractions=sum(meta.num_retractions or 0 for meta in metas),
     )
 
 

@@ -1,0 +1,202 @@
+"""One controller a scheduler, and the windows of the routes that lead to them. Pure: no clock, no I/O.
+
+A route that leads to one scheduler has that scheduler's window. Behind a gateway, or before a server with
+several DP ranks, somebody else chooses the scheduler: the route's window is the sum of theirs, the rows in
+flight are taken to lie where the schedulers' own running + waiting say, and while one queue of the route is
+over the band none of its windows grows: the worst queue limits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batchrunner.controller import Band, Controller, Decision, Reading
+from batchrunner.window import first_window
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batchrunner.records import EngineInfo, Signals
+
+GONE_AFTER_S = 15.0
+"""A scheduler of several that has not been heard of for so long is dead, and its window with it."""
+
+
+@dataclass(slots=True)
+class _Scheduler:
+    route: str
+    controller: Controller
+    last: Signals | None = None
+    heard_at: float = 0.0
+    ended: int = 0
+    rated: tuple[float, int] | None = None
+    rate: float = 0.0
+
+
+@dataclass(slots=True)
+class Admission:
+    """Decides how many requests each route may have in flight."""
+
+    info: EngineInfo
+    band: Band
+    tokens_a_row: int
+    """Prompt and output tokens that a row is expected to hold on average while it runs."""
+    most: int
+    """The largest window of a route: what its connections allow."""
+    fixed: int | None = None
+    """A window that the job has set, over all routes; then nothing is ever changed."""
+    _schedulers: dict[str, _Scheduler] = field(default_factory=dict)
+    _ended: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _draining: bool = False
+
+    def begin(self, signals: Sequence[Signals], now: float) -> list[Decision]:
+        """Set the first windows, from the engine's limits."""
+        made = [self._add(signal, now) for signal in signals]
+        silent = [route for route in self.info.routes if not self._on(route)]
+        return made + [self._add(None, now, route) for route in silent]
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """The window of each route."""
+        if self.fixed is not None:
+            share = max(1, -(-self.fixed // len(self.info.routes)))
+            return dict.fromkeys(self.info.routes, min(share, self.most))
+        return {
+            route: max(1, min(self.most, sum(s.controller.window for s in self._on(route))))
+            for route in self.info.routes
+        }
+
+    @property
+    def bands(self) -> dict[str, Band]:
+        """The band of each scheduler."""
+        return {name: s.controller.band for name, s in self._schedulers.items()}
+
+    @property
+    def states(self) -> dict[str, str]:
+        """The controller's state of each scheduler."""
+        if self.fixed is not None:
+            return dict.fromkeys(self._schedulers, "tail" if self._draining else "fixed")
+        return {name: s.controller.state for name, s in self._schedulers.items()}
+
+    def observe(
+        self, signals: Sequence[Signals], in_flight: Mapping[str, int], now: float, *, draining: bool
+    ) -> list[Decision]:
+        """Take what a poll brought (nothing, where it failed); return what changed."""
+        decisions = [self._add(signal, now) for signal in signals if signal.scheduler not in self._schedulers]
+        if draining and not self._draining:
+            for scheduler in self._schedulers.values():
+                scheduler.controller.drain()
+        self._draining = draining
+        if self.fixed is not None or draining:
+            return decisions if self.fixed is None else []
+        decisions += self._forget(signals, now)
+        shares = self._shares(signals, in_flight)
+        full = {s.route for s in signals if s.queue > self._schedulers[s.scheduler].controller.band.high}
+        for signal in signals:
+            scheduler = self._schedulers[signal.scheduler]
+            scheduler.heard_at = now
+            if _is_news(signal, scheduler.last):
+                scheduler.last = signal
+                seen = Reading(
+                    signal.running, signal.queue, shares[signal.scheduler], self._rate(scheduler, now)
+                )
+                alone = len(self._on(signal.route)) == 1
+                moved = scheduler.controller.sample(now, seen, may_grow=alone or signal.route not in full)
+                decisions += [moved] if moved else []
+        moves = [scheduler.controller.tick(now) for scheduler in self._schedulers.values()]
+        return decisions + [move for move in moves if move]
+
+    def ended(self, route: str, retractions: int, now: float) -> None:
+        """Take note of a row that came to its end on a route."""
+        self._ended[route] += 1
+        on = self._on(route)
+        for scheduler in on:
+            if retractions:
+                scheduler.controller.retracted(now)
+        if len(on) == 1:
+            on[0].controller.ended()
+            on[0].ended += 1
+
+    def pressed(self, route: str, what: str, now: float) -> list[Decision]:
+        """React to a route that refused a request or let it wait too long."""
+        if self.fixed is not None:
+            return []
+        moves = [scheduler.controller.pressed(now, what) for scheduler in self._on(route)]
+        return [move for move in moves if move]
+
+    def _on(self, route: str) -> list[_Scheduler]:
+        return [scheduler for scheduler in self._schedulers.values() if scheduler.route == route]
+
+    def _add(self, signal: Signals | None, now: float, route: str = "") -> Decision:
+        count = len(self.info.routes)
+        if signal is not None:
+            name, route, max_running = signal.scheduler, signal.route, signal.max_running
+            pool = signal.max_total_tokens
+        else:  # the engine tells no load: what it said of itself must do
+            name, max_running, pool = route, _part(self.info.max_running, count), None
+            pool = _part(self.info.max_total_tokens, count)
+        band = self.band.scaled(max_running)
+        window, why = first_window(max_running, pool, self.tokens_a_row, band.low)
+        controller = Controller(name, window, band, most=self.most, now=now)
+        self._schedulers[name] = _Scheduler(route, controller, heard_at=now)
+        return Decision(
+            name,
+            0,
+            controller.window,
+            controller.state,
+            f"{why}; #queue-req {band.low}-{band.high} ({band.why})",
+        )
+
+    def _forget(self, signals: Sequence[Signals], now: float) -> list[Decision]:
+        """Take out the schedulers of a shared route that are silent while others speak."""
+        speaking = {signal.route for signal in signals}
+        gone = [
+            (name, s)
+            for name, s in self._schedulers.items()
+            if s.route in speaking and now - s.heard_at > GONE_AFTER_S and len(self._on(s.route)) > 1
+        ]
+        for name, _ in gone:
+            del self._schedulers[name]
+        return [
+            Decision(
+                name, s.controller.window, 0, "gone", f"nothing heard of it for {now - s.heard_at:.0f} s"
+            )
+            for name, s in gone
+        ]
+
+    def _shares(self, signals: Sequence[Signals], in_flight: Mapping[str, int]) -> dict[str, int]:
+        """Our requests at each scheduler: known where it has a route of its own, else estimated."""
+        busy: defaultdict[str, int] = defaultdict(int)
+        for signal in signals:
+            busy[signal.route] += signal.running + signal.queue
+        shares = {}
+        for signal in signals:
+            ours = in_flight.get(signal.route, 0)
+            count = len(self._on(signal.route))
+            total = busy[signal.route]
+            part = (signal.running + signal.queue) / total if total else 1 / count
+            shares[signal.scheduler] = ours if count == 1 else round(ours * part)
+        return shares
+
+    def _rate(self, scheduler: _Scheduler, now: float) -> float:
+        """Rows a second that leave a scheduler, averaged; a shared route's are parted evenly."""
+        on = len(self._on(scheduler.route))
+        ended = scheduler.ended if on == 1 else self._ended[scheduler.route] // on
+        if scheduler.rated is not None and now > scheduler.rated[0]:
+            newest = (ended - scheduler.rated[1]) / (now - scheduler.rated[0])
+            scheduler.rate = (scheduler.rate + newest) / 2
+        scheduler.rated = (now, ended)
+        return scheduler.rate
+
+
+def _is_news(signal: Signals, last: Signals | None) -> bool:
+    """Tell a fresh sample from the old one told again: by its own time, or by any change."""
+    if last is None or signal.taken_at is None:
+        return signal != last
+    return signal.taken_at != last.taken_at
+
+
+def _part(total: int | None, count: int) -> int | None:
+    return None if total is None else max(1, total // count)

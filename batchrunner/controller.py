@@ -1,0 +1,252 @@
+"""How many requests one scheduler is given: its window, moved by its own `#queue-req`. Pure, no clock.
+
+**What is controlled.** W requests are kept in flight at a scheduler; whatever it cannot run waits in its
+queue, so `#queue-req` = W - running - what is on its way. An empty queue starves the GPU, a very long one
+makes each scheduling pass dearer: SGLang's tuning guide calls 100-2000 healthy. W is moved, not a rate:
+completions clock the next submissions, so an engine that slows down is sent less without any decision.
+
+**The band** `low-high` is the job's (`queue: [100, 2000]`). A scheduler with a small `max_running_requests`
+needs no hundred in wait to fill each place at once and would only make rows late: the band is scaled by
+max_running / 256, `low` to 8 at least and `high` in proportion.
+
+**Estimate.** The gauges are old, the number in flight is exact: q = min(in_flight, W) - running - offset,
+which is where the queue goes once W is reached; `running` and `offset` = in_flight - running - queue are averages over fresh samples (half-life 4 s, longer
+than the gauges are late). The offset is what is being tokenised and sent or, below 0, what others submit. A
+gauge that says 0, and counts all that was sent, is believed at once.
+
+**Set-point** q* = low + 2·λ·τ within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler, τ s
+pass between fresh samples; what can leave between two looks must not empty the queue.
+
+**States**
+- `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
+  the queue under `low`; a step adds high/2 at most. It ends when the queue reaches `low`, or at a retraction.
+- `steady`: once a fresh sample, W += g·(q* - q), g = 0.37, unless |q* - q| ≤ q*/4. The loop is an integrator
+  with a delay, which does not overshoot while g ≤ 1/e. Outside the hard band the step is taken whole. W grows
+  only when 80 % of it is in use: else it is the input that is slow, or the work that ends.
+- `pressure`: a 429, a 503, a timeout: 0.7 W, once a second at most and not under a quarter of the first
+  window; no growth for 5 s. Then `steady` goes on.
+- `blind`: no fresh sample for 5 s and four times τ: W is held, at most running + q* as last known.
+- `probe`: the engine tells no load. Each time two windows of rows have ended, W grows by half as long as
+  that made rows/s grow by 5 %; otherwise the last step is taken back, and W stays: `settled`.
+- `tail`: nothing is left to send; W is left alone.
+
+After a retraction W grows only to `low` for 10 s: the KV pool is full, and more in the queue cannot help.
+
+Sources: SGLang's hyperparameter tuning guide (the band); Vegas (a band instead of a point); integral
+control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GAIN = 0.37
+DEAD_BAND = 0.25
+IN_USE = 0.8
+HALF_LIFE_S = 4.0
+"""Of the averages. Gauges can be seconds late: a window that has just moved must not look like an offset."""
+BACK_OFF = 0.7
+BACK_OFF_EVERY_S = 1.0
+CALM_S = 5.0
+"""No growth for so long after pressure."""
+RETRACTION_CALM_S = 10.0
+BLIND_AFTER_S = 5.0
+BLIND_AFTER_PERIODS = 4
+USUAL_MAX_RUNNING = 256
+"""Schedulers that run fewer have the band scaled down."""
+LEAST_LOW = 8
+PROBE_STEP, PROBE_GAIN = 1.5, 1.05
+MOST_PROBED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Healthy `#queue-req` of one scheduler, in requests."""
+
+    low: int
+    high: int
+    why: str = "the job's"
+
+    def scaled(self, max_running: int | None) -> Band:
+        """Return the band for a scheduler that runs so many at once."""
+        if max_running is None or max_running >= USUAL_MAX_RUNNING:
+            return self
+        share = max_running / USUAL_MAX_RUNNING
+        low = min(self.low, max(LEAST_LOW, round(self.low * share)))
+        high = min(self.high, max(4 * low, round(self.high * share)))
+        return Band(low, high, f"scaled down: the scheduler runs {max_running} at once")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at a scheduler: its gauges, and what is known here at the same moment."""
+
+    running: int
+    queue: int
+    in_flight: int
+    """Our own requests at this scheduler."""
+    rate: float
+    """Rows that leave it a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change of a window, for the event log."""
+
+    scheduler: str
+    old: int
+    new: int
+    state: str
+    reason: str
+
+
+class Controller:
+    """The window of one scheduler. Times are seconds of any clock that does not go back."""
+
+    def __init__(self, scheduler: str, window: int, band: Band, *, most: int, now: float) -> None:
+        """`most` is the largest window that the connections allow."""
+        self.scheduler = scheduler
+        self.band = band
+        self.window = min(window, most)
+        self.state = "start"
+        self._first = self.window
+        self._most = most
+        self._running = 0.0
+        self._offset = 0.0
+        self._period_s = 0.0
+        self._target = 1.5 * band.low
+        self._fresh_at: float | None = None
+        self._began = now
+        self._pressed_at = -CALM_S
+        self._retracted_at = -RETRACTION_CALM_S
+        self._epoch = (now, 0)
+        self._ended = 0
+        self._best_rate = 0.0
+
+    @property
+    def target(self) -> float:
+        """The set-point q* for `#queue-req`."""
+        return self._target
+
+    def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> Decision | None:
+        """Take a fresh sample; `may_grow` is false where another scheduler's queue forbids it."""
+        self._learn(now, seen)
+        if self.state in {"blind", "probe", "settled"}:
+            self.state = "steady"
+        if self.state == "pressure" and now - self._pressed_at >= CALM_S:
+            self.state = "steady"
+        growing = may_grow and seen.in_flight >= IN_USE * self.window and self.state != "pressure"
+        if self.state == "start":
+            if seen.queue >= self.band.low or self._is_retracting(now):
+                self.state = "steady"
+            else:
+                return self._double(seen) if growing else None
+        return self._steer(now, seen, growing=growing)
+
+    def tick(self, now: float) -> Decision | None:
+        """Let time pass without a fresh sample."""
+        if self._fresh_at is None:
+            if self.state in {"start", "probe"} and now - self._began >= BLIND_AFTER_S:
+                return self._probe(now)
+            return None
+        silence_s = now - self._fresh_at
+        if self.state == "blind" or silence_s < max(BLIND_AFTER_S, BLIND_AFTER_PERIODS * self._period_s):
+            return None
+        self.state = "blind"
+        known = max(1, round(self._running + self._target))
+        return self._move(
+            min(self.window, known),
+            f"no fresh load for {silence_s:.0f} s: held to what was last known",
+            log=True,
+        )
+
+    def ended(self, count: int = 1) -> None:
+        """Rows came to an end here."""
+        self._ended += count
+
+    def pressed(self, now: float, what: str) -> Decision | None:
+        """React to a refusal or a timeout."""
+        if now - self._pressed_at < BACK_OFF_EVERY_S:
+            return None
+        self._pressed_at = now
+        self.state = "pressure"
+        least = max(1, self._first // 4)
+        return self._move(max(min(self.window, least), round(self.window * BACK_OFF)), what)
+
+    def retracted(self, now: float) -> None:
+        """Rows were retracted: the KV pool is full."""
+        self._retracted_at = now
+
+    def drain(self) -> None:
+        """Nothing is left to send."""
+        self.state = "tail"
+
+    def _is_retracting(self, now: float) -> bool:
+        return now - self._retracted_at < RETRACTION_CALM_S
+
+    def _learn(self, now: float, seen: Reading) -> None:
+        offset = seen.in_flight - seen.running - seen.queue
+        if self._fresh_at is None:
+            self._running, self._offset = seen.running, offset
+        else:
+            gap = now - self._fresh_at
+            self._period_s = gap if not self._period_s else (self._period_s + gap) / 2
+            weight = 1 - 0.5 ** (gap / HALF_LIFE_S)
+            self._running += weight * (seen.running - self._running)
+            self._offset += weight * (offset - self._offset)
+        self._fresh_at = now
+        low, high = self.band.low, self.band.high
+        self._target = min(max(low + 2 * seen.rate * self._period_s, 1.5 * low), 10 * low, high / 2)
+
+    def _double(self, seen: Reading) -> Decision | None:
+        if seen.running + seen.queue < IN_USE * self.window:
+            return None  # it has not seen yet what it was given
+        step = min(self.window, max(1, self.band.high // 2))
+        return self._move(
+            self.window + step, f"#queue-req {seen.queue} is under {self.band.low}: doubled at the start"
+        )
+
+    def _steer(self, now: float, seen: Reading, *, growing: bool) -> Decision | None:
+        ours = min(seen.in_flight, self.window)  # what is over the window is on its way out
+        queue = ours - self._running - self._offset
+        target = float(self.band.low) if self._is_retracting(now) else self._target
+        unseen = seen.in_flight - seen.running - seen.queue - self._offset
+        dry = seen.queue == 0 and unseen <= target / 2
+        if dry:  # the gauge knows of all that was sent, so it is the averages that are wrong
+            queue = 0.0
+        error = target - queue
+        outside = dry or seen.queue > self.band.high
+        if abs(error) <= DEAD_BAND * target or (error > 0 and not growing):
+            return None
+        step = error if outside else GAIN * error
+        base = self.window if error > 0 else ours  # a window that was never filled has nothing to take back
+        return self._move(
+            base + round(step), f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
+        )
+
+    def _probe(self, now: float) -> Decision | None:
+        since, ended = self._epoch
+        if self.state == "start":
+            self.state, self._epoch = "probe", (now, self._ended)
+            return self._move(self.window, "the engine tells no load: finding the window by rows/s", log=True)
+        if self._ended - ended < 2 * self.window or now <= since:
+            return None
+        rate = (self._ended - ended) / (now - since)
+        self._epoch = (now, self._ended)
+        if rate >= PROBE_GAIN * self._best_rate and self.window < min(self._most, MOST_PROBED):
+            self._best_rate = rate
+            return self._move(
+                min(MOST_PROBED, round(self.window * PROBE_STEP)), f"{rate:.1f} rows/s: trying more"
+            )
+        self.state = "settled"
+        return self._move(
+            max(self._first, round(self.window / PROBE_STEP)),
+            f"{rate:.1f} rows/s: more did not help",
+            log=True,
+        )
+
+    def _move(self, window: int, reason: str, *, log: bool = False) -> Decision | None:
+        old, self.window = self.window, max(1, min(window, self._most))
+        if self.window == old and not log:
+            return None
+        return Decision(self.scheduler, old, self.window, self.state, reason)
