@@ -10,9 +10,10 @@ needs no hundred in wait to fill each place at once and would only make rows lat
 max_running / 256, `low` to 8 at least and `high` in proportion.
 
 **Estimate.** The gauges are old, the number in flight is exact: q = min(in_flight, W) - running - offset,
-which is where the queue goes once W is reached; `running` and `offset` = in_flight - running - queue are averages over fresh samples (half-life 4 s, longer
-than the gauges are late). The offset is what is being tokenised and sent or, below 0, what others submit. A
-gauge that says 0, and counts all that was sent, is believed at once.
+which is where the queue goes once W is reached. `running` and `offset` = in_flight - running - queue are
+averages over fresh samples (half-life 4 s, longer than the gauges are late); the offset is what is being
+tokenised and sent or, below 0, what others submit. A gauge that says 0, and counts all that was sent, is
+believed at once.
 
 **Set-point** q* = low + 2·λ·τ within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler, τ s
 pass between fresh samples; what can leave between two looks must not empty the queue.
