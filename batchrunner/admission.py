@@ -138,7 +138,7 @@ class Admission:
             name, max_running, pool = route, _part(self.info.max_running, count), None
             pool = _part(self.info.max_total_tokens, count)
         band = self.band.scaled(max_running)
-        window, why = first_window(max_running, pool, self.tokens_a_row, band.low)
+        window, why = first_window(max_running, pool, self.tokens_a_row, band.low, band.high)
         controller = Controller(name, window, band, most=self.most, now=now)
         self._schedulers[name] = _Scheduler(route, controller, heard_at=now)
         return Decision(

@@ -14,18 +14,20 @@ def tokens_a_row(max_new_tokens: int | None) -> int:
 
 
 def first_window(
-    max_running: int | None, max_total_tokens: int | None, row_tokens: int, waiting: int
+    max_running: int | None, max_total_tokens: int | None, row_tokens: int, low: int, high: int
 ) -> tuple[int, str]:
     """Return the window and, in a sentence, where it comes from.
 
-    It is what the scheduler can run at once, min(max_running_requests, KV tokens / tokens a row), and
-    `waiting` more, so that a place which becomes free is taken in the same scheduler step.
+    It is max_running_requests and `low` more, so that a place which becomes free is taken in the same
+    scheduler step. Where the KV pool decides, how many rows fit is a guess (their lengths are not known):
+    then half of `high` is added, which fills the scheduler if they are shorter and stays in the band if not.
     """
     if max_running is None:
         return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"
     running, why = max_running, f"max_running_requests {max_running}"
     if max_total_tokens is not None:
         fits = max(1, max_total_tokens // row_tokens)
-        if fits < running:
-            running, why = fits, f"the KV pool of {max_total_tokens} tokens holds about {fits} requests"
-    return running + waiting, f"{why}, and {waiting} waiting"
+        if fits + high // 2 < running + low:
+            why = f"the KV pool of {max_total_tokens} tokens holds about {fits} requests"
+            return fits + high // 2, f"{why}, and {high // 2} waiting"
+    return running + low, f"{why}, and {low} waiting"

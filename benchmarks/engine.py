@@ -139,8 +139,8 @@ def flush(server: Server) -> None:
 
 def write_input(path: Path, rows: int) -> None:
     made = random.Random(SEED)
-    prompts = [_lognormal(made, *PROMPT_TOKENS) for _ in range(rows)]
-    outputs = [_lognormal(made, *OUTPUT_TOKENS) for _ in range(rows)]
+    prompts = [lognormal(made, *PROMPT_TOKENS) for _ in range(rows)]
+    outputs = [lognormal(made, *OUTPUT_TOKENS) for _ in range(rows)]
     ids = [[made.randrange(*VOCABULARY) for _ in range(tokens)] for tokens in prompts]
     table = {
         "id": pa.array([f"row-{i:05d}" for i in range(rows)]),
@@ -150,7 +150,7 @@ def write_input(path: Path, rows: int) -> None:
     pq.write_table(pa.table(table), path)
 
 
-def _lognormal(made: random.Random, mean: float, deviation: float) -> int:
+def lognormal(made: random.Random, mean: float, deviation: float) -> int:
     variance = math.log(1 + deviation**2 / mean**2)
     value = made.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
     return max(1, min(LONGEST_TOKENS, round(value)))
@@ -169,7 +169,9 @@ def job_for(source: Path, out: Path, url: str) -> dict[str, Any]:
 def runner(job_file: str) -> dict[str, Any]:
     report = run_in_foreground(job_file, [], fresh=True, retry_failed=False, quiet=True, as_json=False)
     assert report.exit_code == 0, report.reason
-    return {"wall_s": report.wall_s, "tokens": report.output_tokens, "window": report.window}
+    return {
+        "wall_s": report.wall_s, "tokens": report.output_tokens, "window": report.window, "load": report.load,
+    }  # fmt: skip
 
 
 def bare(job_file: str, window: int) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def bare(job_file: str, window: int) -> dict[str, Any]:
     bodies = [
         orjson.dumps({
             "input_ids": row["input_ids"],
-            "sampling_params": {"max_new_tokens": row["tokens"], "ignore_eos": True, "temperature": 0},
+            "sampling_params": {**job["sampling"], "max_new_tokens": row["tokens"]},
         })
         for row in rows
     ]  # fmt: skip
