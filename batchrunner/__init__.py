@@ -20,6 +20,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.base     the protocol that every engine speaks
     engines.sockets  how many connections this machine lets us hold
     engines.signals  what a server says of its load → Signals
+    engines.loglines   the same out of its log
     engines.wire     requests and replies as SGLang's HTTP interface has them
     engines.model    a model's name and whether it is there
     engines.device   GPU or CPU, and what SGLang needs for a CPU

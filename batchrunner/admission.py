@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from batchrunner.records import EngineInfo, Signals
 
+BURST_S = 0.1
+BURST_HALF_LIFE_S = 10.0
 GONE_AFTER_S = 15.0
 """A scheduler of several that has not been heard of for so long is dead, and its window with it."""
 
@@ -30,9 +32,31 @@ class _Scheduler:
     controller: Controller
     last: Signals | None = None
     heard_at: float = 0.0
-    ended: int = 0
     rated: tuple[float, int] | None = None
     rate: float = 0.0
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Rows that came to their end on a route."""
+
+    count: int = 0
+    bucket: tuple[float, int] = (0.0, 0)
+    """When the present tenth of a second began, and the rows in it."""
+    burst: float = 0.0
+    decayed_at: float = 0.0
+
+    def add(self, now: float) -> None:
+        since, rows = self.bucket
+        self.bucket = (since, rows + 1) if now - since < BURST_S else (now, 1)
+        self.count += 1
+        self.burst = max(self.burst, self.bucket[1])
+
+    def recent_burst(self, now: float) -> float:
+        """Return the largest burst of late: it is forgotten by half every 10 s."""
+        self.burst *= 0.5 ** ((now - self.decayed_at) / BURST_HALF_LIFE_S)
+        self.decayed_at = now
+        return self.burst
 
 
 @dataclass(slots=True)
@@ -48,7 +72,7 @@ class Admission:
     fixed: int | None = None
     """A window that the job has set, over all routes; then nothing is ever changed."""
     _schedulers: dict[str, _Scheduler] = field(default_factory=dict)
-    _ended: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _ends: defaultdict[str, _Ends] = field(default_factory=lambda: defaultdict(_Ends))
     _draining: bool = False
 
     def begin(self, signals: Sequence[Signals], now: float) -> list[Decision]:
@@ -100,7 +124,11 @@ class Admission:
             if _is_news(signal, scheduler.last):
                 scheduler.last = signal
                 seen = Reading(
-                    signal.running, signal.queue, shares[signal.scheduler], self._rate(scheduler, now)
+                    signal.running,
+                    signal.queue,
+                    shares[signal.scheduler],
+                    self._rate(scheduler, now),
+                    self._ends[signal.route].recent_burst(now) / len(self._on(signal.route)),
                 )
                 alone = len(self._on(signal.route)) == 1
                 moved = scheduler.controller.sample(now, seen, may_grow=alone or signal.route not in full)
@@ -110,14 +138,13 @@ class Admission:
 
     def ended(self, route: str, retractions: int, now: float) -> None:
         """Take note of a row that came to its end on a route."""
-        self._ended[route] += 1
+        self._ends[route].add(now)
         on = self._on(route)
         for scheduler in on:
             if retractions:
                 scheduler.controller.retracted(now)
         if len(on) == 1:
             on[0].controller.ended()
-            on[0].ended += 1
 
     def pressed(self, route: str, what: str, now: float) -> list[Decision]:
         """React to a route that refused a request or let it wait too long."""
@@ -183,7 +210,7 @@ class Admission:
     def _rate(self, scheduler: _Scheduler, now: float) -> float:
         """Rows a second that leave a scheduler, averaged; a shared route's are parted evenly."""
         on = len(self._on(scheduler.route))
-        ended = scheduler.ended if on == 1 else self._ended[scheduler.route] // on
+        ended = self._ends[scheduler.route].count // on
         if scheduler.rated is not None and now > scheduler.rated[0]:
             newest = (ended - scheduler.rated[1]) / (now - scheduler.rated[0])
             scheduler.rate = (scheduler.rate + newest) / 2

@@ -15,9 +15,9 @@ averages over fresh samples (half-life 4 s, longer than the gauges are late); th
 tokenised and sent or, below 0, what others submit. A gauge that says 0, and counts all that was sent, is
 believed at once.
 
-**Set-point** q* = low + 2·max(λ·τ, d) within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler,
-τ s pass between fresh samples, d is the mean deviation of the gauge (rows of one length end in waves). What
-can leave between two looks, or at once, must not empty the queue.
+**Set-point** q* = low + max(2·λ·τ, b) within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler,
+τ s pass between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length
+end in waves). What leaves between two looks, or at once, must find its successors in the queue.
 
 **States**
 - `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
@@ -89,6 +89,8 @@ class Reading:
     """Our own requests at this scheduler."""
     rate: float
     """Rows that leave it a second."""
+    burst: float = 0.0
+    """Rows that left it in the fullest tenth of a second of late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,6 @@ class Controller:
         self._most = most
         self._running = 0.0
         self._offset = 0.0
-        self._mean_queue = 0.0
-        self._deviation = 0.0
         self._period_s = 0.0
         self._target = 1.5 * band.low
         self._fresh_at: float | None = None
@@ -191,19 +191,16 @@ class Controller:
     def _learn(self, now: float, seen: Reading) -> None:
         offset = seen.in_flight - seen.running - seen.queue
         if self._fresh_at is None:
-            self._running, self._offset, self._mean_queue = seen.running, offset, seen.queue
+            self._running, self._offset = seen.running, offset
         else:
             gap = now - self._fresh_at
             self._period_s = gap if not self._period_s else (self._period_s + gap) / 2
             weight = 1 - 0.5 ** (gap / HALF_LIFE_S)
             self._running += weight * (seen.running - self._running)
             self._offset += weight * (offset - self._offset)
-            away = seen.queue - self._mean_queue
-            self._mean_queue += weight * away
-            self._deviation += weight * (abs(away) - self._deviation)
         self._fresh_at = now
         low, high = self.band.low, self.band.high
-        wanted = low + 2 * max(seen.rate * self._period_s, self._deviation)
+        wanted = low + max(2 * seen.rate * self._period_s, seen.burst)
         self._target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
 
     def _double(self, seen: Reading) -> Decision | None:

@@ -88,7 +88,7 @@ class Signals:
 
     scheduler: str
     """The replica's URL, with `#dpN` where it has several DP ranks."""
-    source: Literal["loads", "metrics", "engine", "simulated"]
+    source: Literal["loads", "metrics", "log", "engine", "simulated"]
     running: int
     """`#running-req`."""
     queue: int

@@ -80,6 +80,8 @@ class FakeSGLang:
         retry_after: str = "0",
         is_sglang: bool = True,
         max_running: int = 8,
+        delay_s: float = 0.0,
+        port: int = 0,
     ) -> None:
         self.script = script
         self.model = model
@@ -87,9 +89,14 @@ class FakeSGLang:
         self.retry_after = retry_after
         self.is_sglang = is_sglang
         self.max_running = max_running
+        self.delay_s = delay_s
+        """Time that an answer takes; with one, `max_running` are answered at once and the others wait."""
+        self._port = port
         self.url = ""
         self.sent: list[Sent] = []
         self.most_in_flight = 0
+        self.polls: Literal["answer", "hang", "gone"] = "answer"
+        self._polled = 0
         self._in_flight = 0
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
@@ -129,6 +136,7 @@ class FakeSGLang:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._over, self._released = asyncio.Event(), asyncio.Event()
+        self._slots = asyncio.Semaphore(self.max_running)
         app = web.Application(client_max_size=1 << 26)
         if self.is_sglang:
             app.router.add_get("/model_info", self._model_info)
@@ -140,7 +148,7 @@ class FakeSGLang:
             app.router.add_get("/{anything:.*}", self._something_else)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._up.set()
@@ -182,10 +190,16 @@ class FakeSGLang:
         )
 
     async def _loads(self, request: web.Request) -> web.Response:
+        if self.polls == "hang":
+            await self._over.wait()
+        if self.polls == "gone":
+            return web.Response(status=404)
+        self._polled += 1
         load = {
+            "timestamp": self._polled,
             "dp_rank": 0,
-            "num_running_reqs": self._in_flight,
-            "num_waiting_reqs": 0,
+            "num_running_reqs": min(self._in_flight, self.max_running),
+            "num_waiting_reqs": max(0, self._in_flight - self.max_running),
             "num_used_tokens": 0,
             "max_total_num_tokens": 20000,
             "max_running_requests": self.max_running,
@@ -201,7 +215,11 @@ class FakeSGLang:
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
-            return await self._react(request, sent, self.script(sent))
+            what = self.script(sent)
+            if self.delay_s and what == "answer":
+                async with self._slots:
+                    await asyncio.sleep(self.delay_s)
+            return await self._react(request, sent, what)
         finally:
             self._in_flight -= 1
 

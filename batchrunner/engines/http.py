@@ -120,6 +120,11 @@ class HttpEngine:
         polls = await asyncio.gather(*map(self._poll, self._replicas))
         return [signal for signals in polls for signal in signals]
 
+    @property
+    def tells_load(self) -> bool:
+        """Whether the server has told its load when it was opened."""
+        return self._load_path is not None
+
     async def close(self) -> None:
         """Close all connections."""
         if self._session is not None:

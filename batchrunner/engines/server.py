@@ -18,6 +18,7 @@ import orjson
 
 from batchrunner.engines.device import CPU_NOTE, cpu_environment, on_cpu, server_args
 from batchrunner.engines.http import HttpEngine
+from batchrunner.engines.loglines import LogLoad
 from batchrunner.engines.model import check_model, model_identity
 from batchrunner.engines.serverlog import cause_in, last_line
 from batchrunner.errors import EngineLostError, EngineStartError, RequestError
@@ -37,6 +38,10 @@ WORD_EVERY_S = 15.0
 """Loading takes minutes for large models: a sign of life, with the last line of the log."""
 
 
+LOG_BYTES = 4 << 20
+"""Of the log, read at most at one look."""
+
+
 class LaunchedServer:
     """An SGLang server that lives as long as this object is open, and never longer than this process."""
 
@@ -46,6 +51,8 @@ class LaunchedServer:
         self._timeout_s = request_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._client: HttpEngine | None = None
+        self._log_load: LogLoad | None = None
+        self._log_read = log_path.stat().st_size if log_path.exists() else 0
 
     async def open(self) -> EngineInfo:
         """Start the server and wait until it is ready; see `Engine.open`."""
@@ -57,6 +64,8 @@ class LaunchedServer:
         await self._wait_until_ready(url, key)
         self._client = HttpEngine([url], api_key=key, request_timeout_s=self._timeout_s)
         info = await self._client.open()
+        if not self._client.tells_load:
+            self._log_load = LogLoad(url)
         notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
         return dataclasses.replace(
             info, kind="server", model=model_identity(self._spec.model), log=str(self._log_path), notes=notes
@@ -74,8 +83,16 @@ class LaunchedServer:
             raise
 
     async def signals(self) -> Sequence[Signals]:
-        """Return the server's load now."""
-        return await self._client.signals() if self._client else []
+        """Return the server's load now, out of its log where it tells it nowhere else."""
+        if self._client is None or self._log_load is None:
+            return await self._client.signals() if self._client else []
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_read)
+            text = log.read(LOG_BYTES)
+        whole = text.rfind(b"\n") + 1
+        self._log_read += whole
+        self._log_load.read(text[:whole].decode(errors="replace").splitlines())
+        return self._log_load.signals()
 
     async def close(self) -> None:
         """End the server and everything it started."""
