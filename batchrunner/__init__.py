@@ -48,6 +48,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     feedback         polls the load, shows it, writes it down
     runner           one run from start to end: puts the parts together
     status           what a run is at, from its files
+    picture          a run over time, drawn
     check            what a run would do
     foreground       a run with signals and a display
     library          run, arun, generate, open_engine

@@ -115,6 +115,18 @@ def merge(run: RunArgument) -> None:
 
 
 @app.command()
+def plot(run: RunArgument) -> None:
+    """Draw a run over time (queue, running, token usage, window, output rate) into RUN/run.png.
+
+    Example: batchrun plot out/summarize
+    """
+    from batchrunner.picture import draw  # noqa: PLC0415
+
+    picture: Path = _or_exit(draw, run)
+    _print([str(picture)])
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of job files, for editors to complete and check them.
 

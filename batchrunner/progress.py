@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from batchrunner.report import duration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from batchrunner.records import Signals
 
 log = logging.getLogger(__name__)
@@ -47,16 +49,9 @@ class Snapshot:
         return left / self.rows_per_s if self.rows_per_s > 0 else None
 
     def load(self) -> str:
-        """Return running, queue (with its band) and token usage, of each scheduler."""
-        if not self.signals:
-            return "load unknown"
-        running = "+".join(str(s.running) for s in self.signals)
-        queue = "+".join(str(s.queue) for s in self.signals)
-        usage = "/".join(f"{s.token_usage:.2f}" for s in self.signals)
-        low, high = self.bands.get(self.signals[0].scheduler, (0, 0))
-        band = f" ({low}-{high})" if high else ""
-        retractions = f", {self.retractions} retractions" if self.retractions else ""
-        return f"#running-req {running}, #queue-req {queue}{band}, token usage {usage}{retractions}"
+        """Return the load of all schedulers."""
+        loads = [(s.scheduler, s.running, s.queue, s.token_usage) for s in self.signals]
+        return load_line(loads, self.bands, self.retractions)
 
     def line(self) -> str:
         """Return one line of all of it."""
@@ -67,6 +62,23 @@ class Snapshot:
             f"{self.rows_per_s:.1f} rows/s, {self.output_tokens_per_s:,.0f} output tok/s, {self.load()}, "
             f"{self.in_flight}/{self.window} in flight, {self.rows_failed} failed{resting}, {left} left"
         )
+
+
+def load_line(
+    loads: Sequence[tuple[str, int, int, float]], bands: Mapping[str, Sequence[int]], retractions: int
+) -> str:
+    """Write running, queue (with its band) and token usage, of each scheduler where there are several.
+
+    `loads` are (scheduler, `#running-req`, `#queue-req`, token usage from 0 to 1).
+    """
+    if not loads:
+        return "load unknown"
+    running, queue = ("+".join(str(load[i]) for load in loads) for i in (1, 2))
+    usage = "/".join(f"{load[3]:.2f}" for load in loads)
+    band = bands.get(loads[0][0])
+    healthy = f" ({band[0]}-{band[1]})" if band else ""
+    retracted = f", {retractions} retractions" if retractions else ""
+    return f"#running-req {running}, #queue-req {queue}{healthy}, token usage {usage}{retracted}"
 
 
 class Rates:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.checkpoint import read_parts, read_run_json
 from batchrunner.errors import OutputError
 from batchrunner.events import last_sample
+from batchrunner.progress import load_line
 from batchrunner.report import duration
 from batchrunner.storage import RunDir
 
@@ -62,11 +63,10 @@ def status_lines(state: dict[str, Any]) -> list[str]:
 
 def _sample_line(sample: dict[str, Any]) -> str:
     signals = sample["signals"]
-    load = (
-        f"#running-req {sum(s['running'] for s in signals)}, #queue-req {sum(s['queue'] for s in signals)}, "
-        f"token usage {max(s['token_usage'] for s in signals):.2f}"
-        if signals
-        else "load unknown"
+    load = load_line(
+        [(s["scheduler"], s["running"], s["queue"], s["token_usage"]) for s in signals],
+        sample["bands"],
+        sample["retractions"],
     )
     rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
     return (
