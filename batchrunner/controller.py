@@ -9,11 +9,11 @@ completions clock the next submissions, so an engine that slows down is sent les
 needs no hundred in wait to fill each place at once and would only make rows late: the band is scaled by
 max_running / 256, `low` to 8 at least and `high` in proportion.
 
-**Estimate.** The gauges are old, the number in flight is exact: q = min(in_flight, W) - running - offset,
-which is where the queue goes once W is reached. `running` and `offset` = in_flight - running - queue are
-averages over fresh samples (half-life 4 s, longer than the gauges are late); the offset is what is being
-tokenised and sent or, below 0, what others submit. A gauge that says 0, and counts all that was sent, is
-believed at once.
+**Estimate** q of the queue. The gauges are up to seconds old; the number in flight is exact. As long as
+running + queue account for what is in flight, up to q*/4, the gauge is believed, plus what W still changes.
+Else it is from before W's last move, and q = min(in_flight, W) - running - offset, which is where the queue
+goes: `running` and `offset` = in_flight - running - queue are averages (half-life 4 s). The offset is what is
+being tokenised and sent or, below 0, what others submit.
 
 **Set-point** q* = low + max(2·λ·τ, b) within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler,
 τ s pass between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length
@@ -23,8 +23,9 @@ end in waves). What leaves between two looks, or at once, must find its successo
 - `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
   the queue under `low`; a step adds high/2 at most. It ends when the queue reaches `low`, or at a retraction.
 - `steady`: once a fresh sample, W += g·(q* - q), g = 0.37, unless |q* - q| ≤ q*/4. The loop is an integrator
-  with a delay, which does not overshoot while g ≤ 1/e. Outside the hard band the step is taken whole. W grows
-  only when 80 % of it is in use: else it is the input that is slow, or the work that ends.
+  with a delay, which does not overshoot while g ≤ 1/e. Above the band, or when the queue is empty, the step
+  is taken whole. W shrinks no faster than rows end (4 s of them ahead), and grows only when 80 % of it is in
+  use: else it is the input that is slow.
 - `pressure`: a 429, a 503, a timeout: 0.7 W, once a second at most and not under a quarter of the first
   window; no growth for 5 s. Then `steady` goes on.
 - `blind`: no fresh sample for 5 s and four times τ: W is held, at most running + q* as last known.
@@ -191,7 +192,7 @@ class Controller:
     def _learn(self, now: float, seen: Reading) -> None:
         offset = seen.in_flight - seen.running - seen.queue
         if self._fresh_at is None:
-            self._running, self._offset = seen.running, offset
+            self._running = seen.running
         else:
             gap = now - self._fresh_at
             self._period_s = gap if not self._period_s else (self._period_s + gap) / 2
@@ -212,22 +213,24 @@ class Controller:
         )
 
     def _steer(self, now: float, seen: Reading, *, growing: bool) -> Decision | None:
-        ours = min(seen.in_flight, self.window)  # what is over the window is on its way out
-        queue = ours - self._running - self._offset
         target = float(self.band.low) if self._is_retracting(now) else self._target
+        ours = min(seen.in_flight, self.window)  # what is over the window is on its way out
         unseen = seen.in_flight - seen.running - seen.queue - self._offset
-        dry = seen.queue == 0 and unseen <= target / 2
-        if dry:  # the gauge knows of all that was sent, so it is the averages that are wrong
-            queue = 0.0
+        seen_all = abs(unseen) <= DEAD_BAND * target
+        # else the gauges are from before the window's last move
+        newest, expected = seen.queue + ours - seen.in_flight, ours - self._running - self._offset
+        queue = newest if seen_all else expected
         error = target - queue
-        outside = dry or seen.queue > self.band.high
+        outside = seen.queue > self.band.high or (seen_all and seen.queue == 0)
         if abs(error) <= DEAD_BAND * target or (error > 0 and not growing):
             return None
-        step = error if outside else GAIN * error
-        base = self.window if error > 0 else ours  # a window that was never filled has nothing to take back
-        return self._move(
-            base + round(step), f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
-        )
+        step = round(error if outside else GAIN * error)
+        reason = f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
+        if error > 0:
+            return self._move(self.window + step, reason)
+        # no further ahead of the rows than they can follow: by then the scheduler may run more of them
+        least = seen.in_flight - max(1, round(seen.rate * HALF_LIFE_S))
+        return self._move(min(self.window, max(ours + step, least)), reason)
 
     def _probe(self, now: float) -> Decision | None:
         since, ended = self._epoch
