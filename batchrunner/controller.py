@@ -23,8 +23,8 @@ end in waves). What leaves between two looks, or at once, must find its successo
 - `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
   the queue under `low`; a step adds high/2 at most. It ends when the queue reaches `low`, or at a retraction.
 - `steady`: once a fresh sample, W += g·(q* - q), g = 0.37, unless |q* - q| ≤ q*/4. The loop is an integrator
-  with a delay, which does not overshoot while g ≤ 1/e. Above the band, or when the queue is empty, the step
-  is taken whole. W shrinks no faster than rows end (4 s of them ahead), and grows only when 80 % of it is in
+  with a delay, which does not overshoot while g ≤ 1/e. Above the band the step is taken whole; an empty queue
+  is a new start. W shrinks no faster than rows end (4 s of them ahead), and grows only when 80 % of it is in
   use: else it is the input that is slow.
 - `pressure`: a 429, a 503, a timeout: 0.7 W, once a second at most and not under a quarter of the first
   window; no growth for 5 s. Then `steady` goes on.
@@ -141,6 +141,8 @@ class Controller:
         if self.state == "pressure" and now - self._pressed_at >= CALM_S:
             self.state = "steady"
         growing = may_grow and seen.in_flight >= IN_USE * self.window and self.state != "pressure"
+        if self.state == "steady" and seen.queue == 0 and not self._is_retracting(now):
+            self.state = "start"  # who knows how many more it can run
         if self.state == "start":
             if seen.queue >= self.band.low or self._is_retracting(now):
                 self.state = "steady"
@@ -209,7 +211,7 @@ class Controller:
             return None  # it has not seen yet what it was given
         step = min(self.window, max(1, self.band.high // 2))
         return self._move(
-            self.window + step, f"#queue-req {seen.queue} is under {self.band.low}: doubled at the start"
+            self.window + step, f"#queue-req {seen.queue} is under {self.band.low}: growing fast"
         )
 
     def _steer(self, now: float, seen: Reading, *, growing: bool) -> Decision | None:
@@ -221,10 +223,9 @@ class Controller:
         newest, expected = seen.queue + ours - seen.in_flight, ours - self._running - self._offset
         queue = newest if seen_all else expected
         error = target - queue
-        outside = seen.queue > self.band.high or (seen_all and seen.queue == 0)
         if abs(error) <= DEAD_BAND * target or (error > 0 and not growing):
             return None
-        step = round(error if outside else GAIN * error)
+        step = round(error if seen.queue > self.band.high else GAIN * error)
         reason = f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error > 0:
             return self._move(self.window + step, reason)
