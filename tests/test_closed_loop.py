@@ -204,3 +204,16 @@ def test_an_old_release_tells_its_load_in_its_log(tmp_path: Path) -> None:
     assert whole(job, 150)
     signals = [signal for sample in events_of(job, "sample") for signal in sample["signals"]]
     assert {(s["source"], s["running"], s["queue"], s["max_running"]) for s in signals} == {("log", 5, 3, 16)}
+
+
+def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock may be set back or forth in mid-run: nothing is timed by it."""
+    clock = iter(range(10**9, 0, -3600))
+    with FakeSGLang(max_running=32, delay_s=0.02) as server:
+        job = job_of(tmp_path, server, rows=800)
+        monkeypatch.setattr("batchrunner.events.time.time", lambda: float(next(clock)))
+        report = batchrunner.run(job)
+    assert whole(job, 800)
+    assert 0 < report.wall_s < 20
+    elapsed = [sample["elapsed_s"] for sample in events_of(job, "sample")]
+    assert elapsed == sorted(elapsed)
