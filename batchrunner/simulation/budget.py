@@ -30,7 +30,7 @@ class Budget:
         return tokens if self.chunk_tokens is None else min(tokens, self.chunk_tokens)
 
     def cut_next_chunk(self, tokens: int, free_tokens: int) -> int:
-        """Return how many tokens of a prompt that was begun are next: it goes on even where no room is left."""
+        """Return how many tokens of a prompt that was begun are next: it goes on even without room."""
         room_tokens = math.floor(free_tokens - self.expected_tokens)
         assert self.chunk_tokens is not None
         limit = min(self.chunk_tokens, room_tokens) if room_tokens > 0 else self.chunk_tokens

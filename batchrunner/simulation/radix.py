@@ -22,7 +22,7 @@ Path = tuple[tuple["Hashable", int], ...]
 class Node:
     """A piece of a segment; the path of its parents is the context before it."""
 
-    __slots__ = ("children", "key", "locks", "parent", "queued", "touched", "tokens")
+    __slots__ = ("children", "key", "locks", "parent", "queued", "tokens", "touched")
 
     def __init__(self, parent: Node | None, key: tuple[Hashable, int], tokens: int) -> None:
         self.parent = parent
@@ -95,7 +95,7 @@ class RadixCache:
         return node, known
 
     def extend(self, node: Node, key: tuple[Hashable, int], tokens: int) -> None:
-        """Hang a leaf that nobody else can have under a node, and touch the path: what a finished sample put out."""
+        """Hang a leaf that nobody else has, what a sample put out, under a node; touch the path."""
         self._time += 1
         leaf = self._add(node, key, tokens)
         leaf.touched = self._time

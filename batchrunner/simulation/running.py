@@ -25,6 +25,7 @@ class Remaining:
         self._serial = 0
 
     def add(self, sample: Sample, tick: int) -> None:
+        """Count a sample that joined, or that is not clipped any more."""
         base = sample.asked_tokens - sample.outputs_base
         sample.clipped = base - tick > CLIP_TOKENS
         if sample.clipped:
@@ -36,6 +37,7 @@ class Remaining:
             self._base += base
 
     def remove(self, sample: Sample) -> None:
+        """Undo `add`."""
         if sample.clipped:
             sample.clipped = False
             self._clipped -= 1
@@ -44,6 +46,7 @@ class Remaining:
             self._base -= sample.asked_tokens - sample.outputs_base
 
     def tokens(self, tick: int) -> int:
+        """Return the sum after so many decode steps."""
         while self._due and self._due[0][0] <= tick:
             due, _, sample = heapq.heappop(self._due)
             if sample.clipped and sample.asked_tokens - sample.outputs_base - CLIP_TOKENS == due:
@@ -141,7 +144,7 @@ class RunningBatch:
         return ended
 
     def victims(self) -> list[Sample]:
-        """All samples, the first to be retracted last: shortest output, then longest prompt, then youngest."""
+        """All samples, who is retracted first last: shortest output, longest prompt, youngest."""
         return sorted(self.samples, key=lambda s: (-s.outputs_base, s.prompt_tokens))
 
     def _end_at(self, sample: Sample, outputs: int) -> None:

@@ -182,7 +182,7 @@ class Scheduler:
         self.queue += 1
 
     def drop(self, sample: Sample) -> None:
-        """Abort a sample: a waiting one goes at once, a running one with the next pass; harmless once over."""
+        """Abort a sample: a waiting one goes at once, a running one with the next pass."""
         if sample.state == "waiting":
             sample.state = "dropped"  # the queue skips it when it gets there
             self.queue -= 1
@@ -213,42 +213,47 @@ class Scheduler:
         return self._available_tokens + self._cache.evictable_tokens
 
     def _admit(self) -> list[tuple[Sample, int]]:
-        """Choose what is prefilled now, and how many tokens of each; each holds a lock on its cached prefix."""
-        running = len(self._batch.samples)
-        if not running:
-            self._full = False
-        if self._chunked is None:
-            if self._full or not self.queue:
-                return []
-            if running >= self.config.max_running:
-                self._full = True
-                return []
+        """Choose what is prefilled now, with how many tokens; each holds a lock on its cached prefix."""
+        running, config = len(self._batch.samples), self.config
+        if not self._may_admit(running):
+            return []
         self._order_queue()
-        config = self.config
         expected_tokens = self._batch.expected_tokens(self.ratio)
         budget = Budget(config.max_prefill_tokens, config.chunked_prefill_tokens, expected_tokens)
         admitted: list[tuple[Sample, int]] = []
         if self._chunked is not None:
             admitted.append(self._next_chunk(self._chunked, budget))
-        while self.queue:
-            if budget.spent and self._free_tokens() > budget.expected_tokens:
-                break
-            if len(admitted) >= config.max_running - running:
-                self._full = True
-            if self._full:
-                break
+        while self._may_add(budget, running + len(admitted)):
             tokens = self._try(self._head(), budget, first=not admitted)
             if tokens is None:
                 self._full = running > 0 or bool(admitted)
-                break
-            if tokens == 0:
+            if not tokens:
                 break
             admitted.append((self._waiting.popleft(), tokens))
             self.queue -= 1
             if self._free_tokens() <= budget.expected_tokens:
                 self._full = True
-                break
         return admitted
+
+    def _may_admit(self, running: int) -> bool:
+        """Tell whether an admission pass makes sense: after one that failed, only once the batch shrank."""
+        if not running:
+            self._full = False
+        if self._chunked is not None:
+            return True
+        if self._full or not self.queue:
+            return False
+        self._full = running >= self.config.max_running
+        return not self._full
+
+    def _may_add(self, budget: Budget, seats: int) -> bool:
+        """Tell whether the pass may look at the head of the queue."""
+        if not self.queue or self._full:
+            return False
+        if budget.spent and self._free_tokens() > budget.expected_tokens:
+            return False
+        self._full = seats >= self.config.max_running
+        return not self._full
 
     def _head(self) -> Sample:
         """Return the first sample that waits, without the dropped ones before it."""
@@ -257,7 +262,7 @@ class Scheduler:
         return self._waiting[0]
 
     def _try(self, sample: Sample, budget: Budget, *, first: bool) -> int | None:
-        """Admit the head of the queue and return its tokens in this pass; 0: not in this pass; None: no room."""
+        """Admit the head of the queue; return its tokens in this pass. 0: not in this one; None: no room."""
         cache = self._cache
         fill_tokens = sample.fill_tokens
         # the last token is always computed: it puts out the first new one
@@ -351,7 +356,9 @@ class Scheduler:
             else:
                 self._batch.join(sample)
         if finished or self._chunked is not None:
-            self._full = False  # fewer samples join than were prefilled: SGLang takes it for a batch that shrank
+            self._full = (
+                False  # fewer samples join than were prefilled: SGLang takes it for a batch that shrank
+            )
         self.prefill_passes += 1
         self.prefilled_tokens += prefill_tokens
         cached_tokens, self._pass_cached_tokens = self._pass_cached_tokens, 0
@@ -363,7 +370,8 @@ class Scheduler:
 
     def _decode(self, limit: int) -> StepResult:
         batch = self._batch
-        retracted, finished = 0, []
+        retracted = 0
+        finished: list[Sample] = []
         if self._make_room(len(batch.samples)):
             room_steps = self._free_tokens() // len(batch.samples)
             steps = min(limit, batch.steps_to_end(), room_steps)
@@ -393,7 +401,7 @@ class Scheduler:
         )
 
     def _retract(self) -> tuple[int, list[Sample]]:
-        """Send samples back until the next step fits; return how many, and the last one if even it did not."""
+        """Send samples back until the next step fits; return how many, and the last if even it did not."""
         batch = self._batch
         kept = batch.victims()
         retracted = 0
@@ -453,7 +461,7 @@ class Scheduler:
         sample.state = "dropped" if sample.dropping else "finished"
 
     def _release(self, sample: Sample, context_tokens: int, *, keep: bool) -> None:
-        """Let go of the context; `keep` leaves all of it to the cache, else what the cache has not is freed."""
+        """Let go of the context; `keep` leaves all of it to the cache, else what it has not is freed."""
         own_tokens = context_tokens - sample.protected_tokens
         if keep and self._caching and sample.node is not None:
             if own_tokens:
