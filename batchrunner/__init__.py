@@ -27,8 +27,8 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.launcher   a script of its own: runs a server that cannot outlive us
     engines.server   a server that we start
     engines.inprocess  sglang.Engine in this process
-    simulation.sample  one request as the simulated scheduler sees it
     simulation.radix   which prefixes are cached, and what is evicted
+    simulation.sample  one request as the simulated scheduler sees it
     simulation.running  the samples that decode together, as sums
     simulation.budget  what one admission pass may still take
     simulation.scheduler  SGLang's scheduler without clock or model
