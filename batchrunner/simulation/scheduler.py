@@ -2,7 +2,12 @@
 
 Read from SGLang 0.5.23: `managers/scheduler.py` (the order of things), `schedule_policy.py` (admission, the
 queue's order), `schedule_batch.py` (retraction), `scheduler_components/new_token_ratio_tracker.py` and
-`mem_cache/prefill_budget.py`. The loop without overlap is modelled, one page a token, one data-parallel rank.
+`mem_cache/prefill_budget.py`.
+
+Not modelled: the overlap of a pass with the handling of the one before, which lets a sample that stops early
+decode once more and brings in its successor a pass later; pages of more than one token; mixed chunks;
+priorities; sliding windows and Mamba states; speculation; and, with the radix cache off, the admission of
+`ignore_eos` requests by a simulation of their ends (`add_one_req_ignore_eos`).
 """
 
 from __future__ import annotations
