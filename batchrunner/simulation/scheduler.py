@@ -406,25 +406,28 @@ class Scheduler:
         )
 
     def _retract(self) -> tuple[int, list[Sample]]:
-        """Send samples back until the next step fits; return how many, and the last if even it did not."""
+        """Send samples back until the next step fits; return how many, and who ended so."""
         batch = self._batch
         kept = batch.victims()
         retracted = 0
-        aborted = []
+        ended = []
         while len(kept) > 1 and (not retracted or not self._make_room(len(kept))):
-            self._send_back(kept.pop(), len(kept))
+            victim = kept.pop()
+            self._send_back(victim, len(kept))
             retracted += 1
+            if victim.over:
+                ended.append(victim)
         if len(kept) == 1 and not self._make_room(1):
             last = kept.pop()
             context_tokens = batch.context_of(last)
             batch.leave(last)
             self._release(last, context_tokens, keep=False)
             last.state = "aborted"
-            aborted.append(last)
+            ended.append(last)
         ahead_tokens = batch.output_tokens + RETRACT_STEPS * len(batch.samples)
         self.ratio = min(1.0, ahead_tokens / (batch.asked_tokens + 1))
         self.retractions += retracted
-        return retracted, aborted
+        return retracted, ended
 
     def _send_back(self, sample: Sample, kept: int) -> None:
         """Free what a running sample holds and put it at the end of the queue, with its outputs."""
@@ -433,11 +436,11 @@ class Scheduler:
         self._release(sample, context_tokens, keep=False)
         self._make_room(kept * RETRACT_STEPS)
         sample.retractions += 1
-        own_tokens = sample.prompt_tokens - sum(tokens for _, tokens in sample.prefix)
-        sample.path = (*sample.prefix, (sample, own_tokens + sample.outputs))
         if sample.dropping:
             sample.state = "dropped"
             return
+        own_tokens = sample.prompt_tokens - sum(tokens for _, tokens in sample.prefix)
+        sample.path = (*sample.prefix, (sample, own_tokens + sample.outputs))
         sample.state = "waiting"
         self._waiting.append(sample)
         self.queue += 1
