@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-engine clean
+.PHONY: help install run demo test check bench-client bench-memory bench-engine bench-simulation clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -62,6 +62,9 @@ bench-memory: .venv/.light
 
 bench-engine: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.engine
+
+bench-simulation: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.simulation
 
 clean:
 	rm -rf .venv data out

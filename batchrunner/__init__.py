@@ -30,6 +30,13 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.launcher   a script of its own: runs a server that cannot outlive us
     engines.server   a server that we start
     engines.inprocess  sglang.Engine in this process
+    simulation.radix   which prefixes are cached, and what is evicted
+    simulation.sample  one request as the simulated scheduler sees it
+    simulation.running  the samples that decode together, as sums
+    simulation.budget  what one admission pass may still take
+    simulation.scheduler  SGLang's scheduler without clock or model
+    simulation.cost    how long a forward pass takes
+    simulation.replica  a scheduler on a virtual clock, with stale gauges
     engines.simulated  no engine: made-up answers
     engines.registry   the job's `engine` → an engine
     storage          the run directory, its one writer, atomic writes

@@ -46,7 +46,7 @@ from benchmarks.measure import in_fresh_process, interval, save
 from tests.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 SEED = 3
 GOAL = 0.97
@@ -81,14 +81,14 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path, folder: Path) -> Iterator[Server]:
+def serve(model: Path, folder: Path, args: Mapping[str, Any] = SERVER_ARGS) -> Iterator[Server]:
     """Run SGLang on a free loopback port until the block ends; it cannot outlive this process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     key, log = secrets.token_urlsafe(16), folder / "server.log"
     argv = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    argv += to_argv(server_args(SERVER_ARGS, cpu=True))
+    argv += to_argv(server_args(dict(args), cpu=True))
     environment = dict(os.environ)
     environment |= {**cpu_environment(environment), **SERVER_ENVIRONMENT}
     launcher = subprocess.Popen(

@@ -1,0 +1,1 @@
+"""SGLang's scheduler in virtual time: pure code, no clock, no threads, no engine."""

@@ -1,0 +1,116 @@
+"""How long a forward pass takes: a + b·samples + c·context tokens + d·prefilled tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchrunner.simulation.scheduler import StepResult
+
+
+class Pass(NamedTuple):
+    """What was in a pass, and the seconds that it took: what a model is fitted to."""
+
+    samples: int
+    """Samples that put out a token, or that are prefilled."""
+    kv_tokens: float
+    """Context that attention reads."""
+    prefill_tokens: int
+    """Tokens that are computed in a prefill."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a pass, linear in what is in it."""
+
+    base_s: float
+    """Reading the weights, launching the kernels, the scheduler's own work."""
+    sample_s: float
+    """A sample: its row in the matrix products, its sampling, its part of the scheduler's lists."""
+    kv_token_s: float
+    """A token of context that attention reads."""
+    prefill_token_s: float
+    """A token of a prompt that is computed."""
+
+    def of_pass(self, samples: float, kv_tokens: float, prefill_tokens: float) -> float:
+        """Return the seconds of one pass."""
+        return (
+            self.base_s
+            + self.sample_s * samples
+            + self.kv_token_s * kv_tokens
+            + self.prefill_token_s * prefill_tokens
+        )
+
+    def of_step(self, step: StepResult) -> float:
+        """Return the seconds of all the passes of a scheduler's step."""
+        samples = step.admitted if step.kind == "prefill" else step.running
+        return step.steps * self.of_pass(samples, step.kv_tokens, step.prefill_tokens)
+
+    def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
+        """Return how many decode passes end within so many seconds, each reading `samples` tokens more.
+
+        `kv_tokens` is the context before the first of them.
+        """
+        if seconds <= 0:
+            return 0
+        low, high = 0, int(seconds / max(self.of_pass(samples, kv_tokens + samples, 0), 1e-9))
+        while low < high:  # later passes take longer, so `high` is an upper bound
+            middle = (low + high + 1) // 2
+            mean_kv_tokens = kv_tokens + samples * (middle + 1) / 2
+            if middle * self.of_pass(samples, mean_kv_tokens, 0) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_token_s=2.9e-5)
+"""Llama-3.1-8B in bf16 on one H100 SXM: an estimate from data sheets, not a measurement.
+
+The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). The model: 8.03e9 parameters,
+32 layers, 8 key-value heads of 128 (its config.json).
+- base: 16.06 GB of weights / 3.35 TB/s = 4.8 ms, read at four fifths of the peak.
+- sample: 2 · 8.03e9 FLOP / 989 TFLOP/s = 16 µs. The weights' read hides it in small batches.
+- context token: 2 · 32 · 8 · 128 · 2 B = 131,072 B / 3.35 TB/s = 39 ns, read at four fifths of the peak.
+- prefilled token: the sample's 16 µs at 55 % of the peak.
+"""
+
+
+def fit(passes: Iterable[Pass]) -> CostModel:
+    """Fit a model to measured passes by least squares.
+
+    Raises ValueError where they do not tell the four parts apart: give it prefills and decodes of several
+    sizes. Parts may come out negative where the passes are not linear; that is for the caller to judge.
+    """
+    rows = [((1.0, p.samples, p.kv_tokens, p.prefill_tokens), p.seconds) for p in passes]
+    # columns differ by six orders of magnitude: each is scaled to at most 1
+    scales = [max((abs(x[column]) for x, _ in rows), default=0.0) or 1.0 for column in range(4)]
+    scaled = [([value / scale for value, scale in zip(x, scales, strict=True)], y) for x, y in rows]
+    matrix = [[sum(x[i] * x[j] for x, _ in scaled) for j in range(4)] for i in range(4)]
+    vector = [sum(x[i] * y for x, y in scaled) for i in range(4)]
+    solution = _solve(matrix, vector)
+    return CostModel(*(value / scale for value, scale in zip(solution, scales, strict=True)))
+
+
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Solve a small system of linear equations by Gauss's elimination with pivots."""
+    size = len(vector)
+    rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
+    largest = max((abs(value) for row in matrix for value in row), default=0.0)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda at: abs(rows[at][column]))
+        if abs(rows[pivot][column]) <= 1e-12 * largest:
+            raise ValueError("the passes do not tell the parts of their cost apart")
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for at in range(column + 1, size):
+            factor = rows[at][column] / rows[column][column]
+            rows[at] = [value - factor * above for value, above in zip(rows[at], rows[column], strict=True)]
+    found = [0.0] * size
+    for at in reversed(range(size)):
+        known = sum(rows[at][column] * found[column] for column in range(at + 1, size))
+        found[at] = (rows[at][size] - known) / rows[at][at]
+    return found

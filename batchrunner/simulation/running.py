@@ -1,0 +1,159 @@
+"""The samples that decode together, as running sums: a step costs the same however many they are."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchrunner.simulation.sample import Sample
+
+CLIP_TOKENS = 4096
+"""The scheduler expects no more of a request (`CLIP_MAX_NEW_TOKENS`, schedule_policy.py)."""
+
+
+class Remaining:
+    """The sum over samples of min(tokens still allowed, CLIP_TOKENS), which falls as they decode."""
+
+    __slots__ = ("_base", "_clipped", "_due", "_serial", "_unclipped")
+
+    def __init__(self) -> None:
+        self._base = 0  # sum over samples that are not clipped of (tokens allowed - outputs + tick)
+        self._unclipped = 0
+        self._clipped = 0
+        self._due: list[tuple[int, int, Sample]] = []  # (tick from which it is not clipped, serial, sample)
+        self._serial = 0
+
+    def add(self, sample: Sample, tick: int) -> None:
+        """Count a sample that joined, or that is not clipped any more."""
+        base = sample.asked_tokens - sample.outputs_base
+        sample.clipped = base - tick > CLIP_TOKENS
+        if sample.clipped:
+            self._clipped += 1
+            self._serial += 1
+            heapq.heappush(self._due, (base - CLIP_TOKENS, self._serial, sample))
+        else:
+            self._unclipped += 1
+            self._base += base
+
+    def remove(self, sample: Sample) -> None:
+        """Undo `add`."""
+        if sample.clipped:
+            sample.clipped = False
+            self._clipped -= 1
+        else:
+            self._unclipped -= 1
+            self._base -= sample.asked_tokens - sample.outputs_base
+
+    def tokens(self, tick: int) -> int:
+        """Return the sum after so many decode steps."""
+        while self._due and self._due[0][0] <= tick:
+            due, _, sample = heapq.heappop(self._due)
+            if sample.clipped and sample.asked_tokens - sample.outputs_base - CLIP_TOKENS == due:
+                self.remove(sample)
+                self.add(sample, tick)
+        return self._base - tick * self._unclipped + CLIP_TOKENS * self._clipped
+
+
+class RunningBatch:
+    """Who decodes, in the order in which they joined; `tick` counts the decode steps.
+
+    A sample that joined with `o` outputs at tick `t` has `o - t + tick` now, so the sums need no update
+    when a step gives everyone a token.
+    """
+
+    def __init__(self) -> None:
+        self.tick = 0
+        self.samples: dict[Sample, None] = {}
+        self._outputs_base = 0
+        self._context_base = 0
+        self._asked_tokens = 0
+        self._remaining = (Remaining(), Remaining())  # by ignore_eos
+        self._ends: list[tuple[int, int, Sample]] = []  # (tick, serial number, sample)
+        self._serial = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that attention reads: a prefix counts for each sample that shares it."""
+        return self._context_base + self.tick * len(self.samples)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that the running samples have put out."""
+        return self._outputs_base + self.tick * len(self.samples)
+
+    @property
+    def asked_tokens(self) -> int:
+        """Sum of the samples' `max_new_tokens`."""
+        return self._asked_tokens
+
+    def outputs_of(self, sample: Sample) -> int:
+        """Tokens that one running sample has put out."""
+        return sample.outputs_base + self.tick
+
+    def context_of(self, sample: Sample) -> int:
+        """Tokens of one running sample's context that the pool holds; all of its outputs but the last."""
+        return sample.context_base + self.tick
+
+    def expected_tokens(self, ratio: float) -> float:
+        """Tokens of the pool that the scheduler expects the batch to take still."""
+        estimated, fixed = self._remaining
+        return estimated.tokens(self.tick) * ratio + fixed.tokens(self.tick)
+
+    def join(self, sample: Sample) -> None:
+        """Take in a sample whose prefill put out a token, the last of `sample.outputs`."""
+        tick = self.tick
+        sample.outputs_base = sample.outputs - tick
+        sample.context_base = sample.fill_tokens - 1 - tick
+        self.samples[sample] = None
+        self._outputs_base += sample.outputs_base
+        self._context_base += sample.context_base
+        self._asked_tokens += sample.asked_tokens
+        self._remaining[sample.ignore_eos].add(sample, tick)
+        self._end_at(sample, sample.target_tokens)
+
+    def leave(self, sample: Sample) -> None:
+        """Let a sample go, with its outputs counted."""
+        del self.samples[sample]
+        self._outputs_base -= sample.outputs_base
+        self._context_base -= sample.context_base
+        self._asked_tokens -= sample.asked_tokens
+        self._remaining[sample.ignore_eos].remove(sample)
+        sample.outputs = sample.outputs_base + self.tick
+        if not self.samples:
+            self._ends.clear()
+
+    def end_next(self, sample: Sample) -> None:
+        """Let a running sample end with the next step, as an aborted request does."""
+        self._end_at(sample, self.outputs_of(sample) + 1)
+
+    def steps_to_end(self) -> int:
+        """Decode steps until the first sample ends."""
+        while not self._is_end(self._ends[0]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0] - self.tick
+
+    def advance(self, steps: int) -> list[Sample]:
+        """Give everyone a token `steps` times; return who has all of them now, still in the batch."""
+        self.tick += steps
+        ended = []
+        while self._ends and self._ends[0][0] <= self.tick:
+            entry = heapq.heappop(self._ends)
+            if self._is_end(entry):
+                ended.append(entry[2])
+        return ended
+
+    def victims(self) -> list[Sample]:
+        """All samples, who is retracted first last: shortest output, longest prompt, youngest."""
+        return sorted(self.samples, key=lambda s: (-s.outputs_base, s.prompt_tokens))
+
+    def _end_at(self, sample: Sample, outputs: int) -> None:
+        sample.target_tokens = outputs
+        self._serial += 1
+        sample.end_serial = self._serial
+        heapq.heappush(self._ends, (outputs - sample.outputs_base, self._serial, sample))
+
+    def _is_end(self, entry: tuple[int, int, Sample]) -> bool:
+        """Tell whether an entry still holds: its sample was not retracted or told to end earlier."""
+        _, serial, sample = entry
+        return serial == sample.end_serial and sample in self.samples
