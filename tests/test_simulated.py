@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from batchrunner.engines.simulated import (
     LONGEST_TEXT_WORDS,
     MARK,
-    Batch,
-    Sample,
     Simulator,
     answer,
     count_tokens,
@@ -58,57 +56,6 @@ def make_engine(**spec: Any) -> Simulator:
     return Simulator(SimulatedEngine(kind="simulated", **spec))
 
 
-@patient
-@given(
-    max_running=st.integers(1, 5),
-    pool=st.integers(20, 60),
-    arrivals=st.lists(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10)), max_size=6), max_size=12),
-    drops=st.lists(st.lists(st.integers(0, 50), max_size=3), max_size=12),
-)
-def test_batch_keeps_its_limits(
-    max_running: int, pool: int, arrivals: list[list[tuple[int, int]]], drops: list[list[int]]
-) -> None:
-    """No mix of arrivals and drops gets more samples or tokens into the batch than it has room for."""
-    batch, samples, now = Batch(max_running, pool), list[Sample](), 0
-    dropped = set[Sample]()
-    while now < len(arrivals) or batch.running or batch.queue:
-        for prompt_tokens, output_tokens in arrivals[now] if now < len(arrivals) else ():
-            samples.append(Sample(prompt_tokens, output_tokens))
-            batch.submit(samples[-1])
-        batch.admit()
-        for i in drops[now] if now < len(drops) else ():
-            if i < len(samples) and not samples[i].over:
-                batch.drop(samples[i])
-                dropped.add(samples[i])
-        running = [s for s in samples if s.started_step is not None and not s.over]
-        held = sum(s.prompt_tokens + now - (s.started_step or 0) for s in running)
-        assert batch.running == len(running) <= max_running
-        assert batch.queue == sum(s.started_step is None and not s.over for s in samples)
-        assert batch.used_tokens == held <= batch.reserved_tokens <= pool
-        batch.step()
-        now += 1
-        ended_late = [s for s in running if not s.over and now - (s.started_step or 0) >= s.output_tokens]
-        assert not ended_late
-    assert all(s.ended.is_set() != (s in dropped) for s in samples)
-    assert batch.used_tokens == batch.reserved_tokens == 0
-
-
-@patient
-@given(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10)), min_size=1, max_size=20))
-def test_batch_is_first_come_first_served(sizes: list[tuple[int, int]]) -> None:
-    """A large sample at the head of the queue is never overtaken, so no row starves."""
-    batch = Batch(max_running=3, max_total_tokens=25)
-    samples = [Sample(*size) for size in sizes]
-    for sample in samples:
-        batch.submit(sample)
-    while batch.running or batch.queue:
-        batch.admit()
-        batch.step()
-    starts = [s.started_step for s in samples if s.started_step is not None]
-    assert starts == sorted(starts)
-    assert len(starts) == len(samples)
-
-
 @settings(patient, max_examples=40)
 @given(
     rows=st.lists(
@@ -146,8 +93,13 @@ def test_every_request_ends_once(rows: list[tuple[int, int, str]], max_running: 
         for end, (_, n, when) in zip(ends, rows, strict=True):
             gave_up = isinstance(end, asyncio.CancelledError) and when != "stay"
             assert gave_up or (isinstance(end, Completion) and len(end.texts) == n)
-        (load,) = await engine.signals()
-        assert (load.running, load.queue, load.used_tokens) == (0, 0, 0)
+        for _ in range(1000):  # what was dropped goes with the pass under way
+            (load,) = await engine.signals()
+            if (load.running, load.queue, load.used_tokens) == (0, 0, 0):
+                break
+            await asyncio.sleep(0.001)
+        else:
+            raise AssertionError(f"left behind: {load}")
         await engine.close()
 
     asyncio.run(scenario())
@@ -242,7 +194,7 @@ async def test_close_stops_decoding() -> None:
     call = asyncio.create_task(engine.generate(make_request(max_new_tokens=5), "engine"))
     for _ in range(3):
         await asyncio.sleep(0)
-    assert (await engine.signals())[0].running == 1
+    assert not call.done()
     await engine.close()
     await engine.close()
     assert asyncio.all_tasks() - {call} == {asyncio.current_task()}

@@ -1,22 +1,24 @@
 """No engine at all: made-up answers at a made-up speed, for tests, benchmarks and a look at the screen.
 
-A row is answered in three parts: `answer` makes up what comes back, `Batch` decides which samples decode
-together, and `Simulator` lets real time pass and speaks the engine protocol.
+`answer` makes up what comes back; `batchrunner.simulation` decides, as SGLang's scheduler would, when; and
+`Simulator` lets real time pass and speaks the engine protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
-from collections import deque
-from dataclasses import dataclass, field
+import time
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from batchrunner.errors import RowRefusedError
 from batchrunner.records import Completion, EngineInfo, Signals
+from batchrunner.simulation.cost import CostModel
+from batchrunner.simulation.replica import Replica
+from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,9 @@ LONGEST_TEXT_WORDS = 200
 """A text ends here, however many tokens it is said to have: a million rows must fit into memory."""
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own default."""
+
+LEAST_TICK_S = 0.001
+"""Between two looks at the clock."""
 
 _NOTE = "simulated engine: answers are made up and speeds mean nothing"
 _CHARACTERS_A_TOKEN = 4
@@ -108,116 +113,23 @@ def _text(sample: int, tokens: int) -> str:
     return MARK + " ".join(_TAPE[start : start + min(tokens, LONGEST_TEXT_WORDS)])
 
 
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One output on its way through a batch."""
-
-    prompt_tokens: int
-    output_tokens: int
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    started_step: int | None = None
-    """None while it waits."""
-    over: bool = False
-    """It ended or was dropped; the heap or the queue may still hold it and will skip it."""
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens of the pool that it takes from admission to its end."""
-        return self.prompt_tokens + self.output_tokens
-
-
-class Batch:
-    """Continuous batching without a clock: every step gives each running sample one token.
-
-    Samples are admitted first come, first served, as far as there are a slot and tokens. The real
-    scheduler bets that outputs end early and retracts when the pool runs out; here the length of an
-    output is known beforehand, so admission reserves all of it and the pool can never run out. A step
-    costs O(ended + admitted), however many run: the ends are a heap, the tokens a running sum.
-    """
-
-    def __init__(self, max_running: int, max_total_tokens: int) -> None:
-        self.max_running = max_running
-        self.max_total_tokens = max_total_tokens
-        self.running = 0
-        self.queue = 0
-        self.reserved_tokens = 0
-        self._step = 0
-        self._offset_tokens = 0  # sum over running samples of (prompt tokens - step when started)
-        self._waiting: deque[Sample] = deque()
-        self._ends: list[tuple[int, int, Sample]] = []  # (step, serial number, sample)
-        self._serial = 0
-
-    @property
-    def used_tokens(self) -> int:
-        """Tokens that running samples hold by now: their prompts and what they have put out."""
-        return self._offset_tokens + self._step * self.running
-
-    def submit(self, sample: Sample) -> None:
-        """Put a sample at the end of the queue; it must fit into the pool on its own."""
-        self._waiting.append(sample)
-        self.queue += 1
-
-    def admit(self) -> None:
-        """Start the samples at the head of the queue as far as there is room."""
-        while self._waiting and self.running < self.max_running:
-            head = self._waiting[0]
-            if not head.over and self.reserved_tokens + head.reserved_tokens > self.max_total_tokens:
-                return
-            self._waiting.popleft()
-            if not head.over:
-                self._start(head)
-
-    def step(self) -> None:
-        """Decode one token of each running sample and end those that have them all."""
-        self._step += 1
-        while self._ends and self._ends[0][0] <= self._step:
-            sample = heapq.heappop(self._ends)[2]
-            if not sample.over:
-                self.drop(sample)
-                sample.ended.set()
-
-    def drop(self, sample: Sample) -> None:
-        """Take a sample out wherever it is; harmless once it is over."""
-        if sample.over:
-            return
-        sample.over = True
-        if sample.started_step is None:
-            self.queue -= 1
-        else:
-            self.running -= 1
-            self.reserved_tokens -= sample.reserved_tokens
-            self._offset_tokens -= sample.prompt_tokens - sample.started_step
-        self._forget()
-
-    def _start(self, sample: Sample) -> None:
-        sample.started_step = self._step
-        self.queue -= 1
-        self.running += 1
-        self.reserved_tokens += sample.reserved_tokens
-        self._offset_tokens += sample.prompt_tokens - self._step
-        self._serial += 1
-        heapq.heappush(self._ends, (self._step + sample.output_tokens, self._serial, sample))
-
-    def _forget(self) -> None:
-        # dropped samples stay behind until they are met; an idle batch would meet them never
-        if not self.queue:
-            self._waiting.clear()
-        if not self.running:
-            self._ends.clear()
-
-
 class Simulator:
-    """The `simulated` engine: answers of `answer`, decoded by a `Batch` in real time.
+    """The `simulated` engine: answers of `answer`, scheduled as SGLang would, in real time.
 
-    A step takes half of `step_s` for an empty batch and all of it for a full one; prefill takes no time.
-    Grammars (`json_schema` and its like) are ignored. With `step_s: 0` rows are answered at once.
+    A decode pass takes half of `step_s` for an empty batch and all of it for a full one; a prefill takes
+    as long again for a full budget of tokens. Grammars (`json_schema` and its like) are ignored, and prompts
+    share no prefix. With `step_s: 0` rows are answered at once.
     """
 
     def __init__(self, spec: SimulatedEngine) -> None:
         self._spec = spec
-        self._batch = Batch(spec.max_running, spec.max_total_tokens)
+        config = SchedulerConfig(spec.max_running, spec.max_total_tokens, spec.context_length)
+        half_s = spec.step_s / 2
+        cost = CostModel(half_s, half_s / spec.max_running, 0.0, half_s / config.max_prefill_tokens)
+        self._replica = Replica(config, cost)
         self._room_tokens = min(spec.context_length, spec.max_total_tokens)
         self._stepping: asyncio.Task[None] | None = None
+        self._began = time.monotonic()
 
     async def open(self) -> EngineInfo:
         """Say what is simulated, and that it is."""
@@ -239,22 +151,23 @@ class Simulator:
         """
         completion = answer(request, self._room_tokens)
         if self._spec.step_s > 0:
-            await self._decode(completion)
+            completion = await self._decode(request, completion)
         return completion
 
     async def signals(self) -> Sequence[Signals]:
-        """Return the load of the one made-up scheduler."""
-        batch = self._batch
+        """Return the load as the one made-up scheduler last wrote it down."""
+        gauges = self._replica.gauges
         return [
             Signals(
                 scheduler="simulated",
                 source="simulated",
-                running=batch.running,
-                queue=batch.queue,
-                token_usage=batch.used_tokens / batch.max_total_tokens,
-                used_tokens=batch.used_tokens,
-                max_total_tokens=batch.max_total_tokens,
-                max_running=batch.max_running,
+                running=gauges.running,
+                queue=gauges.queue,
+                token_usage=gauges.token_usage,
+                used_tokens=gauges.used_tokens,
+                max_total_tokens=gauges.max_total_tokens,
+                max_running=gauges.max_running,
+                taken_at=gauges.at_s,
             )
         ]
 
@@ -265,25 +178,35 @@ class Simulator:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _decode(self, completion: Completion) -> None:
+    async def _decode(self, request: Request, completion: Completion) -> Completion:
+        most = request.sampling.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS
         samples = [
-            Sample(completion.prompt_tokens or 0, tokens or 0) for tokens in completion.completion_tokens
-        ]
+            Sample(
+                completion.prompt_tokens or 1, tokens or 1, most,
+                ignore_eos=bool(request.sampling.get("ignore_eos")), payload=asyncio.Event(),
+            )
+            for tokens in completion.completion_tokens
+        ]  # fmt: skip
+        self._advance()
         for sample in samples:
-            self._batch.submit(sample)
+            self._replica.submit(sample)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._run(), name="simulated engine")
         try:
             for sample in samples:
-                await sample.ended.wait()
+                await sample.payload.wait()
         finally:  # a caller that goes away takes its samples along
             for sample in samples:
-                self._batch.drop(sample)
+                if not sample.payload.is_set():
+                    self._replica.drop(sample)
+        return completion._replace(retractions=sum(sample.retractions for sample in samples))
+
+    def _advance(self) -> None:
+        for end in self._replica.advance(time.monotonic() - self._began):
+            end.sample.payload.set()
 
     async def _run(self) -> None:
-        """Step while there is work."""
-        batch = self._batch
-        while batch.running or batch.queue:
-            batch.admit()
-            await asyncio.sleep(self._spec.step_s * (0.5 + 0.5 * batch.running / batch.max_running))
-            batch.step()
+        """Follow the clock while there is work."""
+        while self._replica.busy:
+            await asyncio.sleep(max(LEAST_TICK_S, self._spec.step_s / 2))
+            self._advance()

@@ -78,6 +78,11 @@ class Replica:
         self._next_gauges: Gauges | None = None  # written with the pass under way
         self.gauges = self._gauges(0.0, 0, 0, 0)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something waits, runs, or has still to be told of."""
+        return bool(self.scheduler.in_flight or self._ended) or not self._is_idle_told
+
     def submit(self, sample: Sample) -> None:
         """Send a sample now. Raises ValueError where the server would refuse it."""
         self.scheduler.submit(sample)
@@ -123,7 +128,7 @@ class Replica:
             within = self.cost.steps_within(until_s - began_s, scheduler.running, scheduler.context_tokens)
         step = scheduler.step(max(1, within))
         if step is None:
-            if self._seen_when_idle and (self.gauges.running or self.gauges.queue):
+            if self._seen_when_idle and not self._is_idle_told:
                 self.gauges = self._gauges(began_s, 0, 0, 0)
             if until_s < math.inf:
                 self._free_at_s = until_s
@@ -155,6 +160,10 @@ class Replica:
         return Gauges(
             at_s, running, queue, used_tokens, config.max_total_tokens, config.max_running, retractions
         )
+
+    @property
+    def _is_idle_told(self) -> bool:
+        return not (self.gauges.running or self.gauges.queue or self.gauges.used_tokens)
 
     def _deliver(self) -> list[Ended]:
         """Make visible what the pass that is over brought."""
