@@ -67,15 +67,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.errors import BatchrunError
+    from batchrunner.errors import (
+        BatchrunError,
+        EngineLostError,
+        EngineStartError,
+        InputError,
+        JobError,
+        OutputError,
+        ResumeError,
+        StorageError,
+    )
     from batchrunner.job import Job
     from batchrunner.library import OpenEngine, arun, generate, open_engine, run
     from batchrunner.report import Report
 
-__all__ = ["BatchrunError", "Job", "OpenEngine", "Report", "arun", "generate", "open_engine", "run"]
+__all__ = [
+    "BatchrunError",
+    "EngineLostError",
+    "EngineStartError",
+    "InputError",
+    "Job",
+    "JobError",
+    "OpenEngine",
+    "OutputError",
+    "Report",
+    "ResumeError",
+    "StorageError",
+    "arun",
+    "generate",
+    "open_engine",
+    "run",
+]
 
 _HOMES = {
-    "BatchrunError": "errors",
     "Job": "job",
     "OpenEngine": "library",
     "Report": "report",
@@ -88,8 +112,13 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import batchrunner` stays instant."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'batchrunner' has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415
 
-    return getattr(import_module(f"batchrunner.{_HOMES[name]}"), name)
+    return getattr(import_module(f"batchrunner.{_HOMES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    """Name what is public."""
+    return __all__

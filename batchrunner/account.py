@@ -63,7 +63,8 @@ def finished_before(prepared: Prepared, done: Done, total: int) -> Report:
         report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
         engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
     )  # fmt: skip
-    report.save(prepared.run_dir.report_json)
+    if not prepared.run_dir.report_json.exists():  # that of the last start says more than this one's zeros
+        report.save(prepared.run_dir.report_json)
     return report
 
 

@@ -52,7 +52,11 @@ class Check:
             text = text if isinstance(text, str) else orjson.dumps(text, option=orjson.OPT_INDENT_2).decode()
             label = "cannot be sent" if prompt["error"] else prompt["kind"]
             lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
-        return [*lines, "the job is fine; nothing was sent"]
+        bad = sum(prompt["error"] is not None for prompt in self.prompts)
+        verdict = f"{bad} of the first {len(self.prompts)} rows cannot be sent" if bad else "the job is fine"
+        if not self.rows_total:
+            verdict = "input.filter selects no row"
+        return [*lines, f"{verdict}; nothing was sent"]
 
 
 def check(job: str, overrides: Sequence[str]) -> Check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batchrunner.errors import BatchrunError
     from batchrunner.report import Report
 
 EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
@@ -48,6 +49,23 @@ SetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        print(f"batchrun {version('batchrunner')}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(epilog=EXIT_CODES)
 def run(
     job: JobArgument,
@@ -61,18 +79,18 @@ def run(
 
     Example: batchrun jobs/summarize.yaml --set engine.model=Qwen/Qwen3-8B --set input.limit=1000
     """
+    from batchrunner.errors import BatchrunError  # noqa: PLC0415
     from batchrunner.foreground import run_in_foreground  # noqa: PLC0415
 
     _log_to_stderr(quiet=quiet)
-    report = _or_exit(
-        run_in_foreground,
-        job,
-        overrides or [],
-        fresh=fresh,
-        retry_failed=retry_failed,
-        quiet=quiet,
-        as_json=as_json,
-    )
+    try:
+        report = run_in_foreground(
+            job, overrides or [], fresh=fresh, retry_failed=retry_failed, quiet=quiet, as_json=as_json
+        )
+    except BatchrunError as error:
+        if error.report is not None:  # what was done is worth knowing, whatever ended it
+            _print_report(error.report, quiet=quiet, as_json=as_json)
+        _exit_with(error)
     _print_report(report, quiet=quiet, as_json=as_json)
     raise typer.Exit(report.exit_code)
 
@@ -109,8 +127,15 @@ def merge(run: RunArgument) -> None:
     Example: batchrun merge out/summarize
     """
     from batchrunner.merge import merge as merge_parts  # noqa: PLC0415
+    from batchrunner.status import status as status_of  # noqa: PLC0415
 
     merged: Path = _or_exit(merge_parts, run)
+    state = _or_exit(status_of, run)
+    if state["rows_on_disk"] < state["rows_total"]:
+        print(  # noqa: T201
+            f"batchrun: only {state['rows_on_disk']} of {state['rows_total']} rows: the run has not finished",
+            file=sys.stderr,
+        )
     _print([str(merged)])
 
 
@@ -139,7 +164,11 @@ def schema() -> None:
 
 def main() -> None:
     """Entry point of `batchrun`."""
-    app()
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:  # before the run had its own way with it
+        print("batchrun: interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(130)
 
 
 def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
@@ -149,8 +178,12 @@ def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
     try:
         return function(*args, **options)
     except BatchrunError as error:
-        print(f"batchrun: {error}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(error.exit_code) from None
+        _exit_with(error)
+
+
+def _exit_with(error: BatchrunError) -> NoReturn:
+    print(f"batchrun: {error}", file=sys.stderr)  # noqa: T201
+    raise typer.Exit(error.exit_code) from None
 
 
 def _print_report(report: Report, *, quiet: bool, as_json: bool) -> None:

@@ -6,11 +6,15 @@ Two families. `BatchrunError` ends a run (or never lets it start) and carries th
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class BatchrunError(Exception):
     """Base of all errors that end a run; the message is one clear line for the user."""
 
     exit_code = 1
+    report: Any = None
+    """The Report of what was done until then, where a run had begun."""
 
 
 class JobError(BatchrunError):

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+_SIGNALS = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_TERMINATED,
+    signal.SIGHUP: EXIT_TERMINATED,  # the terminal is gone; under nohup it is ignored, and stays so
+}
 
 
 def run_in_foreground(
@@ -37,19 +41,19 @@ def run_in_foreground(
     async def supervised() -> Report:
         control = Control()
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in before:
             loop.add_signal_handler(number, _on_signal, control, number)
         display = make_display(quiet=quiet or as_json)
-        try:
-            return await execute(
-                loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control
-            )
-        finally:  # uvloop leaves its handlers behind, and then nothing in this process hears a Ctrl-C
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
+        return await execute(loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(supervised())
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(supervised())
+    finally:  # uvloop leaves its own behind, and then nothing in this process hears a Ctrl-C
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _on_signal(control: Control, number: signal.Signals) -> None:

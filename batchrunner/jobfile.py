@@ -50,8 +50,11 @@ def load_job(
     *,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    engine: EngineSpec | None = None,
 ) -> Job:
     """Read a job from a YAML file, a mapping or a Job and apply overrides.
+
+    `engine` takes the place of an `engine` that the job leaves out.
 
     `overrides` are texts `a.b=c`, `c` in YAML; `environ` defaults to the process's own and is read only
     for variables that start with BATCHRUN__. Raises JobError with one line that says where and what.
@@ -64,6 +67,8 @@ def load_job(
         tree, name = _deep_copy(source), "job"
     else:
         tree, name = _read_yaml(Path(source)), str(source)
+    if engine is not None:
+        tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     # sorted: BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, which is a part of it
     for key, text in sorted((os.environ if environ is None else environ).items()):
         if key.startswith(ENV_PREFIX):
@@ -124,7 +129,12 @@ def _yaml_problem(failure: yaml.YAMLError) -> str:
 
 
 def _override(tree: dict[str, Any], path: list[str], text: str, *, where: str) -> None:
-    value = _parse(text, where)
+    try:
+        value = _parse(text, where)
+    except JobError:
+        if not text.lstrip().startswith(("{{", "{%")):
+            raise
+        value = text  # a template, which YAML takes for a mapping of mappings
     for step in path[:-1]:
         below = tree.setdefault(step, {})
         if not isinstance(below, dict):

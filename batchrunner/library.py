@@ -80,7 +80,10 @@ class OpenEngine:
             finally:
                 ended.set_result(None)
 
-        return self._portal.start_task_soon(to_its_end), ended
+        try:
+            return self._portal.start_task_soon(to_its_end), ended
+        except RuntimeError:
+            raise BatchrunError("the engine is closed: use it within its `with open_engine(…)`") from None
 
 
 @contextmanager
@@ -121,7 +124,7 @@ def run(
     `a.b=c` as for `--set`. Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a
     deadline) is returned, not raised.
     """
-    loaded = load_job(job, overrides=overrides)
+    loaded = load_job(job, overrides=overrides, engine=engine.spec if engine else None)
     if engine is not None:
         return engine.call(loaded, fresh=fresh, retry_failed=retry_failed)
     with _portal() as portal:
@@ -140,7 +143,7 @@ async def arun(
     retry_failed: bool = False,
 ) -> Report:
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
-    loaded = load_job(job, overrides=overrides)
+    loaded = load_job(job, overrides=overrides, engine=engine.spec if engine else None)
     if engine is not None:
         return await engine.acall(loaded, fresh=fresh, retry_failed=retry_failed)
     return await execute(loaded, fresh=fresh, retry_failed=retry_failed)

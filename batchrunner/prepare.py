@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_parts, read_run_json
 from batchrunner.dataset import Dataset, shown
-from batchrunner.errors import InputError, ResumeError
+from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.plan import selected_rows
 from batchrunner.prompt import Renderer
 from batchrunner.storage import RunDir
@@ -48,10 +49,20 @@ def prepare(job: Job) -> Prepared:
     dataset = Dataset(job.input.path)
     if not dataset.total_rows:
         raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
+    _check_apart(dataset, run_dir := RunDir(job.output.path))
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
-    run_dir = RunDir(job.output.path)
     run_dir.check_writable()
     return Prepared(job, dataset, renderer, run_dir)
+
+
+def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
+    """Refuse an input that holds the run's own results: the next start would read them as new rows."""
+    inside = run_dir.path.resolve()
+    for file in dataset.files:
+        if inside in Path(file.path).resolve().parents:
+            raise OutputError(
+                f"output.path {run_dir.path}: the input file {file.path} lies in it: give another directory"
+            )
 
 
 def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:

@@ -149,7 +149,7 @@ class Bar:
 
             self._bar = tqdm(
                 total=snapshot.rows_total, initial=snapshot.rows_done, unit="row", file=self._stream,
-                dynamic_ncols=True, desc="simulated" if snapshot.simulated else None,
+                dynamic_ncols=True, desc="simulated " if snapshot.simulated else None,
                 bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
             )  # fmt: skip
         left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)

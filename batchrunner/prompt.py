@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -100,6 +101,9 @@ class Renderer:
         sampling = self._fixed
         if self._per_row:
             own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
+            for name, value in own.items():
+                if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+                    raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
             sampling = {**sampling, **own}
         lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
         return Request(ref, self.kind, self._prompt_of(row), sampling, lora, self._chat_template_kwargs)

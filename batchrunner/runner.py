@@ -157,6 +157,7 @@ class _Run:
             fixed=None if job.window == "auto" else job.window,
         )
         self._tally = Tally()
+        self._last_signals: tuple[Signals, ...] = ()
         self._began = time.monotonic()
         self._rates = Rates(self._began)
         patience = Patience(job.limits.max_attempts, job.limits.engine_wait)
@@ -165,6 +166,8 @@ class _Run:
     async def go(self) -> Report:
         run_dir = self._prepared.run_dir
         run_dir.path.mkdir(parents=True, exist_ok=True)
+        if self._todo:
+            run_dir.discard_merged()
         self._earlier_starts, self._earlier_s = earlier_wall_s(run_dir.events)
         self._events = EventLog(run_dir.events)
         try:
@@ -225,6 +228,7 @@ class _Run:
                 failure = failure or error
             report = self._finish(failure)
         if failure is not None:
+            failure.report = report
             raise failure
         return report
 
@@ -241,7 +245,10 @@ class _Run:
         if outcome.completion is None and self._tally.done >= LEAST_ROWS_TO_ABORT:
             share = failed / self._tally.done
             if share > self._job.limits.abort_failed_share:
-                self._control.drain(f"{share:.0%} of the rows failed (limits.abort_failed_share)")
+                self._control.drain(
+                    f"{share:.0%} of the rows failed (limits.abort_failed_share): correct the job, then "
+                    "start with --fresh, or with --retry-failed"
+                )
 
     def _check_limits(self) -> None:
         deadline = self._job.limits.deadline
@@ -249,6 +256,7 @@ class _Run:
             self._control.drain("the deadline passed (limits.deadline)")
 
     def _snapshot(self, signals: Sequence[Signals]) -> Snapshot:
+        self._last_signals = tuple(signals)
         rows_s, tokens_s = self._rates.update(time.monotonic(), self._tally.done, self._tally.output_tokens)
         return Snapshot(
             rows_total=self._total,
@@ -309,7 +317,7 @@ class _Run:
             simulated=self._info.simulated,
             versions=versions(self._info),
         )
-        last = self._snapshot(())
+        last = self._snapshot(self._last_signals)
         self._display.show(last)
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
             write_sample(self._events, last)

@@ -97,10 +97,20 @@ class RunDir:
         finally:
             os.close(descriptor)
 
+    def discard_merged(self) -> None:
+        """Delete a merged dataset, which new rows make a thing of the past."""
+        for file in self.merged.glob("merged-*.parquet"):
+            file.unlink()
+        with contextlib.suppress(OSError):
+            self.merged.rmdir()
+
     def discard(self) -> None:
-        """Delete what earlier starts left: parts, merged data, run file, report, events."""
-        for directory in (self.parts, self.merged):
-            shutil.rmtree(directory, ignore_errors=True)
+        """Delete what earlier starts left, and nothing that somebody else put beside it."""
+        self.discard_merged()
+        for part in self.parts.glob("part-*.parquet"):
+            part.unlink()
+        with contextlib.suppress(OSError):  # it is not there, or holds what is not ours
+            self.parts.rmdir()
         for file in (self.run_json, self.report_json, self.events):
             file.unlink(missing_ok=True)
 
