@@ -43,7 +43,7 @@ GOAL = 0.10
 """How far passes, mean running and mean queue may be apart."""
 STOP_TOKENS = (600, 100)
 """Of about 49,000: with a random model's flat distribution outputs stop after 82 or 490 tokens on average."""
-FULL = 0.9
+FULL = 0.95
 """Of the window, at the server: less than that on average means that the client could not keep up."""
 TRIES = 3
 PASS = r"batch, (?:#new-seq: (\d+))?.*?#running-req: (\d+).*?#queue-req: (\d+)"
@@ -352,7 +352,7 @@ def measure(model: Path | None, tokenizer: Path, only: str) -> list[dict[str, An
             place.mkdir()
             with serve(made, place, setting.args) as server:
                 os.environ[KEY_VARIABLE] = server.key
-                really(server, Workload("warm-up", 8, chosen[0].rows[:16]))  # cold code paths
+                really(server, Workload("warm-up", 100, chosen[0].rows[:100]))  # cold code paths
                 for workload in chosen:
                     for _ in range(TRIES):
                         real, outputs, ramp = really(server, workload)
