@@ -88,7 +88,7 @@ def run(
             job, overrides or [], fresh=fresh, retry_failed=retry_failed, quiet=quiet, as_json=as_json
         )
     except BatchrunError as error:
-        if error.report is not None:  # what was done is worth knowing, whatever ended it
+        if error.report is not None and (as_json or not quiet):  # worth knowing, whatever ended it
             _print_report(error.report, quiet=quiet, as_json=as_json)
         _exit_with(error)
     _print_report(report, quiet=quiet, as_json=as_json)

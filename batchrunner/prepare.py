@@ -57,7 +57,10 @@ def prepare(job: Job) -> Prepared:
 
 def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
     """Refuse an input that holds the run's own results: the next start would read them as new rows."""
-    inside = run_dir.path.resolve()
+    try:
+        inside = run_dir.path.resolve()
+    except ValueError:  # a null byte: no such path, and that is said when it is to be made
+        return
     for file in dataset.files:
         if inside in Path(file.path).resolve().parents:
             raise OutputError(

@@ -523,3 +523,83 @@ def test_files_must_agree_on_columns_that_are_used_only(tmp_path: Path) -> None:
     assert batchrunner.run(job).rows_ok == 4
     with pytest.raises(InputError, match="column 'extra' is string, but int64 in"):
         batchrunner.run(job, overrides=["input.columns=[extra]"], fresh=True)
+
+
+# --- what a new user stumbled over ---
+
+
+def test_results_are_never_read_as_input(tmp_path: Path) -> None:
+    """An output path that holds the input would make the next start take its results for new rows."""
+    write_rows(tmp_path / "in" / "a.parquet", 5)
+    job = job_of(tmp_path, input={"path": str(tmp_path / "in")}, output={"path": str(tmp_path / "in")})
+    refused = batchrun(write_job(job, tmp_path))
+    assert refused.exit_code == 2
+    assert "lies in it: give another directory" in refused.stderr
+    assert sorted(p.name for p in (tmp_path / "in").iterdir()) == ["a.parquet"]
+
+
+def test_fresh_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    """`--fresh` deletes the run's own files and no other."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    mine = tmp_path / "run" / "parts" / "mine.txt"
+    mine.write_text("precious")
+    assert batchrunner.run(job, fresh=True).rows_resumed == 0
+    assert mine.read_text() == "precious"
+
+
+def test_a_merge_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
+    """A partial dataset is told to be one, and does not outlive the next start."""
+    job = job_of(tmp_path, rows=30)
+    batchrunner.run(job, overrides=["input.limit=10"])
+    assert "only" not in batchrun("merge", tmp_path / "run").stderr
+    batchrunner.run(job, overrides=["input.limit=20"])
+    assert not (tmp_path / "run" / "merged").exists()
+
+
+def test_a_finished_run_keeps_its_report(tmp_path: Path) -> None:
+    """Starting a finished job again does nothing, and does not put zeros over its figures."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    before = report_of(job)
+    again = batchrunner.run(job)
+    assert (again.exit_code, again.rows_ok, again.rows_resumed) == (0, 10, 10)
+    assert report_of(job) == before
+
+
+def test_an_override_can_be_a_template(tmp_path: Path, server: FakeSGLang) -> None:
+    """`--set prompt.text={{ text }}` is what it looks like, though YAML reads braces otherwise."""
+    job = job_of(tmp_path, server, rows=1, prompt={"text": "id {{ id }}"})
+    batchrunner.run(job, overrides=["prompt.text={{ text }}!"])
+    assert server.prompts == ["row 0!"]
+
+
+def test_numbers_that_json_has_not(tmp_path: Path, server: FakeSGLang) -> None:
+    """A NaN in a sampling column fails its row; sent, it would be the engine's default."""
+    write_rows(tmp_path / "input.parquet", 2, t=[float("nan"), 0.5])
+    job = job_of(tmp_path, server, sampling={"temperature": {"column": "t"}})
+    batchrunner.run(job)
+    assert [row["error"] for row in results_of(job)] == [
+        "sampling.temperature: nan is not a number that can be sent",
+        None,
+    ]
+
+
+def test_check_says_what_cannot_be_sent(tmp_path: Path) -> None:
+    """A job whose first rows all fail is not called fine."""
+    job = job_of(tmp_path, prompt={"user": "{{ text.nothing.there }}"})
+    assert "3 of the first 3 rows cannot be sent" in batchrun("check", write_job(job, tmp_path)).stdout
+
+
+def test_a_lost_engine_leaves_a_report(tmp_path: Path, server: FakeSGLang) -> None:
+    """`--json` prints the report whatever ended the run."""
+    server.script = lambda _: "die"
+    job = job_of(tmp_path, server, limits={"engine_wait": 0.3})
+    result = batchrun(write_job(job, tmp_path), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["rows_total"] == 10
+
+
+def test_version() -> None:
+    """`--version` says which batchrunner this is."""
+    assert batchrun("--version").stdout.startswith("batchrun 0.")
