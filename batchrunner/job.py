@@ -10,7 +10,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 RESULT_COLUMNS = (
     "row",
@@ -46,10 +54,25 @@ def _share(value: object) -> object:
     return value
 
 
-Duration: TypeAlias = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
-Share: TypeAlias = Annotated[float, BeforeValidator(_share), Field(gt=0, le=1)]
+_SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
+Duration: TypeAlias = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    Field(gt=0),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "minLength": 1}]}
+    ),
+]
+Share: TypeAlias = Annotated[
+    float,
+    BeforeValidator(_share),
+    Field(gt=0, le=1),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, _SHARE_TEXT]}),
+]
 CountOrShare: TypeAlias = Annotated[
-    Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_share)
+    Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, le=1)],
+    BeforeValidator(_share),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _SHARE_TEXT]}),
 ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -17,7 +19,6 @@ from batchrunner.jobfile import load_job, parse_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 patient = settings(deadline=None)  # files take their time on a busy machine
 
@@ -417,3 +418,12 @@ def test_wrong_engines_are_explained(engine: dict[str, Any], told: str) -> None:
         parse_engine(engine)
     assert str(caught.value).startswith("engine: ")
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "file", sorted(p.name for p in (Path(__file__).parent.parent / "jobs").glob("*.yaml"))
+)
+def test_the_schema_accepts_the_jobs_that_we_ship(file: str) -> None:
+    """An editor that checks job files by `batchrun schema` finds no fault with ours."""
+    job = yaml.safe_load((Path(__file__).parent.parent / "jobs" / file).read_text())
+    jsonschema.validate(job, Job.model_json_schema())
