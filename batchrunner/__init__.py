@@ -26,9 +26,15 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.device   GPU or CPU, and what SGLang needs for a CPU
     engines.deadline   one timer for all requests
     engines.http     servers that run already
+    engines.workerlist  what a gateway passes rows on to
+    engines.gateway  a gateway that runs already
     engines.serverlog  why an engine died, from its log
     engines.launcher   a script of its own: runs a server that cannot outlive us
+    engines.process  a program that we start, through the launcher
+    engines.launched   one SGLang server as such a program
     engines.server   a server that we start
+    engines.router   one gateway as such a program
+    engines.fleet    replicas and a gateway that we start
     engines.inprocess  sglang.Engine in this process
     simulation.radix   which prefixes are cached, and what is evicted
     simulation.sample  one request as the simulated scheduler sees it

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchrunner.engines.model import check_model
-from batchrunner.engines.registry import model_of
-from batchrunner.job import InprocessEngine, ServerEngine
+from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.jobfile import load_job
 from batchrunner.prepare import find_done, prepare
 from batchrunner.records import Request
@@ -62,8 +61,9 @@ class Check:
 def check(job: str, overrides: Sequence[str]) -> Check:
     """Check a job file; raises BatchrunError, one clear line, where something is wrong."""
     loaded = load_job(job, overrides=overrides)
-    if isinstance(loaded.engine, (ServerEngine, InprocessEngine)):
-        check_model(loaded.engine.model)
+    model = launched_model(loaded.engine)
+    if model is not None:
+        check_model(model)
     prepared = prepare(loaded)
     done = find_done(prepared, model_of(loaded.engine))
     selected = prepared.selected()

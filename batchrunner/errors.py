@@ -77,7 +77,7 @@ class EngineBusyError(RequestError):
 
 
 class EngineDownError(EngineBusyError):
-    """Nobody takes a connection: the engine is down, or not up yet."""
+    """Nobody takes a connection: the engine, or the replica behind a gateway, is down or not up yet."""
 
 
 class NoAnswerError(AttemptFailedError):

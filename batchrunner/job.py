@@ -235,15 +235,16 @@ class AttachEngine(_Spec):
     @field_validator("urls")
     @classmethod
     def _http(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            if not re.match(r"https?://[^/]+", url):
-                raise ValueError(f"an address starts with http:// or https:// (got {url!r})")
-        return [url.rstrip("/") for url in urls]
+        return [_checked_url(url) for url in urls]
+
+
+def _checked_url(url: str) -> str:
+    if not re.match(r"https?://[^/]+", url):
+        raise ValueError(f"an address starts with http:// or https:// (got {url!r})")
+    return url.rstrip("/")
 
 
 class _LocalEngine(_Spec):
-    model: str
-    """A model directory, or a name that SGLang can load."""
     args: dict[str, Any] = {}
     """SGLang's server arguments, such as `{mem-fraction-static: 0.88, enable-metrics: true}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -252,18 +253,21 @@ class _LocalEngine(_Spec):
     @field_validator("args")
     @classmethod
     def _own_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
-        clean = {name.lstrip("-").replace("_", "-"): value for name, value in args.items()}
-        for name in ("model-path", "model", "host", "port", "api-key", "device"):
-            if name in clean:
-                raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.args")
-        return clean
+        return _checked_args(args, ("model-path", "model", "host", "port", "api-key", "device"), "args")
 
 
-class ServerEngine(_LocalEngine):
-    """A server that the run starts on a free loopback port and ends."""
+def _checked_args(args: Mapping[str, Any], own: tuple[str, ...], field: str) -> dict[str, Any]:
+    """Return arguments by their names on a command line, without `--`; those in `own` are refused."""
+    clean = {name.lstrip("-").replace("_", "-"): value for name, value in args.items()}
+    for name in own:
+        if name in clean:
+            raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.{field}")
+    return clean
 
-    kind: Literal["server"]
-    """`server`: the run starts it and ends it."""
+
+class LaunchedEngine(_LocalEngine):
+    """What servers that the run starts have in common."""
+
     python: str | None = None
     """The interpreter that has SGLang, where it is not this one."""
     env: dict[str, str] = {}
@@ -272,11 +276,81 @@ class ServerEngine(_LocalEngine):
     """How long loading may take."""
 
 
+class ServerEngine(LaunchedEngine):
+    """A server that the run starts on a free loopback port and ends."""
+
+    kind: Literal["server"]
+    """`server`: the run starts it and ends it."""
+    model: str
+    """A model directory, or a name that SGLang can load."""
+
+
+class GatewayEngine(LaunchedEngine):
+    """Replicas of one model behind SGLang's Model Gateway: the run starts both, or finds them at `url`.
+
+    A launched replica that dies is taken out, started again and put back, and so is the gateway.
+    """
+
+    kind: Literal["gateway"]
+    """`gateway`: replicas behind SGLang's Model Gateway, launched (`model`) or running already (`url`)."""
+    model: str | None = None
+    """A model directory, or a name that SGLang can load: the run starts and ends replicas and gateway."""
+    url: str | None = None
+    """The address of a gateway that runs already; its workers must be within reach too, for their load."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """With `url`: environment variable that holds the API key of gateway and workers; unset means none."""
+    replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """How many; `auto` is one for every `tp` GPUs that CUDA_VISIBLE_DEVICES leaves, and one on a CPU."""
+    tp: Annotated[int, Field(ge=1)] = 1
+    """GPUs a replica (`--tp-size`)."""
+    policy: Literal["auto", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
+    """How the gateway chooses a replica. `auto` is round_robin: cache_aware keeps similar prompts on one
+    replica until it has 64 requests more than another, so a batch with one system prompt fills one first."""
+    gateway_args: dict[str, Any] = {}
+    """More arguments of sglang_router, such as `{log-level: info}`."""
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: str | None) -> str | None:
+        return url if url is None else _checked_url(url)
+
+    @field_validator("gateway_args")
+    @classmethod
+    def _own_gateway_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
+        own = ("host", "port", "prometheus-host", "prometheus-port", "api-key", "worker-urls", "policy")
+        return _checked_args(args, own, "gateway_args")
+
+    @model_validator(mode="after")
+    def _launched_or_found(self) -> GatewayEngine:
+        if (self.model is None) == (self.url is None):
+            raise ValueError("give `model` (the run starts replicas and gateway) or `url` (they run already)")
+        launch_only = type(self).model_fields.keys() - {"kind", "model", "url", "api_key_env"}
+        if self.url is not None and self.model_fields_set & launch_only:
+            names = ", ".join(sorted(self.model_fields_set & launch_only))
+            raise ValueError(f"{names}: goes with `model`, not with `url`, where everything runs already")
+        for name in ("tp", "tp-size", "tensor-parallel-size"):
+            if name in self.args:
+                raise ValueError(f"say engine.tp instead of --{name}: it also decides the number of replicas")
+        return self
+
+
+GATEWAY_DROPS: dict[str, frozenset[str]] = {
+    "chat": frozenset({"stop_regex", "structural_tag", "custom_params"}),
+    "generate": frozenset(
+        {"stop_regex", "structural_tag", "custom_params", "logit_bias", "spaces_between_special_tokens"}
+    ),
+}
+"""Sampling parameters that sglang_router 0.3.2 leaves out of the body it passes on, without a word (or, for
+a chat's `structural_tag`, refuses), by the endpoint: a row that has them must not be sent through it."""
+
+
 class InprocessEngine(_LocalEngine):
     """`sglang.Engine` in this process."""
 
     kind: Literal["inprocess"]
     """`inprocess`: `sglang.Engine` in this process."""
+    model: str
+    """A model directory, or a name that SGLang can load."""
 
 
 class SimulatedEngine(_Spec):
@@ -295,7 +369,8 @@ class SimulatedEngine(_Spec):
 
 
 EngineSpec: TypeAlias = Annotated[
-    AttachEngine | ServerEngine | InprocessEngine | SimulatedEngine, Field(discriminator="kind")
+    AttachEngine | ServerEngine | GatewayEngine | InprocessEngine | SimulatedEngine,
+    Field(discriminator="kind"),
 ]
 
 
@@ -328,7 +403,7 @@ class Job(_Spec):
     output: OutputSpec
     """Where the results go."""
     engine: EngineSpec
-    """What answers: `kind` is attach, server, inprocess or simulated."""
+    """What answers: `kind` is attach, server, gateway, inprocess or simulated."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when its result counts as failed."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
@@ -342,6 +417,19 @@ class Job(_Spec):
         if queue[1] < 4 * queue[0]:
             raise ValueError(f"the upper end must be at least 4 times the lower one (got {list(queue)})")
         return queue
+
+    @model_validator(mode="after")
+    def _passes_the_gateway(self) -> Job:
+        if isinstance(self.engine, GatewayEngine):
+            chat = self.prompt.user is not None or self.prompt.messages is not None
+            given = {k for k in SamplingSpec.model_fields if getattr(self.sampling, k) is not None}
+            dropped = sorted(given & GATEWAY_DROPS["chat" if chat else "generate"])
+            if dropped:
+                raise ValueError(
+                    f"sampling.{dropped[0]}: the gateway leaves it out of what it passes on: "
+                    "use engine.kind attach with the urls of the replicas, or server"
+                )
+        return self
 
     @model_validator(mode="after")
     def _result_names(self) -> Job:

@@ -20,7 +20,6 @@ import os
 import random
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,8 @@ import uvloop
 from yarl import URL
 
 from batchrunner.engines.device import cpu_environment, server_args
-from batchrunner.engines.server import LAUNCHER, to_argv
+from batchrunner.engines.process import LAUNCHER, to_argv
+from batchrunner.engines.sockets import free_port
 from batchrunner.foreground import run_in_foreground
 from benchmarks.measure import in_fresh_process, interval, save
 from tests.tiny_model import make_tiny_llama
@@ -81,12 +81,17 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path, folder: Path, args: Mapping[str, Any] = SERVER_ARGS) -> Iterator[Server]:
+def serve(
+    model: Path,
+    folder: Path,
+    args: Mapping[str, Any] = SERVER_ARGS,
+    *,
+    key: str | None = None,
+    name: str = "server",
+) -> Iterator[Server]:
     """Run SGLang on a free loopback port until the block ends; it cannot outlive this process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    key, log = secrets.token_urlsafe(16), folder / "server.log"
+    port = free_port()
+    key, log = key or secrets.token_urlsafe(16), folder / f"{name}.log"
     argv = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
     argv += to_argv(server_args(dict(args), cpu=True))
     environment = dict(os.environ)

@@ -91,7 +91,7 @@ class FakeSGLang:
         self.max_running = max_running
         self.delay_s = delay_s
         """Time that an answer takes; with one, `max_running` are answered at once and the others wait."""
-        self._port = port
+        self.port = port
         self.url = ""
         self.sent: list[Sent] = []
         self.most_in_flight = 0
@@ -139,6 +139,7 @@ class FakeSGLang:
         self._slots = asyncio.Semaphore(self.max_running)
         app = web.Application(client_max_size=1 << 26)
         if self.is_sglang:
+            app.router.add_get("/health", self._health)
             app.router.add_get("/model_info", self._model_info)
             app.router.add_get("/server_info", self._server_info)
             app.router.add_get("/v1/loads", self._loads)
@@ -148,7 +149,7 @@ class FakeSGLang:
             app.router.add_get("/{anything:.*}", self._something_else)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        self._site = site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._up.set()
@@ -162,6 +163,9 @@ class FakeSGLang:
         if self.api_key is None or request.headers.get("Authorization") == f"Bearer {self.api_key}":
             return None
         return web.json_response({"error": "Unauthorized"}, status=401)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()  # the real one asks for no key here
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return self._locked(request) or web.json_response(
@@ -243,6 +247,8 @@ class FakeSGLang:
                 await self._released.wait()
             case "disconnect" | "die":
                 assert request.transport is not None
+                if what == "die" and self._site in self._runner.sites:
+                    await self._site.stop()  # as a process that ends: no new connection before the old break
                 request.transport.abort()
                 if what == "die":
                     self._dying = asyncio.ensure_future(self._runner.cleanup())

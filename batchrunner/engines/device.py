@@ -34,6 +34,16 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
 
 
+def gpus() -> list[str]:
+    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty where uncounted."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first bad one
+    # numbered from 0 by CUDA, whichever of the machine's devices these are
+    return [str(n) for n in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
 def on_cpu(device: str) -> bool:
     """Resolve the job's `device`."""
     return device == "cpu" or (device == "auto" and not has_gpu())

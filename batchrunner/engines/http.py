@@ -1,4 +1,4 @@
-"""An SGLang server over HTTP, or several replicas of one model: the client side only."""
+"""An SGLang server over HTTP, or several replicas of one model, behind a gateway or not: the client."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from batchrunner.engines import wire
 from batchrunner.engines.deadline import Deadline
 from batchrunner.engines.model import model_identity, vocabulary_of
 from batchrunner.engines.signals import from_loads, from_metrics
-from batchrunner.engines.sockets import open_connections
-from batchrunner.errors import AttemptFailedError, EngineDownError, EngineStartError, NoAnswerError
+from batchrunner.engines.sockets import loopback_sources, open_connections
+from batchrunner.errors import (
+    AttemptFailedError,
+    EngineDownError,
+    EngineStartError,
+    NoAnswerError,
+    RequestError,
+)
 from batchrunner.records import EngineInfo, Signals
 
 if TYPE_CHECKING:
@@ -33,10 +39,11 @@ POLL_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 10.0
 _NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+GATEWAY_ROUTE = "gateway"
 
 
-class _Replica:
-    """One address."""
+class _Destination:
+    """Where requests are sent."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -45,34 +52,62 @@ class _Replica:
 
 
 class HttpEngine:
-    """Replicas of one model; the URL of each is a route."""
+    """Replicas of one model; the URL of each is a route.
 
-    def __init__(self, urls: Sequence[str], *, api_key: str | None, request_timeout_s: float) -> None:
-        self._replicas = {url: _Replica(url) for url in urls}
+    With the address of a `gateway` all requests go there, on the one route `gateway`; the replicas are then
+    only asked what they are and how loaded.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        api_key: str | None,
+        request_timeout_s: float,
+        gateway: str | None = None,
+    ) -> None:
+        self.urls = list(urls)
+        """The replicas that are polled; those behind a gateway may change."""
+        self._gateway = gateway
+        self._routes = (
+            {GATEWAY_ROUTE: _Destination(gateway)} if gateway else {url: _Destination(url) for url in urls}
+        )
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = request_timeout_s
         self._deadline = Deadline(request_timeout_s)
         self._session: aiohttp.ClientSession | None = None
         self._load_path: str | None = None
         self._vocabulary: int | None = None
+        self._probes: dict[str, asyncio.Future[bool]] = {}
 
     async def open(self) -> EngineInfo:
         """Connect and read what every replica says of itself; see `Engine.open`."""
-        urls = list(self._replicas)
-        connections, limited_by = open_connections(len(urls))
+        urls = self.urls
+        addresses, files_each = len(urls), 1
+        if self._gateway:
+            # a gateway has one address: ours are several, as many as the ports to the replicas are
+            near = urlsplit(self._gateway).hostname in _LOOPBACK
+            addresses, files_each = (len(urls), 2) if near else (1, 1)
+        connections, limited_by = open_connections(addresses, files_each)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=KEEPALIVE_S,
+                socket_factory=loopback_sources(addresses) if self._gateway and addresses > 1 else None,
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
             timeout=_NO_TIMER,
             # a proxy is for hosts elsewhere; it can never reach our loopback
-            trust_env=not all(urlsplit(url).hostname in _LOOPBACK for url in urls),
+            trust_env=not all(
+                urlsplit(url).hostname in _LOOPBACK for url in [*urls, self._gateway or urls[0]]
+            ),
             json_serialize=lambda value: orjson.dumps(value).decode(),
         )
         models = [await self._model_info(url) for url in urls]
         names = {str(model["model_path"]) for model in models}
         if len(names) > 1:
-            raise EngineStartError(f"engine.urls serve different models: {', '.join(sorted(names))}")
+            raise EngineStartError(f"the replicas serve different models: {', '.join(sorted(names))}")
         model = names.pop()
         self._vocabulary = vocabulary_of(model)
         servers = [await self._server_info(url) for url in urls]
@@ -84,7 +119,7 @@ class HttpEngine:
             max_running=_total(servers, "max_running_requests"),
             max_total_tokens=_total(servers, "max_total_num_tokens"),
             context_length=servers[0].get("context_length") or servers[0].get("max_req_input_len"),
-            routes=tuple(urls),
+            routes=tuple(self._routes),
             connections=connections,
             notes=self._notes(limited_by),
         )
@@ -93,31 +128,36 @@ class HttpEngine:
         """Send one request once; see `Engine.generate`."""
         assert self._session is not None
         wire.refuse_deadly(request, self._vocabulary)
+        if self._gateway:
+            wire.refuse_dropped(request)
         chat = request.kind == "messages"
         body = orjson.dumps(wire.chat_body(request) if chat else wire.generate_body(request))
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
-        replica = self._replicas[route]
+        destination = self._routes[route]
         try:
-            url = replica.chat if chat else replica.generate
+            url = destination.chat if chat else destination.generate
             with self._deadline:
                 async with self._session.post(url, data=payload) as response:
                     content = await response.read()
         except aiohttp.ClientConnectorError as failure:
-            raise EngineDownError(f"no connection to {replica.url}: {failure.os_error}") from None
+            raise EngineDownError(f"no connection to {destination.url}: {failure.os_error}") from None
         except TimeoutError:
             raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as failure:
-            raise AttemptFailedError(f"connection lost: {failure or type(failure).__name__}") from None
+            what = f"connection lost: {failure or type(failure).__name__}"
+            # a gateway only passes rows on: none of them is why it ended
+            raise EngineDownError(what) if self._gateway else AttemptFailedError(what) from None
         if response.status != 200:  # noqa: PLR2004
-            raise wire.error_of(response.status, content, response.headers.get("Retry-After"))
+            error = wire.error_of(response.status, content, response.headers.get("Retry-After"))
+            raise await self._blamed(error) if isinstance(error, EngineDownError) else error
         return wire.completion_of(request, content)
 
     async def signals(self) -> list[Signals]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
         if self._load_path is None:
             return []
-        polls = await asyncio.gather(*map(self._poll, self._replicas))
+        polls = await asyncio.gather(*map(self._poll, self.urls))
         return [signal for signals in polls for signal in signals]
 
     @property
@@ -131,15 +171,43 @@ class HttpEngine:
             await self._session.close()
             self._session = None
 
+    async def _blamed(self, error: RequestError) -> RequestError:
+        """Find out whose fault it was that a gateway could not bring a row to its end.
+
+        It says the same of a replica that is down, which is not the row's fault, and of one that works and
+        cut the row off, which may be: a row that always is must run out of tries at last.
+        """
+        text = str(error)
+        named = next((url for url in self.urls if f"{url}/" in text), None)
+        if named is not None and await self._is_alive(named):
+            return AttemptFailedError(text)
+        return error
+
+    async def _is_alive(self, url: str) -> bool:
+        """Tell whether a replica answers; one question for all rows that were cut off together."""
+        probe = self._probes.get(url)
+        if probe is None:
+            probe = self._probes[url] = asyncio.ensure_future(self._probe(url))
+            probe.add_done_callback(lambda _: self._probes.pop(url, None))
+        return await asyncio.shield(probe)
+
+    async def _probe(self, url: str) -> bool:
+        try:
+            await self._get(url + "/model_info", POLL_TIMEOUT_S)
+        except (aiohttp.ClientError, TimeoutError, OSError, AssertionError):
+            return False
+        return True
+
     async def _poll(self, url: str) -> list[Signals]:
         assert self._load_path is not None
+        route = GATEWAY_ROUTE if self._gateway else url
         try:
             status, content = await self._get(url + self._load_path, POLL_TIMEOUT_S)
             if status != 200:  # noqa: PLR2004
                 return []
             if self._load_path == "/metrics":
-                return from_metrics(content.decode(errors="replace"), url)
-            return from_loads(orjson.loads(content), url)
+                return from_metrics(content.decode(errors="replace"), url, route)
+            return from_loads(orjson.loads(content), url, route)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as failure:
             log.debug("poll of %s failed: %r", url, failure)
             return []
@@ -161,9 +229,7 @@ class HttpEngine:
                 ) from None
             except (aiohttp.ClientError, OSError) as failure:
                 reason = getattr(failure, "os_error", None) or failure
-                raise EngineStartError(
-                    f"{url}: no connection ({reason}): start the server, or correct engine.urls"
-                ) from None
+                raise EngineStartError(f"{url}: no connection ({reason}): {self._remedy}") from None
             if status in {401, 403}:
                 raise EngineStartError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
             if status == 200:  # noqa: PLR2004
@@ -206,6 +272,12 @@ class HttpEngine:
             if await self._poll(url):
                 return path
         return None
+
+    @property
+    def _remedy(self) -> str:
+        if self._gateway:
+            return "the gateway's workers must be within reach from here too, for their load"
+        return "start the server, or correct engine.urls"
 
     def _notes(self, limited_by: str) -> tuple[str, ...]:
         if self._load_path is None:

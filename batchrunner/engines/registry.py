@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 from batchrunner.engines.model import model_identity
-from batchrunner.job import AttachEngine, InprocessEngine, ServerEngine, SimulatedEngine
+from batchrunner.job import AttachEngine, GatewayEngine, InprocessEngine, ServerEngine, SimulatedEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +28,16 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, request_timeout_s: float) ->
             return LaunchedServer(
                 spec, log_path=log_dir / "engine-server.log", request_timeout_s=request_timeout_s
             )
+        case GatewayEngine(url=str(url)):
+            from batchrunner.engines.gateway import AttachedGateway  # noqa: PLC0415
+            from batchrunner.engines.http import api_key_from  # noqa: PLC0415
+
+            key = api_key_from(spec.api_key_env)
+            return AttachedGateway(url, api_key=key, request_timeout_s=request_timeout_s)
+        case GatewayEngine():
+            from batchrunner.engines.fleet import LaunchedGateway  # noqa: PLC0415
+
+            return LaunchedGateway(spec, log_dir=log_dir, request_timeout_s=request_timeout_s)
         case InprocessEngine():
             from batchrunner.engines.inprocess import InprocessSGLang  # noqa: PLC0415
 
@@ -42,10 +52,12 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, request_timeout_s: float) ->
 
 def model_of(spec: EngineSpec) -> str | None:
     """Return the identity of the model that the engine will have, or None where only the engine knows."""
-    match spec:
-        case ServerEngine() | InprocessEngine():
-            return model_identity(spec.model)
-        case SimulatedEngine():
-            return "simulated"
-        case _:
-            return None
+    model = launched_model(spec)
+    if model is not None:
+        return model_identity(model)
+    return "simulated" if isinstance(spec, SimulatedEngine) else None
+
+
+def launched_model(spec: EngineSpec) -> str | None:
+    """Return the model that the run itself has to load, as the job names it."""
+    return spec.model if isinstance(spec, (ServerEngine, InprocessEngine, GatewayEngine)) else None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 TAIL_BYTES = 256 << 10
 MOST_LINES = 3
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # sglang_router colours its log, terminal or not
 # for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
 _CAUSE = re.compile(
     r"^(?:- )?([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|[\w. ]+: error: .+|.*out of memory.*"
@@ -45,4 +46,4 @@ def _lines(log: Path) -> list[str]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [_PREFIX.sub("", line.strip()).strip() for line in lines]
+    return [_PREFIX.sub("", _COLOUR.sub("", line).strip()).strip() for line in lines]

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def from_loads(reply: Mapping[str, Any], url: str) -> list[Signals]:
+def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[Signals]:
     """Read the reply of `GET /v1/loads?include=core` (SGLang ≥ 0.5.9): one entry a DP rank.
+
+    `route` leads to the server at `url`, where it is not the URL itself.
 
     Raises KeyError or TypeError where the reply is something else.
     """
@@ -27,14 +29,14 @@ def from_loads(reply: Mapping[str, Any], url: str) -> list[Signals]:
             used_tokens=int(load["num_used_tokens"]),
             max_total_tokens=int(load["max_total_num_tokens"]),
             max_running=int(load["max_running_requests"]),
-            route=url,
+            route=route or url,
             taken_at=load.get("timestamp"),
         )
         for load in loads
     ]
 
 
-def from_metrics(text: str, url: str) -> list[Signals]:
+def from_metrics(text: str, url: str, route: str | None = None) -> list[Signals]:
     """Read `GET /metrics` (Prometheus text; servers started with --enable-metrics).
 
     Raises ValueError where the text is not Prometheus's; empty where SGLang's gauges are not in it.
@@ -59,7 +61,7 @@ def from_metrics(text: str, url: str) -> list[Signals]:
             used_tokens=int(g["num_used_tokens"]) if "num_used_tokens" in g else None,
             max_total_tokens=int(g["max_total_num_tokens"]) if "max_total_num_tokens" in g else None,
             max_running=int(g["max_running_requests"]) if "max_running_requests" in g else None,
-            route=url,
+            route=route or url,
         )
         for rank, g in sorted(ranks.items())
     ]

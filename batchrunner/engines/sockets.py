@@ -1,9 +1,20 @@
-"""How many requests the machine lets us hold open at once: file descriptors and ephemeral ports."""
+"""How many requests the machine lets us hold open at once: file descriptors and ephemeral ports.
+
+Also a port to listen on that no connection takes, and connections from several loopback addresses.
+"""
 
 from __future__ import annotations
 
+import itertools
+import random
 import resource
+import socket
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RESERVED_FILES = 128
 """Descriptors kept for files, logs, pipes and the interpreter."""
@@ -11,6 +22,9 @@ PORT_SHARE = 0.9
 """Closed connections hold their port for a minute (TIME_WAIT), so not all of the range is ever free."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
+_LOWEST_PORT = 10_240
+_PORT_TRIES = 50
+_IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>; Python names it from 3.12 on
 
 
 def raise_file_limit() -> int:
@@ -29,16 +43,72 @@ def raise_file_limit() -> int:
 
 def ephemeral_ports() -> int:
     """Return the number of local ports that connections to one address can use."""
-    try:
-        low, high = map(int, _PORT_RANGE.read_text().split())
-    except (OSError, ValueError):
-        low, high = _DEFAULT_PORT_RANGE
+    low, high = _port_range()
     return int((high - low + 1) * PORT_SHARE)
 
 
-def open_connections(addresses: int) -> tuple[int, str]:
-    """Return how many connections can be open to this many addresses, and by what that is limited."""
-    files, ports = raise_file_limit(), ephemeral_ports() * addresses
+def free_port() -> int:
+    """Return a loopback port to listen on, below the ports that connections are given where one is free.
+
+    A server that is started again on its port must find it free: with ten thousand connections open, a port
+    of the connections' own range is likely to be taken by one of them meanwhile.
+    """
+    low, _ = _port_range()
+    for _ in range(_PORT_TRIES):
+        port = random.randrange(_LOWEST_PORT, max(low, _LOWEST_PORT + 1))  # noqa: S311 - not a secret
+        if _is_free(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def loopback_sources(addresses: int) -> Callable[[tuple[int, int, int, str, tuple[str, int]]], socket.socket]:
+    """Return a maker of sockets for connections to loopback, each from the next of several own addresses.
+
+    The ephemeral ports are counted for each pair of addresses, so a server that listens on 127.0.0.1 alone
+    can be reached over N times as many connections from 127.0.0.1 … 127.0.0.N. (Seen on Linux 6.18 with
+    sglang_router 0.3.2: with the range narrowed to ten ports the eleventh connection from 127.0.0.1 fails
+    with EADDRNOTAVAIL and the next from 127.0.0.2 works. The other way, several addresses as destinations,
+    would need a gateway that listens on 0.0.0.0, for all the network to see.)
+    """
+    sources = itertools.cycle(f"127.0.0.{n}" for n in range(1, addresses + 1))
+
+    def connect_from_next(info: tuple[int, int, int, str, tuple[str, int]]) -> socket.socket:
+        made = socket.socket(info[0], info[1], info[2])
+        made.setblocking(False)
+        if info[0] == socket.AF_INET and info[4][0].startswith("127.") and sys.platform == "linux":
+            # the port is chosen at connect, when both addresses are known: else bind takes it from all
+            made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+            made.bind((next(sources), 0))
+        return made
+
+    return connect_from_next
+
+
+def _port_range() -> tuple[int, int]:
+    try:
+        low, high = map(int, _PORT_RANGE.read_text().split())
+    except (OSError, ValueError):
+        return _DEFAULT_PORT_RANGE
+    return low, high
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def open_connections(addresses: int, files_each: int = 1) -> tuple[int, str]:
+    """Return how many connections can be open to this many addresses, and by what that is limited.
+
+    `files_each` is 2 where a process of ours passes each on: it has the same limit on files, and needs two.
+    """
+    files, ports = raise_file_limit() // files_each, ephemeral_ports() * addresses
     if files <= ports:
         return files, f"open files (ulimit -n, {files} free)"
     return ports, f"local ports ({ports} for {addresses} address{'es' if addresses > 1 else ''})"

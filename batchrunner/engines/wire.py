@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import orjson
 
-from batchrunner.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
+from batchrunner.errors import (
+    AttemptFailedError,
+    EngineBusyError,
+    EngineDownError,
+    RequestError,
+    RowRefusedError,
+)
+from batchrunner.job import GATEWAY_DROPS
 from batchrunner.records import Completion
 
 if TYPE_CHECKING:
@@ -73,6 +80,15 @@ _read_generate = msgspec.json.Decoder(_GenerateReply).decode
 
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
+# What a gateway says where no replica took the row, or the one that did was gone before the answer was
+# whole. Seen on sglang_router 0.3.2: with status 500, for a connection refused and for one cut alike.
+_NOT_REACHED = (
+    "call_upstream_",
+    "read_response_",
+    "no_workers",
+    "no_available_workers",
+    "no_healthy_workers",
+)
 
 
 def path_of(request: Request) -> str:
@@ -96,6 +112,14 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
             bad = low if low < 0 else high
             known = f"0 to {vocabulary - 1}" if vocabulary else "0 and more"
             raise RowRefusedError(f"token id {bad} is not in the model's vocabulary ({known})")
+
+
+def refuse_dropped(request: Request) -> None:
+    """Raise RowRefusedError for parameters that a gateway would leave out: the answer would be another."""
+    dropped = GATEWAY_DROPS["chat" if request.kind == "messages" else "generate"]
+    if not dropped.isdisjoint(request.sampling):
+        name = min(dropped.intersection(request.sampling))
+        raise RowRefusedError(f"{name}: the gateway leaves it out of what it passes on")
 
 
 def generate_body(request: Request) -> dict[str, Any]:
@@ -160,6 +184,8 @@ def completion_of(request: Request, reply: bytes | Any) -> Completion:
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
     """Say what a reply with another status means for the row."""
     message = f"{status}: {_message_of(body)}"
+    if status >= 500 and _code_of(body).startswith(_NOT_REACHED):  # noqa: PLR2004
+        return EngineDownError(message)
     if status in _BUSY:
         seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
         return EngineBusyError(message, seconds)
@@ -224,6 +250,14 @@ def _json(value: Any, name: str) -> Any:
         return orjson.loads(value)
     except orjson.JSONDecodeError as failure:
         raise RowRefusedError(f"{name} is not JSON: {failure}") from None
+
+
+def _code_of(body: bytes) -> str:
+    """Return the gateway's name for an error; empty where it is not a gateway's."""
+    try:
+        return str(orjson.loads(body)["error"]["code"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""
 
 
 def _message_of(body: bytes) -> str:

@@ -1,0 +1,218 @@
+"""Replicas and a Model Gateway before them, started by us, and started again where one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from batchrunner.engines.device import CPU_NOTE, gpus, on_cpu
+from batchrunner.engines.http import HttpEngine
+from batchrunner.engines.launched import SGLangServer
+from batchrunner.engines.model import check_model, model_identity
+from batchrunner.engines.router import gateway_process, start_gateway
+from batchrunner.engines.sockets import free_port, raise_file_limit
+from batchrunner.engines.workerlist import WorkerList
+from batchrunner.errors import EngineLostError, EngineStartError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from batchrunner.engines.process import LaunchedProcess
+    from batchrunner.job import GatewayEngine
+    from batchrunner.records import Completion, EngineInfo, Request, Signals
+
+log = logging.getLogger(__name__)
+
+MOST_DEATHS = 5
+"""A replica, or the gateway, that died more often than this ends the run: something is wrong with it."""
+KEEP_ALIVE_S = 120
+"""How long replicas keep the gateway's idle connections; it drops them itself after 90 s. SGLang's 5 s would
+have it send rows into connections that are just being closed."""
+ROUND_ROBIN_NOTE = (
+    "gateway policy round_robin (auto): cache_aware would send rows that share a prompt to one replica "
+    "until it had 64 more than another; engine.policy chooses"
+)
+
+
+class LaunchedGateway:
+    """Replicas and gateway that live as long as this object is open, and never longer than this process."""
+
+    def __init__(self, spec: GatewayEngine, *, log_dir: Path, request_timeout_s: float) -> None:
+        self._spec = spec
+        self._log_dir = log_dir
+        self._timeout_s = request_timeout_s
+        self._key = secrets.token_urlsafe(24)
+        self._client: HttpEngine | None = None
+        self._servers: list[SGLangServer] = []
+        self._gateway: LaunchedProcess | None = None
+        self._workers: WorkerList | None = None
+        self._ready: set[str] = set()  # what the gateway's list should be
+        self._guards: list[asyncio.Task[None]] = []
+        self._lost: EngineLostError | None = None
+
+    async def open(self) -> EngineInfo:
+        """Start the replicas and the gateway, all at once, and wait until they are ready."""
+        spec = self._spec
+        assert spec.model is not None
+        check_model(spec.model)
+        cpu = on_cpu(spec.device)
+        raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
+        self._servers = self._make_servers(spec.model, cpu=cpu)
+        self._gateway, url = gateway_process(
+            spec, key=self._key, log_dir=self._log_dir, request_timeout_s=self._timeout_s
+        )
+        self._workers = WorkerList(url, self._key)
+        await _all_or_first_failure([self._start_gateway(), *(server.start() for server in self._servers)])
+        urls = [server.url for server in self._servers]
+        self._ready |= set(urls)
+        if not await self._workers.bring_to(self._ready):
+            raise EngineStartError(self._gateway.obituary("the gateway did not take the replicas"))
+        self._client = HttpEngine(urls, api_key=self._key, request_timeout_s=self._timeout_s, gateway=url)
+        info = await self._client.open()
+        self._guards = [asyncio.create_task(self._guard(server)) for server in self._servers]
+        self._guards.append(asyncio.create_task(self._guard_gateway()))
+        notes = (
+            *((CPU_NOTE,) if cpu else ()),
+            *((ROUND_ROBIN_NOTE,) if spec.policy == "auto" and len(urls) > 1 else ()),
+            *info.notes,
+        )
+        return dataclasses.replace(
+            info,
+            kind="gateway",
+            model=model_identity(spec.model),
+            log=str(self._gateway.log_path),
+            notes=notes,
+        )
+
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send one request once; see `Engine.generate`."""
+        assert self._client is not None
+        if self._lost is not None:
+            raise self._lost
+        return await self._client.generate(request, route)
+
+    async def signals(self) -> Sequence[Signals]:
+        """Return the load of each replica that answers now."""
+        return await self._client.signals() if self._client else []
+
+    async def close(self) -> None:
+        """End the gateway, the replicas and everything they started."""
+        for guard in self._guards:
+            guard.cancel()
+        await asyncio.gather(*self._guards, return_exceptions=True)
+        self._guards = []
+        for connections in (self._client, self._workers):
+            if connections is not None:
+                await connections.close()
+        self._client = None
+        processes = [server.process for server in self._servers]
+        if self._gateway is not None:
+            processes.append(self._gateway)
+        await asyncio.gather(*(process.stop() for process in processes))
+
+    def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
+        spec = self._spec
+        slices = gpu_slices([] if cpu else gpus(), spec.tp, spec.replicas)
+        ports: set[int] = set()
+        while len(ports) < len(slices):
+            ports.add(free_port())
+        return [
+            SGLangServer(
+                spec,
+                model,
+                port=port,
+                key=self._key,
+                log_path=self._log_dir / f"engine-replica-{n}.log",
+                cpu=cpu,
+                name=f"replica {n}",
+                argv=("--tp-size", str(spec.tp)) if spec.tp > 1 else (),
+                environ={
+                    "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+                    **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
+                },
+            )
+            for n, (port, devices) in enumerate(zip(ports, slices, strict=True))
+        ]
+
+    async def _start_gateway(self) -> None:
+        assert self._gateway is not None
+        assert self._workers is not None
+        await start_gateway(self._gateway, self._workers.url)
+
+    async def _guard(self, server: SGLangServer) -> None:
+        """Take a replica that dies out of the gateway, start it again, put it back."""
+        assert self._workers is not None
+        deaths = 0
+        while True:
+            await server.process.ended()
+            deaths += 1
+            self._ready.discard(server.url)
+            if not self._may_go_on(server.process, deaths, "taken out of the gateway and started again"):
+                return
+            await self._workers.bring_to(self._ready)
+            try:
+                await server.start()
+            except EngineStartError:  # the next turn finds it ended and says why
+                await server.process.stop()
+                continue
+            self._ready.add(server.url)
+            taken = await self._workers.bring_to(self._ready)
+            log.warning("%s is back%s", server.name, "" if taken else ", but the gateway has not taken it")
+
+    async def _guard_gateway(self) -> None:
+        """Start a gateway that dies again, and give it the replicas that are ready."""
+        assert self._gateway is not None
+        assert self._workers is not None
+        deaths = 0
+        while True:
+            await self._gateway.ended()
+            deaths += 1
+            if not self._may_go_on(self._gateway, deaths, "started again"):
+                return
+            try:
+                await self._start_gateway()
+            except EngineStartError:
+                await self._gateway.stop()
+                continue
+            await self._workers.bring_to(self._ready)
+            log.warning("the gateway is back")
+
+    def _may_go_on(self, process: LaunchedProcess, deaths: int, then: str) -> bool:
+        cause = process.obituary(f"{process.name} died")
+        if deaths > MOST_DEATHS:
+            self._lost = EngineLostError(f"{cause} (for the {deaths}th time)")
+            return False
+        log.warning("%s: %s (%d of at most %d times)", cause, then, deaths, MOST_DEATHS)
+        return True
+
+
+def gpu_slices(devices: Sequence[str], tp: int, replicas: int | str) -> list[list[str]]:
+    """Deal the GPUs out, `tp` to each replica; an empty slice leaves CUDA_VISIBLE_DEVICES as it is.
+
+    Without GPUs that can be counted (a CPU, or a vendor's own way of naming) `auto` is one replica. Raises
+    EngineStartError where there are too few.
+    """
+    if not devices:
+        return [[] for _ in range(1 if replicas == "auto" else int(replicas))]
+    count = len(devices) // tp if replicas == "auto" else int(replicas)
+    if count * tp > len(devices) or count == 0:
+        raise EngineStartError(
+            f"engine.replicas {replicas} with engine.tp {tp} needs {max(count, 1) * tp} GPUs: "
+            f"{len(devices)} there"
+        )
+    return [list(devices[n * tp : (n + 1) * tp]) for n in range(count)]
+
+
+async def _all_or_first_failure(starts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once; the first that fails ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for start in starts:
+                group.create_task(start)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -1,0 +1,67 @@
+"""One `sglang.launch_server` on a loopback port, as `server` and every replica of a gateway start it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchrunner.engines.device import cpu_environment, server_args
+from batchrunner.engines.process import LaunchedProcess, answers, plain_environment, to_argv
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import aiohttp
+
+    from batchrunner.job import LaunchedEngine
+
+log = logging.getLogger(__name__)
+
+
+class SGLangServer:
+    """A server of `model` with the job's arguments; it can be started again on the same port."""
+
+    def __init__(
+        self,
+        spec: LaunchedEngine,
+        model: str,
+        *,
+        port: int,
+        key: str,
+        log_path: Path,
+        cpu: bool,
+        name: str = "the engine",
+        argv: tuple[str, ...] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take what is common from the job, and what is this server's own: `argv` and `environ`."""
+        self.url = f"http://127.0.0.1:{port}"
+        self.name = name
+        self._model = model
+        self._start_timeout_s = spec.start_timeout
+        own = ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), *argv]
+        environment = plain_environment()
+        if cpu:
+            environment |= cpu_environment(environment)
+        if Path(model).exists():
+            environment.setdefault("HF_HUB_OFFLINE", "1")
+        self.process = LaunchedProcess(
+            module="sglang.launch_server",
+            argv=[*own, *to_argv(server_args(spec.args, cpu=cpu))],
+            key=key,
+            environ={**environment, **(environ or {}), **spec.env},
+            log_path=log_path,
+            python=spec.python,
+            name=name,
+        )
+
+    async def start(self) -> None:
+        """Start it and wait until it takes requests; raises EngineStartError where it does not."""
+        log.info("starting SGLang for %s at %s; its log: %s", self._model, self.url, self.process.log_path)
+        await self.process.start()
+        await self.process.wait_until_ready(self._is_ready, self._start_timeout_s)
+
+    async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
+        """Ask `/ready`; releases before it existed answer 404 there: ready when `/model_info` answers."""
+        return await answers(session, self.url, "/ready", "/model_info")
