@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-engine bench-gateway bench-simulation bench-control clean
+.PHONY: help install run demo test check bench-client bench-memory bench-engine bench-gateway bench-simulation bench-control bench-control-simulated clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -68,6 +68,9 @@ bench-simulation: .venv/.engine data/smollm2-135m-instruct/config.json
 
 bench-control: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.control
+
+bench-control-simulated: .venv/.light
+	.venv/bin/python -m benchmarks.control_simulated
 
 bench-gateway: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.gateway
