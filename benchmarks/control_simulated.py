@@ -22,7 +22,7 @@ from batchrunner.admission import Admission
 from batchrunner.controller import Band
 from batchrunner.gate import Gate
 from batchrunner.records import EngineInfo, Signals
-from batchrunner.simulation.cost import H100_8B, CostModel
+from batchrunner.simulation.cost import H100_8B
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import Sample
 from batchrunner.simulation.scheduler import SchedulerConfig
@@ -57,8 +57,6 @@ class Case:
     window: int | None
     """A fixed one per replica, or None for the controller."""
     late_s: float
-    slow: int = 0
-    """So many replicas take ten times as long."""
 
 
 def rows_of(case: Case) -> Iterator[tuple[int, int, int, bool]]:
@@ -85,65 +83,84 @@ def rows_of(case: Case) -> Iterator[tuple[int, int, int, bool]]:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Let a whole run pass in virtual time, as the submitter and its feedback loop would drive it."""
+    """Let a whole run pass in virtual time."""
     began = time.perf_counter()
-    luck = random.Random(SEED + 1)
-    routes = tuple(f"r{i}" for i in range(case.replicas))
-    config = SchedulerConfig(MAX_RUNNING, KV_TOKENS)
-    costs = [_slower(H100_8B, 10) if i < case.slow else H100_8B for i in range(case.replicas)]
-    replicas = {route: Replica(config, cost) for route, cost in zip(routes, costs, strict=True)}
-    fixed = None if case.window is None else case.window * case.replicas
-    info = EngineInfo(kind="attach", model="simulated", routes=routes)
-    admission = Admission(info, Band(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed)
-    told: dict[str, deque[Signals]] = {route: deque() for route in routes}
-    admission.begin([_signal(route, replicas[route]) for route in routes], 0.0)
-    gate = Gate(admission.windows)
-    rows, ended, tokens, now, next_poll, drained_at = rows_of(case), 0, 0, 0.0, 0.0, None
-    waiting = next(rows, None)
-    seen = _Seen()
-    while ended < case.rows:
-        now += TICK_S
-        for route, replica in replicas.items():
-            for end in replica.advance(now):
-                ended += 1
-                tokens += end.sample.outputs
-                gate.release(route)
-                admission.ended(route, end.sample.retractions, end.at_s)
-        while waiting is not None and (route_taken := gate.take(now)) is not None:
-            prompt, output, most, ignore_eos = waiting
-            replicas[route_taken].submit(Sample(prompt, output, most, ignore_eos))
-            waiting = next(rows, None)
-        if waiting is None and drained_at is None:
-            drained_at = now
-        if now >= next_poll:
-            next_poll += POLL_S
-            signals = []
-            for route, replica in replicas.items():
-                past = told[route]
-                past.append(_signal(route, replica))
-                while len(past) > 1 and len(past) > case.late_s / POLL_S:
-                    past.popleft()
-                if luck.random() >= LOST_POLLS:
-                    signals.append(past[0])
-            draining = waiting is None
-            moved = admission.observe(signals, gate.by_route, now, draining=draining)
-            if moved:
-                for route, window in admission.windows.items():
-                    gate.resize(route, window)
-            if not draining:
-                seen.look(now, replicas, admission)
-    busy = [replica.busy_s for replica in replicas.values()]
-    passes = [r.scheduler.prefill_passes + r.scheduler.decode_passes for r in replicas.values()]
+    fleet = _Fleet(case)
+    while fleet.ended < case.rows:
+        fleet.tick()
+    schedulers = [replica.scheduler for replica in fleet.replicas.values()]
     return {
-        "tokens_per_s": round(tokens / now, 1),
+        "tokens_per_s": round(fleet.tokens / fleet.now, 1),
+        "virtual_s": round(fleet.now, 1),
         "took_s": round(time.perf_counter() - began, 1),
-        "virtual_s": round(now, 1),
-        "tail_share": round(1 - (drained_at or now) / now, 4),
-        "passes": sum(passes),
-        "retractions": sum(r.scheduler.retractions for r in replicas.values()),
-        "imbalance": round((max(busy) - min(busy)) / max(busy), 4),
-        **seen.as_dict(case),
+        "tail_share": round(1 - (fleet.drained_at or fleet.now) / fleet.now, 4),
+        "passes": sum(s.prefill_passes + s.decode_passes for s in schedulers),
+        "retractions": sum(s.retractions for s in schedulers),
+        **fleet.seen.as_dict(),
     }
+
+
+class _Fleet:
+    """Replicas, and the gate and admission that fill them as the submitter and its feedback loop would."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._luck = random.Random(SEED + 1)
+        routes = tuple(f"r{i}" for i in range(case.replicas))
+        config = SchedulerConfig(MAX_RUNNING, KV_TOKENS)
+        self.replicas = {route: Replica(config, H100_8B) for route in routes}
+        fixed = None if case.window is None else case.window * case.replicas
+        info = EngineInfo(kind="attach", model="simulated", routes=routes)
+        self._admission = Admission(info, Band(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed)
+        self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0)
+        self._gate = Gate(self._admission.windows)
+        self._told: dict[str, deque[Signals]] = {route: deque() for route in routes}
+        self._rows = rows_of(case)
+        self._waiting = next(self._rows, None)
+        self._next_poll = 0.0
+        self.now, self.ended, self.tokens = 0.0, 0, 0
+        self.drained_at: float | None = None
+        self.seen = _Seen()
+
+    def tick(self) -> None:
+        self.now += TICK_S
+        self._collect()
+        self._send()
+        if self.now >= self._next_poll:
+            self._next_poll += POLL_S
+            self._poll()
+
+    def _collect(self) -> None:
+        for route, replica in self.replicas.items():
+            for end in replica.advance(self.now):
+                self.ended += 1
+                self.tokens += end.sample.outputs
+                self._gate.release(route)
+                self._admission.ended(route, end.sample.retractions, end.at_s)
+
+    def _send(self) -> None:
+        while self._waiting is not None and (route := self._gate.take(self.now)) is not None:
+            prompt, output, most, ignore_eos = self._waiting
+            self.replicas[route].submit(Sample(prompt, output, most, ignore_eos))
+            self._waiting = next(self._rows, None)
+        if self._waiting is None and self.drained_at is None:
+            self.drained_at = self.now
+
+    def _poll(self) -> None:
+        signals = []
+        for route, replica in self.replicas.items():
+            past = self._told[route]
+            past.append(_signal(route, replica))
+            while len(past) > max(1, self._case.late_s / POLL_S):
+                past.popleft()
+            if self._luck.random() >= LOST_POLLS:
+                signals.append(past[0])
+        draining = self._waiting is None
+        if self._admission.observe(signals, self._gate.by_route, self.now, draining=draining):
+            for route, window in self._admission.windows.items():
+                self._gate.resize(route, window)
+        if not draining:
+            self.seen.look(self.now, self.replicas, self._admission)
 
 
 class _Seen:
@@ -175,7 +192,7 @@ class _Seen:
             total[0] += replica.scheduler.running
             total[1] += 1
 
-    def as_dict(self, case: Case) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         means = [total / count for total, count in self.running.values()]
         return {
             "in_band_share": round(self.inside / self.looks, 4) if self.looks else None,
@@ -192,12 +209,6 @@ def _signal(route: str, replica: Replica) -> Signals:
         route, "simulated", gauges.running, gauges.queue, gauges.token_usage, gauges.used_tokens,
         gauges.max_total_tokens, gauges.max_running, route, gauges.at_s,
     )  # fmt: skip
-
-
-def _slower(cost: CostModel, times: float) -> CostModel:
-    return CostModel(
-        cost.base_s * times, cost.sample_s * times, cost.kv_token_s * times, cost.prefill_token_s * times
-    )
 
 
 def grid(rows: int, replicas: list[int], late: list[float]) -> list[Case]:
