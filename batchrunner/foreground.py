@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from typing import TYPE_CHECKING
@@ -11,13 +12,14 @@ import uvloop
 
 from batchrunner.control import Control
 from batchrunner.jobfile import load_job
-from batchrunner.progress import make_display
+from batchrunner.progress import Bar, make_display
 from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED
 from batchrunner.runner import execute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batchrunner.progress import Display
     from batchrunner.report import Report
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,10 @@ def run_in_foreground(
         for number in before:
             loop.add_signal_handler(number, _on_signal, control, number)
         display = make_display(quiet=quiet or as_json)
-        return await execute(loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control)
+        with _log_above(display):
+            return await execute(
+                loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control
+            )
 
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
@@ -54,6 +59,15 @@ def run_in_foreground(
     finally:  # uvloop leaves its own behind, and then nothing in this process hears a Ctrl-C
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
+    """Let log lines appear above the bar and not in it."""
+    if not isinstance(display, Bar):
+        return contextlib.nullcontext()
+    from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only where there is a terminal
+
+    return logging_redirect_tqdm([logging.getLogger("batchrunner")])
 
 
 def _on_signal(control: Control, number: signal.Signals) -> None:
