@@ -67,10 +67,9 @@ def loopback_sources(addresses: int) -> Callable[[tuple[int, int, int, str, tupl
     """Return a maker of sockets for connections to loopback, each from the next of several own addresses.
 
     The ephemeral ports are counted for each pair of addresses, so a server that listens on 127.0.0.1 alone
-    can be reached over N times as many connections from 127.0.0.1 … 127.0.0.N. (Seen on Linux 6.18 with
-    sglang_router 0.3.2: with the range narrowed to ten ports the eleventh connection from 127.0.0.1 fails
-    with EADDRNOTAVAIL and the next from 127.0.0.2 works. The other way, several addresses as destinations,
-    would need a gateway that listens on 0.0.0.0, for all the network to see.)
+    can be reached over N times as many connections from 127.0.0.1 … 127.0.0.N. (A test shows it
+    with a range of a few ports. The other way, several addresses as destinations, would need a gateway that
+    listens on 0.0.0.0, for all the network to see.)
     """
     sources = itertools.cycle(f"127.0.0.{n}" for n in range(1, addresses + 1))
 
