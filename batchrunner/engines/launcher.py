@@ -110,7 +110,7 @@ def family(root: int, session: int) -> list[int]:
         if fields[0] not in b"ZX":
             pid = int(file.parent.name)
             parents[pid] = int(fields[1])
-            if int(fields[3]) == session:
+            if 0 < session == int(fields[3]):  # 0 is the session of all that have none
                 found.add(pid)
     grown = True
     while grown:
