@@ -196,7 +196,7 @@ def _engine_processes(marker: str) -> list[int]:
 
 def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: Path) -> None:
     """SIGKILL of the runner ends the server; the next start sends what is missing; no file has the key."""
-    command = _tiny_job(tmp_path, tiny, rows=600)
+    command = _tiny_job(tmp_path, tiny, rows=600, tokens=100)
     marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
     environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
     parts = tmp_path / "run" / "parts"
