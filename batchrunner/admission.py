@@ -26,7 +26,7 @@ GONE_AFTER_S = 15.0
 """A scheduler of several that has not been heard of for so long is dead, and its window with it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Scheduler:
     route: str
     controller: Controller
@@ -72,13 +72,15 @@ class Admission:
     fixed: int | None = None
     """A window that the job has set, over all routes; then nothing is ever changed."""
     _schedulers: dict[str, _Scheduler] = field(default_factory=dict)
+    _on_route: defaultdict[str, list[_Scheduler]] = field(default_factory=lambda: defaultdict(list))
+    """The same by their route: looked up for every row that ends."""
     _ends: defaultdict[str, _Ends] = field(default_factory=lambda: defaultdict(_Ends))
     _draining: bool = False
 
     def begin(self, signals: Sequence[Signals], now: float) -> list[Decision]:
         """Set the first windows, from the engine's limits."""
         made = [self._add(signal, now) for signal in signals]
-        silent = [route for route in self.info.routes if not self._on(route)]
+        silent = [route for route in self.info.routes if not self._on_route[route]]
         return made + [self._add(None, now, route) for route in silent]
 
     @property
@@ -88,7 +90,7 @@ class Admission:
             share = max(1, -(-self.fixed // len(self.info.routes)))
             return dict.fromkeys(self.info.routes, min(share, self.most))
         return {
-            route: max(1, min(self.most, sum(s.controller.window for s in self._on(route))))
+            route: max(1, min(self.most, sum(s.controller.window for s in self._on_route[route])))
             for route in self.info.routes
         }
 
@@ -128,9 +130,9 @@ class Admission:
                     signal.queue,
                     shares[signal.scheduler],
                     self._rate(scheduler, now),
-                    self._ends[signal.route].recent_burst(now) / len(self._on(signal.route)),
+                    self._ends[signal.route].recent_burst(now) / len(self._on_route[signal.route]),
                 )
-                alone = len(self._on(signal.route)) == 1
+                alone = len(self._on_route[signal.route]) == 1
                 moved = scheduler.controller.sample(now, seen, may_grow=alone or signal.route not in full)
                 decisions += [moved] if moved else []
         moves = [scheduler.controller.tick(now) for scheduler in self._schedulers.values()]
@@ -139,9 +141,9 @@ class Admission:
     def ended(self, route: str, retractions: int, now: float) -> None:
         """Take note of a row that came to its end on a route."""
         self._ends[route].add(now)
-        on = self._on(route)
-        for scheduler in on:
-            if retractions:
+        on = self._on_route[route]
+        if retractions:
+            for scheduler in on:
                 scheduler.controller.retracted(now)
         if len(on) == 1:
             on[0].controller.ended()
@@ -150,11 +152,8 @@ class Admission:
         """React to a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
-        moves = [scheduler.controller.pressed(now, what) for scheduler in self._on(route)]
+        moves = [scheduler.controller.pressed(now, what) for scheduler in self._on_route[route]]
         return [move for move in moves if move]
-
-    def _on(self, route: str) -> list[_Scheduler]:
-        return [scheduler for scheduler in self._schedulers.values() if scheduler.route == route]
 
     def _add(self, signal: Signals | None, now: float, route: str = "") -> Decision:
         count = len(self.info.routes)
@@ -168,6 +167,7 @@ class Admission:
         window, why = first_window(max_running, pool, self.tokens_a_row, band.low, band.high)
         controller = Controller(name, window, band, most=self.most, now=now)
         self._schedulers[name] = _Scheduler(route, controller, heard_at=now)
+        self._on_route[route].append(self._schedulers[name])
         return Decision(
             name,
             0,
@@ -182,10 +182,11 @@ class Admission:
         gone = [
             (name, s)
             for name, s in self._schedulers.items()
-            if s.route in speaking and now - s.heard_at > GONE_AFTER_S and len(self._on(s.route)) > 1
+            if s.route in speaking and now - s.heard_at > GONE_AFTER_S and len(self._on_route[s.route]) > 1
         ]
-        for name, _ in gone:
+        for name, scheduler in gone:
             del self._schedulers[name]
+            self._on_route[scheduler.route].remove(scheduler)
         return [
             Decision(
                 name, s.controller.window, 0, "gone", f"nothing heard of it for {now - s.heard_at:.0f} s"
@@ -201,7 +202,7 @@ class Admission:
         shares = {}
         for signal in signals:
             ours = in_flight.get(signal.route, 0)
-            count = len(self._on(signal.route))
+            count = len(self._on_route[signal.route])
             total = busy[signal.route]
             part = (signal.running + signal.queue) / total if total else 1 / count
             shares[signal.scheduler] = ours if count == 1 else round(ours * part)
@@ -209,7 +210,7 @@ class Admission:
 
     def _rate(self, scheduler: _Scheduler, now: float) -> float:
         """Rows a second that leave a scheduler, averaged; a shared route's are parted evenly."""
-        on = len(self._on(scheduler.route))
+        on = len(self._on_route[scheduler.route])
         ended = self._ends[scheduler.route].count // on
         if scheduler.rated is not None and now > scheduler.rated[0]:
             newest = (ended - scheduler.rated[1]) / (now - scheduler.rated[0])

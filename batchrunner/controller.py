@@ -128,11 +128,6 @@ class Controller:
         self._ended = 0
         self._best_rate = 0.0
 
-    @property
-    def target(self) -> float:
-        """The set-point q* for `#queue-req`."""
-        return self._target
-
     def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> Decision | None:
         """Take a fresh sample; `may_grow` is false where another scheduler's queue forbids it."""
         self._learn(now, seen)

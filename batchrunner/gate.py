@@ -41,11 +41,6 @@ class Gate:
         return self._in_flight
 
     @property
-    def windows(self) -> dict[str, int]:
-        """The window of each route."""
-        return {route: place.window for route, place in self._places.items()}
-
-    @property
     def by_route(self) -> dict[str, int]:
         """How many are in flight on each route."""
         return {route: place.in_flight for route, place in self._places.items()}

@@ -160,8 +160,7 @@ class _Run:
         self._last_signals: tuple[Signals, ...] = ()
         self._began = time.monotonic()
         self._rates = Rates(self._began)
-        patience = Patience(job.limits.max_attempts, job.limits.engine_wait)
-        self._patience = patience
+        self._patience = Patience(job.limits.max_attempts, job.limits.engine_wait)
 
     async def go(self) -> Report:
         run_dir = self._prepared.run_dir
@@ -241,9 +240,8 @@ class _Run:
         # counted first: the row is in a part even if a stop comes while we wait for the disk
         self._tally.add(outcome)
         await self._sink.put(outcome)
-        failed = self._tally.failed
         if outcome.completion is None and self._tally.done >= LEAST_ROWS_TO_ABORT:
-            share = failed / self._tally.done
+            share = self._tally.failed / self._tally.done
             if share > self._job.limits.abort_failed_share:
                 self._control.drain(
                     f"{share:.0%} of the rows failed (limits.abort_failed_share): correct the job, then "

@@ -67,7 +67,6 @@ class Sink:
         self._bytes = 0
         self._writing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.parts_written = 0
 
     async def put(self, outcome: Outcome) -> None:
         """Take one outcome; waits while the disk is a whole part behind.
@@ -121,7 +120,6 @@ class Sink:
     async def _write(self, path: Path, outcomes: list[Outcome]) -> None:
         with writing(path):
             await asyncio.to_thread(write_part, path, outcomes, self._schema, samples=self._samples)
-        self.parts_written += 1
         log.debug("wrote %s (%d rows)", path.name, len(outcomes))
 
 

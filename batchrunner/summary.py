@@ -31,7 +31,8 @@ class Summary:
         self._points: list[tuple[float, int]] = []
         self._began = 0.0
         self._every_s = 0.0
-        self._windows: list[int] = []
+        self._window_min: int | None = None
+        self._window_max: int | None = None
 
     def add(self, now: float, signals: Sequence[Signals], admission: Admission, window: int) -> None:
         """Add what one poll brought, for the time since the one before."""
@@ -70,8 +71,8 @@ class Summary:
             "tail_share": share(self._s["tail"], self._s["all"]),
             "imbalance": self._imbalance(),
             "retractions": self.retractions,
-            "window_min": min(self._windows, default=None),
-            "window_max": max(self._windows, default=None),
+            "window_min": self._window_min,
+            "window_max": self._window_max,
             "window_over_time": [[round(at - self._began, 1), window] for at, window in self._points],
         }
 
@@ -81,7 +82,8 @@ class Summary:
         return round((max(means) - min(means)) / max(means), 4) if len(means) > 1 and max(means) else None
 
     def _point(self, now: float, window: int) -> None:
-        self._windows = [min([window, *self._windows]), max([window, *self._windows])]
+        self._window_min = min(window, self._window_min or window)
+        self._window_max = max(window, self._window_max or window)
         if self._points and now - self._points[-1][0] < self._every_s:
             return
         self._points.append((now, window))

@@ -45,7 +45,7 @@ from batchrunner.errors import (
 from batchrunner.job import GATEWAY_DROPS, GatewayEngine, SamplingSpec
 from batchrunner.jobfile import parse_engine
 from batchrunner.records import Request, RowRef
-from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.conftest import SMALL_MODEL, batchrun, job_of, require_engine, results_of, write_job
 from tests.fake_sglang import FakeSGLang, Sent
 from tests.tiny_model import make_tiny_llama
 
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from batchrunner.engines.process import LaunchedProcess
 
 ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "data" / "smollm2-135m-instruct"
 KEY_VARIABLE = "SGLANG_API_KEY"
 START_S = 300
 
@@ -472,20 +471,8 @@ def test_connections_from_several_addresses() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    missing = [
-        what
-        for what, there in {
-            "SGLang (make .venv/.engine)": importlib.util.find_spec("sglang") is not None,
-            "sglang_router (make .venv/.engine)": importlib.util.find_spec("sglang_router") is not None,
-            "data/smollm2-135m-instruct (make test)": (MODEL / "config.json").exists(),
-        }.items()
-        if not there
-    ]
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"missing: {', '.join(missing)}")
-    if missing:
-        pytest.skip(f"missing: {', '.join(missing)}")
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", MODEL)
+    require_engine("sglang", "sglang_router")
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
 
 
 def fleet_of(tiny: Path) -> dict[str, Any]:

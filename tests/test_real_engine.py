@@ -23,13 +23,13 @@ import pytest
 
 import batchrunner
 from batchrunner.engines.device import has_gpu
+from tests.conftest import SMALL_MODEL, require_engine
 from tests.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "data" / "smollm2-135m-instruct"
 JOBS = ROOT / "jobs"
 START_S = 600
 """A start takes half a minute on a quiet machine, and minutes on a busy one."""
@@ -39,24 +39,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(scope="session", autouse=True)
 def _prepared() -> None:
-    missing = [
-        what
-        for what, there in {
-            "SGLang (make .venv/.engine)": importlib.util.find_spec("sglang") is not None,
-            "data/smollm2-135m-instruct (make test)": (MODEL / "config.json").exists(),
-        }.items()
-        if not there
-    ]
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"missing: {', '.join(missing)}")
-    if missing:
-        pytest.skip(f"missing: {', '.join(missing)}")
+    require_engine("sglang")
 
 
 @pytest.fixture(scope="module")
 def smollm(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
     """The real chat model on a launched server."""
-    spec = {"kind": "server", "model": str(MODEL), "device": "cpu"}
+    spec = {"kind": "server", "model": str(SMALL_MODEL), "device": "cpu"}
     logs = tmp_path_factory.mktemp("smollm")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -67,7 +56,7 @@ def smollm(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def tiny(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose steps cost next to nothing."""
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", MODEL)
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
 
 
 def _run_job(name: str, engine: batchrunner.OpenEngine, out: Path, *overrides: str) -> tuple[Any, pa.Table]:
@@ -246,7 +235,7 @@ def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine,
     """`sglang.Engine` in this process gives the same prompts, token for token, as the HTTP server."""
     out = tmp_path / "inprocess"
     overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}"]
-    engine = f"engine={{kind: inprocess, model: {MODEL}, device: cpu}}"
+    engine = f"engine={{kind: inprocess, model: {SMALL_MODEL}, device: cpu}}"
     command = [sys.executable, "-m", "batchrunner.cli", str(JOBS / "summarize.yaml"), "--set", engine]
     for override in overrides:
         command += ["--set", override]

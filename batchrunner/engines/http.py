@@ -47,8 +47,7 @@ class _Destination:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.generate = URL(url + "/generate")
-        self.chat = URL(url + "/v1/chat/completions")
+        self.paths = {path: URL(url + path) for path in (wire.GENERATE_PATH, wire.CHAT_PATH)}
 
 
 class HttpEngine:
@@ -102,7 +101,6 @@ class HttpEngine:
             trust_env=not all(
                 urlsplit(url).hostname in _LOOPBACK for url in [*urls, self._gateway or urls[0]]
             ),
-            json_serialize=lambda value: orjson.dumps(value).decode(),
         )
         models = [await self._model_info(url) for url in urls]
         names = {str(model["model_path"]) for model in models}
@@ -130,13 +128,12 @@ class HttpEngine:
         wire.refuse_deadly(request, self._vocabulary)
         if self._gateway:
             wire.refuse_dropped(request)
-        chat = request.kind == "messages"
-        body = orjson.dumps(wire.chat_body(request) if chat else wire.generate_body(request))
+        body = orjson.dumps(wire.body_of(request))
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
         destination = self._routes[route]
         try:
-            url = destination.chat if chat else destination.generate
+            url = destination.paths[wire.path_of(request)]
             with self._deadline:
                 async with self._session.post(url, data=payload) as response:
                     content = await response.read()

@@ -91,9 +91,12 @@ _NOT_REACHED = (
 )
 
 
+GENERATE_PATH, CHAT_PATH = "/generate", "/v1/chat/completions"
+
+
 def path_of(request: Request) -> str:
     """Return the endpoint for this kind of prompt: the server renders the chat template of messages."""
-    return "/v1/chat/completions" if request.kind == "messages" else "/generate"
+    return CHAT_PATH if request.kind == "messages" else GENERATE_PATH
 
 
 def refuse_deadly(request: Request, vocabulary: int | None) -> None:
@@ -120,6 +123,11 @@ def refuse_dropped(request: Request) -> None:
     if not dropped.isdisjoint(request.sampling):
         name = min(dropped.intersection(request.sampling))
         raise RowRefusedError(f"{name}: the gateway leaves it out of what it passes on")
+
+
+def body_of(request: Request) -> dict[str, Any]:
+    """Make the body for the endpoint of this kind of prompt."""
+    return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 
 def generate_body(request: Request) -> dict[str, Any]:
