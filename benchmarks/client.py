@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 SEED = 20
 WORDS_A_TEXT = (20, 50)
 GOAL = 0.85
-PATHS = {"generate": "/generate", "chat": "/v1/chat/completions"}
 PROMPTS = {"generate": {"text": "Summarise: {{ text }}"}, "chat": {"user": "Summarise: {{ text }}"}}
 
 _META = {
@@ -165,11 +164,10 @@ def bare(job_file: str, *, fast_loop: bool) -> dict[str, Any]:
     job = load_job(job_file, environ={})
     assert isinstance(job.engine, AttachEngine)
     made = prepare(job)
-    chat = made.renderer.kind == "messages"
-    make_body = wire.chat_body if chat else wire.generate_body
-    requests = (item for batch in made.batches(made.selected()) for item in batch)
-    bodies = [orjson.dumps(make_body(item)) for item in requests if isinstance(item, Request)]
-    url = URL(job.engine.urls[0] + PATHS["chat" if chat else "generate"])
+    items = (item for batch in made.batches(made.selected()) for item in batch)
+    requests = [item for item in items if isinstance(item, Request)]
+    bodies = [orjson.dumps(wire.body_of(request)) for request in requests]
+    url = URL(job.engine.urls[0] + wire.path_of(requests[0]))
     run = uvloop.run if fast_loop else asyncio.run
     return run(_post_all(url, bodies, int(job.window)))
 
@@ -262,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--endpoint", choices=PATHS, default="chat")
+    parser.add_argument("--endpoint", choices=PROMPTS, default="chat")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)

@@ -268,7 +268,7 @@ async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool
         async with aiohttp.ClientSession(headers=headers) as session:
             for name, value in EACH.items():
                 request = _request(name, {name: value}, chat=chat)
-                body = wire.chat_body(request) if chat else wire.generate_body(request)
+                body = wire.body_of(request)
                 async with session.post(real_gateway.url + wire.path_of(request), json=body) as reply:
                     got = worker.sent[-1].body if reply.status == 200 else {}
                 sent = body if chat else body["sampling_params"]
