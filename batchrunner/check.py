@@ -53,8 +53,6 @@ class Check:
             lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
         bad = sum(prompt["error"] is not None for prompt in self.prompts)
         verdict = f"{bad} of the first {len(self.prompts)} rows cannot be sent" if bad else "the job is fine"
-        if not self.rows_total:
-            verdict = "input.filter selects no row"
         return [*lines, f"{verdict}; nothing was sent"]
 
 

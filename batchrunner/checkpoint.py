@@ -132,8 +132,13 @@ def check_same_run(old: dict[str, Any], new: Fingerprint, where: Path, *, model_
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
     if len(new) < len(old):
         return f"the input had {len(old)} files and has {len(new)}"
+    known = {file["digest"] for file in old}
     for before, after in zip(old, new, strict=False):
         if before["digest"] != after["digest"]:
+            if after["digest"] not in known and before["digest"] in {file["digest"] for file in new}:
+                return (
+                    f"the new input file {after['path']} sorts before {before['path']}: name it to come last"
+                )
             moved = "" if before["path"] == after["path"] else f" (it stands where {before['path']} stood)"
             return f"the input file {after['path']} changed{moved}"
     return None

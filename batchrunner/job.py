@@ -6,6 +6,7 @@ current directory.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -201,6 +202,15 @@ class SamplingSpec(_Spec):
         # {column: x} is also a mapping: without this it would pass as a (meaningless) schema
         if isinstance(value, Mapping) and set(value) == {"column"}:
             return FromColumn(column=str(value["column"]))
+        if isinstance(value, str):
+            _check_json_schema(value)
+        return value
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, value: str | FromColumn | None) -> str | FromColumn | None:
+        if isinstance(value, str):
+            _check_regex(value)
         return value
 
     @model_validator(mode="after")
@@ -211,6 +221,24 @@ class SamplingSpec(_Spec):
         if len(given) > 1:
             raise ValueError(f"an output has one grammar: give one of {', '.join(given)}")
         return self
+
+
+def _check_json_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except ValueError as failure:
+        raise ValueError(f"not JSON: {failure}") from None
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON Schema is a JSON object")  # noqa: TRY004 - pydantic takes ValueError only
+
+
+def _check_regex(pattern: str) -> None:
+    r"""Refuse what is no regular expression; the engine's dialect also has `\p{…}` and `(?<name>…)`."""
+    try:
+        re.compile(pattern)
+    except re.error as failure:
+        if not failure.msg.startswith(("bad escape", "unknown extension")):
+            raise ValueError(f"not a regular expression: {failure}") from None
 
 
 class OutputSpec(_Spec):
@@ -410,6 +438,13 @@ class Job(_Spec):
     """Requests in flight, over all replicas; `auto` lets them follow the live load of each. Leave it."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
     """The band in which `#queue-req` of each scheduler is held; scaled down where it runs few at once."""
+
+    @field_validator("queue", mode="before")
+    @classmethod
+    def _two_numbers(cls, queue: object) -> object:
+        if not isinstance(queue, (list, tuple)) or len(queue) != len(("low", "high")):
+            raise ValueError("should be two numbers: [low, high]")
+        return queue
 
     @field_validator("queue")
     @classmethod

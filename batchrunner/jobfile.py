@@ -59,14 +59,11 @@ def load_job(
     `overrides` are texts `a.b=c`, `c` in YAML; `environ` defaults to the process's own and is read only
     for variables that start with BATCHRUN__. Raises JobError with one line that says where and what.
     """
-    if isinstance(source, Job):
-        if not overrides:
-            return source
-        tree, name = source.model_dump(exclude_unset=True), "job"
-    elif isinstance(source, Mapping):
-        tree, name = _deep_copy(source), "job"
-    else:
-        tree, name = _read_yaml(Path(source)), str(source)
+    if isinstance(overrides, (str, Mapping)):
+        raise JobError('overrides: give a list of texts, such as ["input.limit=100"]')
+    if isinstance(source, Job) and not overrides:
+        return source
+    tree, name = _tree_of(source)
     if engine is not None:
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     # sorted: BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, which is a part of it
@@ -81,10 +78,25 @@ def load_job(
     return _validated(tree, name)
 
 
+def _tree_of(source: object) -> tuple[dict[str, Any], str]:
+    """Return a job as plain containers, and its name in messages."""
+    match source:
+        case Job():
+            return source.model_dump(exclude_unset=True), "job"
+        case Mapping():
+            return _deep_copy(source), "job"
+        case str() | Path():
+            return _read_yaml(Path(source)), str(source)
+        case _:
+            raise JobError(f"job: give a path, a mapping or a Job (got {_kind(source)})")
+
+
 def parse_engine(source: Mapping[str, Any] | EngineSpec) -> EngineSpec:
     """Read the `engine` part of a job alone; raises JobError."""
-    if not isinstance(source, Mapping):
+    if isinstance(source, BaseModel):
         return source
+    if not isinstance(source, Mapping):
+        raise JobError(f"engine: give an open engine or the `engine` part of a job (got {_kind(source)})")
     adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
     try:
         return adapter.validate_python(dict(source))
@@ -104,6 +116,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise JobError(f"{path}: no such job file") from None
+    except IsADirectoryError:
+        raise JobError(f"{path}: is a directory: give the job file in it") from None
     except (OSError, UnicodeDecodeError) as failure:
         raise JobError(f"{path}: cannot be read as a job file: {failure}") from None
     tree = _parse(text, str(path))
@@ -202,6 +216,7 @@ def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
 def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str:
     known = _known_keys(path[:-1], schema, tree)
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+    near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
     hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}" if known else ""
     if path[:1] == ["engine"] and isinstance(tree, Mapping) and isinstance(tree.get("engine"), Mapping):
         kind = tree["engine"].get("kind")

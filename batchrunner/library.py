@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +18,7 @@ from anyio.from_thread import start_blocking_portal
 
 from batchrunner.dataset import Dataset
 from batchrunner.engines.registry import make_engine
-from batchrunner.errors import BatchrunError, InputError
+from batchrunner.errors import BatchrunError, InputError, JobError
 from batchrunner.job import Job, LimitsSpec
 from batchrunner.jobfile import load_job, parse_engine
 from batchrunner.merge import merge
@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from batchrunner.report import Report
 
 JobSource = Job | Mapping[str, Any] | str | Path
+
+
+class SupportsArrow(Protocol):
+    """A table of another library, by Arrow's PyCapsule interface."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Export the table."""
 
 
 class OpenEngine:
@@ -124,7 +131,7 @@ def run(
     `a.b=c` as for `--set`. Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a
     deadline) is returned, not raised.
     """
-    loaded = load_job(job, overrides=overrides, engine=engine.spec if engine else None)
+    loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
     if engine is not None:
         return engine.call(loaded, fresh=fresh, retry_failed=retry_failed)
     with _portal() as portal:
@@ -143,14 +150,14 @@ async def arun(
     retry_failed: bool = False,
 ) -> Report:
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
-    loaded = load_job(job, overrides=overrides, engine=engine.spec if engine else None)
+    loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
     if engine is not None:
         return await engine.acall(loaded, fresh=fresh, retry_failed=retry_failed)
     return await execute(loaded, fresh=fresh, retry_failed=retry_failed)
 
 
 def generate(
-    rows: pa.Table | Iterable[Mapping[str, Any]],
+    rows: pa.Table | Iterable[Mapping[str, Any]] | SupportsArrow,
     *,
     prompt: str | Mapping[str, Any],
     engine: OpenEngine | Mapping[str, Any] | EngineSpec,
@@ -160,12 +167,13 @@ def generate(
 ) -> pa.Table:
     """Send every row of a table and return the results as a table in input order.
 
-    `rows` is a table or an iterable of mappings; `prompt` is the user template or the `prompt` part of a
+    `rows` is a table (pyarrow's, or any that speaks Arrow's C interface, as those of pandas and polars do)
+    or an iterable of mappings; `prompt` is the user template or the `prompt` part of a
     job; `columns` are carried into the result, whose other columns are those of a result row (`row`,
     `output`, `finish_reason`, …, `error`). Failed rows have an `error`; the table always has as many rows
     as the input. Raises BatchrunError.
     """
-    table = rows if isinstance(rows, pa.Table) else _table_of(rows)
+    table = _table_of(rows)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
         pq.write_table(table, source)
@@ -194,11 +202,26 @@ def generate(
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.glob("*.parquet")))
 
 
-def _table_of(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    if isinstance(rows, (str, bytes, Mapping)):
-        raise InputError(f"rows: give a pyarrow Table or an iterable of mappings (got {type(rows).__name__})")
+def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
+    if engine is not None and not isinstance(engine, OpenEngine):
+        raise JobError("engine: give one that `open_engine` opened, or put it into the job as `engine`")
+    return engine.spec if engine is not None else None
+
+
+def _table_of(rows: object) -> pa.Table:
+    if isinstance(rows, pa.Table):
+        return rows
+    wanted = "rows: give a table (pyarrow, pandas, polars) or an iterable of mappings"
+    if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
+        raise InputError(f"{wanted} (got {type(rows).__name__})")
     try:
-        return pa.Table.from_pylist([dict(row) for row in rows])
+        if hasattr(rows, "__arrow_c_stream__"):
+            return pa.table(rows)
+        listed = list(rows)
+        for row in listed:
+            if not isinstance(row, Mapping):
+                raise InputError(f"{wanted} (got a row of type {type(row).__name__})")
+        return pa.Table.from_pylist([dict(row) for row in listed])
     except (TypeError, ValueError, pa.ArrowException) as failure:
         raise InputError(f"rows: cannot be made a table: {failure}") from None
 

@@ -37,8 +37,13 @@ class Prepared:
             yield self.renderer.render(batch)
 
     def selected(self) -> BitMap64:
-        """Return the rows that the job is about."""
-        return selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit)
+        """Return the rows that the job is about; raises InputError where the filter leaves none."""
+        selected = selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit)
+        if not selected:
+            raise InputError(
+                f"input.filter: true for none of the {self.dataset.total_rows} rows: {self.job.input.filter}"
+            )
+        return selected
 
 
 def prepare(job: Job) -> Prepared:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 import subprocess
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -20,7 +22,6 @@ from tests.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 AS_ROOT = os.geteuid() == 0
 
@@ -106,6 +107,13 @@ def test_one_bad_file_of_several(tmp_path: Path) -> None:
 def test_no_rows(tmp_path: Path) -> None:
     """A file without a row is an error and not a run that is done at once."""
     told(refusal(job_of(tmp_path, rows=0), tmp_path), tmp_path / "input.parquet", "no rows")
+
+
+def test_no_row_selected(tmp_path: Path, server: FakeSGLang) -> None:
+    """A filter that is true for no row is a mistake, like a file without rows."""
+    message = refusal(job_of(tmp_path, server, input={"filter": "id > 50"}), tmp_path)
+    told(message, "input.filter: true for none of the 10 rows: id > 50")
+    assert server.sent == []
 
 
 def test_unreadable_file(tmp_path: Path) -> None:
@@ -313,23 +321,26 @@ def test_impossible_paths(tmp_path: Path, section: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def tiny_disk(place: Path, size: str) -> Iterator[Path]:
-    place.mkdir()
+def tiny_disk(size: str) -> Iterator[Path]:
+    """Mount a small disk, outside of pytest's directories: one that stayed there could not be removed."""
     if not AS_ROOT:
         pytest.skip("only root may mount a small disk")
+    place = Path(tempfile.mkdtemp(prefix="batchrunner-disk-"))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     made = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=30)
     if made.returncode:
+        place.rmdir()
         pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
     try:
         yield place
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
+        place.rmdir()
 
 
 def test_full_disk(tmp_path: Path, server: FakeSGLang) -> None:
     """A disk without room is refused before work is done for nothing."""
-    with tiny_disk(tmp_path / "disk", "1m") as disk:
+    with tiny_disk("1m") as disk:
         message = refusal(job_of(tmp_path, server, output={"path": str(disk / "run")}), tmp_path)
         told(message, disk / "run", "the disk is full")
     assert server.sent == []
@@ -337,7 +348,7 @@ def test_full_disk(tmp_path: Path, server: FakeSGLang) -> None:
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     """A disk that is full in mid-run ends it in one line, exit 1; with room again it goes on."""
-    with tiny_disk(tmp_path / "disk", "20m") as disk:
+    with tiny_disk("20m") as disk:
         with (disk / "ballast").open("wb", buffering=0) as ballast, FakeSGLang() as server:
 
             def fill(_: object) -> Any:

@@ -103,7 +103,7 @@ samplings = st.fixed_dictionaries(
         "stop": texts | st.lists(texts) | columns,
         "stop_token_ids": st.lists(st.integers(0, 99)) | columns,
         "ignore_eos": st.booleans() | columns,
-        "json_schema": st.just({"type": "object"}) | texts | columns,
+        "json_schema": st.sampled_from([{"type": "object"}, '{"type": "string"}']) | columns,
         "logit_bias": st.dictionaries(st.sampled_from(["1", "2"]), st.floats(-1, 1)),
         "lora_path": texts | columns,
     },
@@ -277,6 +277,7 @@ def test_bad_overrides_are_named(override: str) -> None:
         ("sampling.top_p.colum", "column"),
         ("limits.dedline", "deadline"),
         ("engine.url", "urls"),
+        ("sampling.seed", "sampling_seed"),
     ],
 )
 def test_unknown_keys_name_the_nearest(key: str, near: str) -> None:
@@ -324,11 +325,22 @@ def test_unknown_keys_name_all_where_none_is_near() -> None:
         ),
         (EXAMPLE.replace("max_failed_rows: 10", "deadline: -3"), "should be greater than 0 (got -3)"),
         (EXAMPLE.replace("max_failed_rows: 10", "max_failed_rows: 1.5"), "(got 1.5)"),
+        (EXAMPLE + "queue: 5\n", "queue: should be two numbers: [low, high] (got 5)"),
+        (EXAMPLE + "queue: [500, 100]\n", "queue: the upper end must be at least 4 times the lower one"),
+        (EXAMPLE.replace("temperature: 0", "json_schema: '{not json'"), "sampling.json_schema: not JSON:"),
+        (EXAMPLE.replace("temperature: 0", "json_schema: '[1]'"), "a JSON Schema is a JSON object"),
+        (EXAMPLE.replace("temperature: 0", "regex: '(a'"), "sampling.regex: not a regular expression"),
     ],
 )
 def test_wrong_files_are_explained(tmp_path: Path, text: str | bytes, told: str) -> None:
     """What is wrong in a file is said in one line with the file's name and the place in it."""
     assert told in file_refusal(tmp_path / "job.yaml", text)
+
+
+def test_the_engines_dialect_of_regex() -> None:
+    """What Python's `re` does not know and the engine's grammar does is let through."""
+    for pattern in (r"\p{L}+", r"(?<year>\d{4})"):
+        assert example([f"sampling.regex='{pattern}'"]).sampling.regex == pattern
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

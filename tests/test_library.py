@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from tests.conftest import INSTANT, job_of, results_of, write_job
 from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -67,6 +68,7 @@ def test_failed_rows_are_reported_and_not_raised(tmp_path: Path, server: FakeSGL
         ({"prompt": {"text": "{{ nothing }}"}}, JobError),
         ({"input": {"path": "/no/such/file"}}, InputError),
         ({"output": {"path": "/proc/run"}}, OutputError),
+        ({"input": {"filter": "id < 0"}}, InputError),
         ({"engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}}, EngineStartError),
     ],
 )
@@ -233,6 +235,39 @@ def test_generate_takes_mappings(server: FakeSGLang) -> None:
     assert table.column("output").to_pylist() == ["answer 0 to Hello Ada", "answer 0 to Hello Bob"]
     assert table.column("name").to_pylist() == ["Ada", "Bob"]
     assert server.sent[0].body["top_k"] == 1
+
+
+def test_generate_takes_tables_of_others() -> None:
+    """Any table that speaks Arrow's interface will do, as those of pandas and polars do."""
+
+    class Foreign:
+        def __init__(self, table: pa.Table) -> None:
+            self.__arrow_c_stream__ = table.__arrow_c_stream__
+
+        def __iter__(self) -> Iterator[str]:  # a DataFrame iterates over its columns' names
+            return iter(["name"])
+
+    table = batchrunner.generate(Foreign(pa.table({"name": ["Ada"]})), prompt="{{ name }}", engine=INSTANT)
+    assert table.num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: batchrunner.generate(["a"], prompt="x", engine=INSTANT), "a row of type str"),
+        (lambda: batchrunner.generate(7, prompt="x", engine=INSTANT), "got int"),
+        (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run(None), "job: give a path, a mapping or a Job"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run({}, overrides={"a": 1}), "overrides: give a list of texts"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run({}, overrides="a=1"), "overrides: give a list of texts"),
+        (lambda: batchrunner.run({}, engine=INSTANT), "engine: give one that `open_engine` opened"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run("."), "is a directory"),
+    ],
+)
+def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:
+    """A caller's slip is an error of ours in one line, and not an AttributeError from within."""
+    with pytest.raises(BatchrunError, match=re.escape(told)):
+        call()
 
 
 def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

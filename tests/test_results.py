@@ -331,12 +331,6 @@ def test_only_partitions_are_needed(tmp_path: Path, server: FakeSGLang) -> None:
     assert sorted(server.prompts) == ["In 2023?"] * 2 + ["In 2024?"] * 2
 
 
-def test_a_filter_that_selects_nothing(tmp_path: Path, server: FakeSGLang) -> None:
-    """Nothing to do is not an error, and nothing is sent."""
-    report = batchrunner.run(job_of(tmp_path, server, input={"filter": "id < 0"}))
-    assert (report.exit_code, report.rows_total, server.sent) == (0, 0, [])
-
-
 # --- the report ---
 
 

@@ -138,7 +138,7 @@ def put_a_file_before(directory: Path) -> list[str]:
     ("change", "told"),
     [
         (change_the_input, "the input file"),
-        (put_a_file_before, "the input file"),
+        (put_a_file_before, "input.parquet: name it to come last"),
         (["prompt.text='Say {{ text }}'"], "prompt.text was 'text' and is 'Say {{ text }}'"),
         (["prompt={user: '{{ text }}'}"], "prompt.text was 'text' and is unset"),
         (["sampling.temperature=0.5"], "sampling.temperature was unset and is 0.5"),
