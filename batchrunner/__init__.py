@@ -15,6 +15,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     gate             the in-flight windows, resizable
     window           how wide they are at the start
     controller       the window of one scheduler, moved by its own load
+    sharing          what is left, parted between the replicas
     admission        a controller a scheduler → the windows of the routes
     retry            pure: a failed try → again after s, or give up
     engines.base     the protocol that every engine speaks

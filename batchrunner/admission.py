@@ -8,11 +8,13 @@ over the band none of its windows grows: the worst queue limits.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batchrunner.controller import Band, Controller, Decision, Reading
+from batchrunner.sharing import Shares
 from batchrunner.window import first_window
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 BURST_S = 0.1
 BURST_HALF_LIFE_S = 10.0
+SILENT_AFTER_S = 5.0
+"""A route that has not told its load for so long gets none of the last rows."""
 GONE_AFTER_S = 15.0
 """A scheduler of several that has not been heard of for so long is dead, and its window with it."""
 
@@ -34,6 +38,10 @@ class _Scheduler:
     heard_at: float = 0.0
     rated: tuple[float, int] | None = None
     rate: float = 0.0
+
+    def is_silent(self, now: float) -> bool:
+        """Whether a scheduler that tells its load has not been heard of for long."""
+        return self.last is not None and now - self.heard_at > SILENT_AFTER_S
 
 
 @dataclass(slots=True)
@@ -76,12 +84,21 @@ class Admission:
     """The same by their route: looked up for every row that ends."""
     _ends: defaultdict[str, _Ends] = field(default_factory=lambda: defaultdict(_Ends))
     _draining: bool = False
+    _shares: Shares = field(init=False)
+    _most_of_rest: dict[str, int] = field(default_factory=dict)
+    """What each route may hold of the rows that are left."""
 
-    def begin(self, signals: Sequence[Signals], now: float) -> list[Decision]:
+    def __post_init__(self) -> None:
+        """Part what is left between the engine's routes."""
+        self._shares = Shares(self.info.routes)
+
+    def begin(self, signals: Sequence[Signals], now: float, *, unsent: int) -> list[Decision]:
         """Set the first windows, from the engine's limits."""
         made = [self._add(signal, now) for signal in signals]
         silent = [route for route in self.info.routes if not self._on_route[route]]
-        return made + [self._add(None, now, route) for route in silent]
+        made += [self._add(None, now, route) for route in silent]
+        self._share_out(unsent, now)
+        return made
 
     @property
     def windows(self) -> dict[str, int]:
@@ -90,9 +107,12 @@ class Admission:
             share = max(1, -(-self.fixed // len(self.info.routes)))
             return dict.fromkeys(self.info.routes, min(share, self.most))
         return {
-            route: max(1, min(self.most, sum(s.controller.window for s in self._on_route[route])))
+            route: max(1, min(self.most, self._most_of_rest[route], self._wanted(route)))
             for route in self.info.routes
         }
+
+    def _wanted(self, route: str) -> int:
+        return sum(scheduler.controller.window for scheduler in self._on_route[route])
 
     @property
     def bands(self) -> dict[str, Band]:
@@ -107,18 +127,23 @@ class Admission:
         return {name: s.controller.state for name, s in self._schedulers.items()}
 
     def observe(
-        self, signals: Sequence[Signals], in_flight: Mapping[str, int], now: float, *, draining: bool
+        self, signals: Sequence[Signals], in_flight: Mapping[str, int], now: float, *, unsent: int
     ) -> list[Decision]:
-        """Take what a poll brought (nothing, where it failed); return what changed."""
+        """Take what a poll brought (nothing, where it failed); return what changed.
+
+        `unsent` are the rows that are not in flight: those that wait for another try among them.
+        """
         decisions = [self._add(signal, now) for signal in signals if signal.scheduler not in self._schedulers]
-        if draining and not self._draining:
+        self._draining = unsent == 0
+        if self.fixed is not None:
+            return []
+        if self._draining:
             for scheduler in self._schedulers.values():
                 scheduler.controller.drain()
-        self._draining = draining
-        if self.fixed is not None or draining:
-            return decisions if self.fixed is None else []
+            return decisions
         decisions += self._forget(signals, now)
-        shares = self._shares(signals, in_flight)
+        decisions += self._share_out(unsent + sum(in_flight.values()), now)
+        ours = self._located(signals, in_flight)
         full = {s.route for s in signals if s.queue > self._schedulers[s.scheduler].controller.band.high}
         for signal in signals:
             scheduler = self._schedulers[signal.scheduler]
@@ -128,7 +153,7 @@ class Admission:
                 seen = Reading(
                     signal.running,
                     signal.queue,
-                    shares[signal.scheduler],
+                    ours[signal.scheduler],
                     self._rate(scheduler, now),
                     self._ends[signal.route].recent_burst(now) / len(self._on_route[signal.route]),
                 )
@@ -141,6 +166,7 @@ class Admission:
     def ended(self, route: str, retractions: int, now: float) -> None:
         """Take note of a row that came to its end on a route."""
         self._ends[route].add(now)
+        self._shares.ended(route)
         on = self._on_route[route]
         if retractions:
             for scheduler in on:
@@ -194,7 +220,17 @@ class Admission:
             for name, s in gone
         ]
 
-    def _shares(self, signals: Sequence[Signals], in_flight: Mapping[str, int]) -> dict[str, int]:
+    def _share_out(self, left: int, now: float) -> list[Decision]:
+        """Let no route hold more than its share of what is left; tell of each when that begins to matter."""
+        silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
+        before, self._most_of_rest = self._most_of_rest, self._shares.of(left, now, silent)
+        return [
+            Decision(route, self._wanted(route), most, "share", f"its share of the {left} rows that are left")
+            for route, most in self._most_of_rest.items()
+            if most < self._wanted(route) <= before.get(route, sys.maxsize)
+        ]
+
+    def _located(self, signals: Sequence[Signals], in_flight: Mapping[str, int]) -> dict[str, int]:
         """Our requests at each scheduler: known where it has a route of its own, else estimated."""
         busy: defaultdict[str, int] = defaultdict(int)
         for signal in signals:

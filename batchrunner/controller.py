@@ -31,7 +31,7 @@ end in waves). What leaves between two looks, or at once, must find its successo
 - `blind`: no fresh sample for 5 s and four times τ: W is held, at most running + q* as last known.
 - `probe`: the engine tells no load. Each time two windows of rows have ended, W grows by half as long as
   that made rows/s grow by 5 %; otherwise the last step is taken back, and W stays: `settled`.
-- `tail`: nothing is left to send; W is left alone.
+- `tail`: nothing is left to send; W is left alone. A row that comes back for another try ends it.
 
 After a retraction W grows only to `low` for 10 s: the KV pool is full, and more in the queue cannot help.
 
@@ -131,7 +131,7 @@ class Controller:
     def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> Decision | None:
         """Take a fresh sample; `may_grow` is false where another scheduler's queue forbids it."""
         self._learn(now, seen)
-        if self.state in {"blind", "probe", "settled"}:
+        if self.state in {"blind", "probe", "settled", "tail"}:
             self.state = "steady"
         if self.state == "pressure" and now - self._pressed_at >= CALM_S:
             self.state = "steady"

@@ -59,12 +59,9 @@ class Feedback:
         while True:
             signals = await self._engine.signals()
             now = time.monotonic()
-            decisions = self._admission.observe(
-                signals, self._gate.by_route, now, draining=submitter.draining
-            )
+            decisions = self._admission.observe(signals, self._gate.by_route, now, unsent=submitter.unsent)
             self._apply(decisions)
-            if decisions:
-                submitter.wake()
+            submitter.wake()
             state = snapshot(signals)
             self.summary.add(now, signals, self._admission, self._gate.window)
             display.show(state)
@@ -80,10 +77,9 @@ class Feedback:
             self._events.write("window", **asdict(decision))
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
-        if decisions:
-            for route, window in self._admission.windows.items():
-                self._gate.resize(route, window)
-            self.write_decisions(decisions)
+        for route, window in self._admission.windows.items():
+            self._gate.resize(route, window)
+        self.write_decisions(decisions)
 
 
 def write_sample(events: EventLog, state: Snapshot) -> None:

@@ -184,7 +184,7 @@ class _Run:
 
     async def _open_gate(self) -> None:
         """Set the first windows by what the schedulers say of themselves."""
-        first = self._admission.begin(await self._engine.signals(), time.monotonic())
+        first = self._admission.begin(await self._engine.signals(), time.monotonic(), unsent=len(self._todo))
         self._gate = Gate(self._admission.windows)
         self._feedback = Feedback(self._engine, self._admission, self._gate, self._events)
         self._submitter = Submitter(self._engine, self._gate, self._patience, self._deliver, self._feedback)
@@ -200,7 +200,9 @@ class _Run:
 
     async def _send_all(self) -> Report:
         failure: BatchrunError | None = None
-        sending = asyncio.ensure_future(self._submitter.run(self._prepared.batches(self._todo)))
+        sending = asyncio.ensure_future(
+            self._submitter.run(self._prepared.batches(self._todo), len(self._todo))
+        )
         watching = asyncio.ensure_future(
             self._feedback.watch(self._submitter, self._snapshot, self._display, self._check_limits)
         )

@@ -81,7 +81,8 @@ class Submitter:
         self._listener = listener
         self._ready: deque[_Work] = deque()
         self._resting = 0
-        self._unended = 0  # rows read from the input that have not come to an end
+        self._unread = 0  # rows still to be read from the input
+        self._unended = 0  # rows read from it that have not come to an end
         self._exhausted = False
         self._stopping = False
         self._wake_dispatch = asyncio.Event()
@@ -94,9 +95,9 @@ class Submitter:
         return self._resting
 
     @property
-    def draining(self) -> bool:
-        """Whether all that is left is in flight or waits for another try."""
-        return self._stopping or (self._exhausted and not self._ready)
+    def unsent(self) -> int:
+        """Rows that are to be sent and not in flight: those that wait for another try among them."""
+        return 0 if self._stopping else max(0, self._unread + self._unended - self._gate.in_flight)
 
     def wake(self) -> None:
         """Look again: a window has grown."""
@@ -107,12 +108,13 @@ class Submitter:
         self._stopping = True
         self._notify()
 
-    async def run(self, batches: Iterator[list[Request | Outcome]]) -> None:
-        """Send everything that `batches` holds; it is read in a thread.
+    async def run(self, batches: Iterator[list[Request | Outcome]], rows: int) -> None:
+        """Send everything that `batches` holds, so many rows; it is read in a thread.
 
         Raises EngineLostError, StorageError, or what `batches` raises; then, or when cancelled, the rows
         in flight are cancelled, and a later run sends them again.
         """
+        self._unread = rows
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(batches))
@@ -133,6 +135,7 @@ class Submitter:
                 batch = await asyncio.to_thread(next, batches, None)
                 if batch is None:
                     break
+                self._unread -= len(batch)
                 for item in batch:
                     if isinstance(item, Outcome):  # the row failed before it could be sent
                         await self._deliver(item)

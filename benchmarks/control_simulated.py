@@ -112,11 +112,12 @@ class _Fleet:
         fixed = None if case.window is None else case.window * case.replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
         self._admission = Admission(info, Band(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed)
-        self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0)
+        self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=case.rows)
         self._gate = Gate(self._admission.windows)
         self._told: dict[str, deque[Signals]] = {route: deque() for route in routes}
         self._rows = rows_of(case)
         self._waiting = next(self._rows, None)
+        self._sent = 0
         self._next_poll = 0.0
         self.now, self.ended, self.tokens = 0.0, 0, 0
         self.drained_at: float | None = None
@@ -143,6 +144,7 @@ class _Fleet:
             prompt, output, most, ignore_eos = self._waiting
             self.replicas[route].submit(Sample(prompt, output, most, ignore_eos))
             self._waiting = next(self._rows, None)
+            self._sent += 1
         if self._waiting is None and self.drained_at is None:
             self.drained_at = self.now
 
@@ -155,11 +157,11 @@ class _Fleet:
                 past.popleft()
             if self._luck.random() >= LOST_POLLS:
                 signals.append(past[0])
-        draining = self._waiting is None
-        if self._admission.observe(signals, self._gate.by_route, self.now, draining=draining):
-            for route, window in self._admission.windows.items():
-                self._gate.resize(route, window)
-        if not draining:
+        unsent = self._case.rows - self._sent
+        self._admission.observe(signals, self._gate.by_route, self.now, unsent=unsent)
+        for route, window in self._admission.windows.items():
+            self._gate.resize(route, window)
+        if unsent:
             self.seen.look(self.now, self.replicas, self._admission)
 
 

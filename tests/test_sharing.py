@@ -1,0 +1,75 @@
+"""What is left is shared out: by speed, all of it, and not to a route that has fallen silent."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchrunner.admission import Admission
+from batchrunner.controller import Band
+from batchrunner.records import EngineInfo, Signals
+from batchrunner.sharing import PRIOR_ROWS, Shares
+
+ROUTES = ("a", "b", "c")
+
+
+@given(
+    left=st.integers(1, 10**9),
+    ended=st.lists(st.sampled_from(ROUTES), max_size=50),
+    silent=st.sets(st.sampled_from(ROUTES)),
+)
+def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str]) -> None:
+    """Whoever is silent, the shares together hold all that is left, and every route a row at least."""
+    shares = Shares(ROUTES)
+    for route in ended:
+        shares.ended(route)
+    found = shares.of(left, 1.0, silent)
+    assert sum(found.values()) >= left
+    assert min(found.values()) >= 1
+    if silent != set(ROUTES):
+        assert all(found[route] == 1 for route in silent)
+
+
+def test_shares_follow_the_speed() -> None:
+    """A replica ten times as fast gets ten times as much; one that slows down gets less by and by."""
+    shares = Shares(("fast", "slow"))
+    assert shares.of(1000, 0.0) == {"fast": 500, "slow": 500}
+    for _ in range(round(100 * PRIOR_ROWS)):
+        shares.ended("fast")
+    for _ in range(round(9 * PRIOR_ROWS)):
+        shares.ended("slow")
+    assert shares.of(1000, 1.0)["fast"] > 890
+    for _ in range(round(100 * PRIOR_ROWS)):
+        shares.ended("slow")
+    assert 430 < shares.of(1000, 121.0)["fast"] < 570
+
+
+def signal(route: str, queue: int) -> Signals:
+    return Signals(route, "loads", 256, queue, 0.5, 1000, 2000, 256, route, None)
+
+
+def test_a_long_queue_gets_none_of_the_last_rows() -> None:
+    """At the end of the input the replica that was given most waits until the others have caught up."""
+    info = EngineInfo(kind="attach", model="m", routes=("a", "b"))
+    admission = Admission(info, Band(100, 2000), 100, most=10**6)
+    first = [signal("a", 0), signal("b", 0)]
+    admission.begin(first, 0.0, unsent=100_000)
+    windows = admission.windows
+    assert windows["a"] == windows["b"] == 356
+    assert admission.observe(first, {"a": 356, "b": 100}, 0.0, unsent=50_000) == []
+    told = admission.observe(first, {"a": 356, "b": 100}, 0.1, unsent=45)
+    assert [(d.scheduler, d.new, d.state) for d in told] == [("a", 251, "share"), ("b", 251, "share")]
+    assert "501 rows that are left" in told[0].reason
+    assert admission.windows == {"a": 251, "b": 251}
+    assert admission.observe(first, {"a": 356, "b": 100}, 0.2, unsent=40) == []  # told once
+
+
+def test_rows_that_come_back_end_the_tail() -> None:
+    """When nothing is left to send the windows rest; a row that waits for another try wakes them."""
+    info = EngineInfo(kind="attach", model="m", routes=("a",))
+    admission = Admission(info, Band(100, 2000), 100, most=10**6)
+    admission.begin([signal("a", 0)], 0.0, unsent=10_000)
+    admission.observe([signal("a", 300)], {"a": 500}, 1.0, unsent=0)
+    assert admission.states == {"a": "tail"}
+    admission.observe([signal("a", 301)], {"a": 499}, 2.0, unsent=1)
+    assert admission.states == {"a": "steady"}
