@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -550,8 +551,8 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _kill(process: LaunchedProcess) -> None:
-    """SIGKILL to the program and all that it started; its launcher stays and ends by itself."""
+def _signal(process: LaunchedProcess, number: signal.Signals) -> None:
+    """Send a signal to the program and all that it started, and not to its launcher."""
     assert process._process is not None
     assert process._process.returncode is None
     victims = _descendants(process._process.pid)
@@ -559,7 +560,7 @@ def _kill(process: LaunchedProcess) -> None:
     assert os.getpid() not in victims
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _run_and(
@@ -581,9 +582,11 @@ def _run_and(
     return report
 
 
-def _schedulers(job: dict[str, Any]) -> set[str]:
+def _schedulers(job: dict[str, Any], since: float = 0.0, until: float = math.inf) -> set[str]:
+    """Return those that were seen to run rows in a span of time."""
     lines = (Path(job["output"]["path"]) / "events.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines if '"sample"' in line]
+    samples = [sample for sample in samples if since <= sample["time"] <= until]
     return {s["scheduler"] for sample in samples for s in sample["signals"] if s["running"] > 0}
 
 
@@ -611,7 +614,7 @@ def test_replica_that_is_killed(
     victim = fleet._servers[0]
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _kill(victim.process), parts=2)
+    report = _run_and(replicas, job, lambda: _signal(victim.process, signal.SIGKILL), parts=2)
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 1200, 0)
     assert [row["row"] for row in results_of(job)] == list(range(1200))
     assert report.retries > 0
@@ -626,6 +629,29 @@ def test_replica_that_is_killed(
 
 
 @pytest.mark.engine
+def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """A replica that is stopped for 20 s keeps its rows, the other goes on, and then both do."""
+    victim, other = _fleet(replicas)._servers
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
+    job["limits"] = {"max_attempts": 1}
+    times: list[float] = []
+
+    def hold() -> None:
+        times.append(time.time())
+        _signal(victim.process, signal.SIGSTOP)
+        time.sleep(20)
+        _signal(victim.process, signal.SIGCONT)
+        times.append(time.time())
+
+    report = _run_and(replicas, job, hold, parts=2)
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 1200, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(1200))
+    stopped, woken = times
+    assert _schedulers(job, since=stopped + 10, until=woken) == {other.url}
+    assert victim.url in _schedulers(job, since=woken)
+
+
+@pytest.mark.engine
 def test_gateway_that_is_killed(
     replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -635,7 +661,7 @@ def test_gateway_that_is_killed(
     assert gateway is not None
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=600)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _kill(gateway))
+    report = _run_and(replicas, job, lambda: _signal(gateway, signal.SIGKILL))
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 600, 0)
     assert [row["row"] for row in results_of(job)] == list(range(600))
     assert "the gateway died (exit 137)" in caplog.text
