@@ -43,7 +43,7 @@ MAX_RUNNING, KV_TOKENS = 4096, 440_000
 """Of an 80 GB card: SGLang's own limit, and what 8B parameters in bf16 leave at 0.83 of the memory."""
 WINDOWS = (256, 1024, 4096, 1_000_000)
 MOST_REPLICAS_IN_FULL = 8
-"""Larger fleets run three workloads only, with a quarter of the rows each."""
+"""Larger fleets run three workloads only, with half of the rows each."""
 WORKLOADS = {
     "chat": 1.0,
     "short/short": 3.0,
@@ -232,7 +232,7 @@ def grid(rows: int, replicas: list[int], late: list[float]) -> list[Case]:
     for count in replicas:
         in_full = count <= MOST_REPLICAS_IN_FULL
         for name in list(WORKLOADS) if in_full else list(WORKLOADS)[:3]:
-            for scale in (1.0, IN_BRIEF) if in_full else (0.25,):
+            for scale in (1.0, IN_BRIEF) if in_full else (0.5,):
                 mine, brief = round(rows * WORKLOADS[name] * scale) * count, scale == IN_BRIEF
                 cases += [Case(name, count, mine, None, late_s, brief) for late_s in late]
                 cases += [Case(name, count, mine, window, 0.0, brief) for window in WINDOWS]
