@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-engine bench-gateway bench-simulation bench-control bench-control-simulated clean
+.PHONY: help install run demo test check bench-client bench-memory bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -59,6 +59,9 @@ bench-client: .venv/.light
 
 bench-memory: .venv/.light
 	.venv/bin/python -m benchmarks.memory
+
+bench-journal: .venv/.light
+	.venv/bin/python -m benchmarks.journal
 
 bench-engine: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.engine

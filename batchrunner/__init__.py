@@ -47,8 +47,10 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.simulated  no engine: made-up answers
     engines.registry   the job's `engine` → an engine
     storage          the run directory, its one writer, atomic writes
+    journal          finished rows, durable long before their part is
+    disk             a disk that takes nothing is waited for
     tally            what became of the rows, in numbers
-    sink             outcomes → parts
+    sink             outcomes → journal → parts
     checkpoint       what is durable, and of which job
     merge            parts → one dataset in input order
     events           the run's story as JSON lines

@@ -107,12 +107,19 @@ class Admission:
             share = max(1, -(-self.fixed // len(self.info.routes)))
             return dict.fromkeys(self.info.routes, min(share, self.most))
         return {
-            route: max(1, min(self.most, self._most_of_rest[route], self._wanted(route)))
+            route: max(1, min(self._wanted(route), self._most_of_rest.get(route, self.most)))
             for route in self.info.routes
         }
 
+    @property
+    def window(self) -> int:
+        """The windows of all routes together, as wide as they are while rows are plenty."""
+        if self.fixed is not None:
+            return sum(self.windows.values())
+        return sum(map(self._wanted, self.info.routes))
+
     def _wanted(self, route: str) -> int:
-        return sum(scheduler.controller.window for scheduler in self._on_route[route])
+        return min(self.most, sum(scheduler.controller.window for scheduler in self._on_route[route]))
 
     @property
     def bands(self) -> dict[str, Band]:
@@ -222,6 +229,8 @@ class Admission:
 
     def _share_out(self, left: int, now: float) -> list[Decision]:
         """Let no route hold more than its share of what is left; tell of each when that begins to matter."""
+        if len(self.info.routes) == 1:
+            return []
         silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
         before, self._most_of_rest = self._most_of_rest, self._shares.of(left, now, silent)
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.errors import ResumeError
+from batchrunner.journal import read_journal
 from batchrunner.sink import part_files
-from batchrunner.storage import whole_file, writing
+from batchrunner.storage import number_of, whole_file, writing
 from batchrunner.tally import Failures
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from batchrunner.job import Job
     from batchrunner.storage import RunDir
 
+_COUNTED = ["row", "error", "completion_tokens"]
 FORMAT = 1
 """Version of run.json."""
 
@@ -36,30 +39,48 @@ class Done:
     failures: Failures = field(default_factory=Failures)
     output_tokens: int = 0
 
+    def add(self, results: pa.Table, *, without_failed: bool) -> None:
+        """Count the rows of a table."""
+        if without_failed:
+            results = results.filter(pc.is_null(results.column("error")))
+        self.rows.update(BitMap64(results.column("row").to_pylist()))
+        bad = results.filter(pc.is_valid(results.column("error")))
+        self.failed += bad.num_rows
+        for row, error in zip(bad.column("row").to_pylist(), bad.column("error").to_pylist(), strict=True):
+            self.failures.add(row, error)
+        tokens = results.column("completion_tokens")
+        if pa.types.is_list(tokens.type):
+            tokens = pc.list_flatten(tokens)
+        self.output_tokens += pc.sum(tokens).as_py() or 0
 
-def read_parts(directory: Path, *, without_failed: bool = False) -> Done:
-    """Read what is done from the parts; `without_failed`, a failed row counts as not done.
+
+def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
+    """Read what is done from parts and journals; `without_failed`, a failed row counts as not done.
 
     Raises ResumeError where a part is damaged.
     """
     done = Done()
-    for path in part_files(directory):
+    journals = _journals_in(run_dir)  # before the parts: one may become a part meanwhile
+    parts = part_files(run_dir.parts)
+    for path in parts:
         try:
-            part = pq.read_table(path, columns=["row", "error", "completion_tokens"])
+            done.add(pq.read_table(path, columns=_COUNTED), without_failed=without_failed)
         except (OSError, pa.ArrowException):
             raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
-        if without_failed:
-            part = part.filter(pc.is_null(part.column("error")))
-        done.rows.update(BitMap64(part.column("row").to_pylist()))
-        bad = part.filter(pc.is_valid(part.column("error")))
-        done.failed += bad.num_rows
-        for row, error in zip(bad.column("row").to_pylist(), bad.column("error").to_pylist(), strict=True):
-            done.failures.add(row, error)
-        tokens = part.column("completion_tokens")
-        if pa.types.is_list(tokens.type):
-            tokens = pc.list_flatten(tokens)
-        done.output_tokens += pc.sum(tokens).as_py() or 0
+    for part, tables in journals.items():
+        if part not in parts:
+            for table in tables:
+                done.add(table.select(_COUNTED), without_failed=without_failed)
     return done
+
+
+def _journals_in(run_dir: RunDir) -> dict[Path, list[pa.Table]]:
+    """Return what the journals hold, by the part that each is to become."""
+    found = {}
+    for path in run_dir.journals():
+        with contextlib.suppress(FileNotFoundError):
+            found[run_dir.part(number_of(path))] = list(read_journal(path))
+    return found
 
 
 def drop_failed(directory: Path) -> None:

@@ -20,17 +20,28 @@ class EventLog:
     """Appends events; each has `time` (seconds since the epoch), `elapsed_s` (of this start) and `event`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         with writing(path):
             self._file = path.open("ab", buffering=0)
         self._began = time.monotonic()
+        self._lost = 0
 
     def write(self, event: str, **values: Any) -> None:
-        """Write one event; raises StorageError."""
+        """Write one event; where the disk takes none, the next that it takes tells how many are missing."""
         elapsed_s = round(time.monotonic() - self._began, 3)
-        line = {"time": round(time.time(), 3), "elapsed_s": elapsed_s, "event": event, **values}
-        with writing(self._path):
-            self._file.write(orjson.dumps(line, default=str) + b"\n")
+        line: dict[str, Any] = {
+            "time": round(time.time(), 3),
+            "elapsed_s": elapsed_s,
+            "event": event,
+            **values,
+        }
+        start = b""
+        if self._lost:
+            line["events_lost"], start = self._lost, b"\n"  # the last one may have been cut short
+        frame = start + orjson.dumps(line, default=str) + b"\n"
+        try:
+            self._lost = 0 if self._file.write(frame) == len(frame) else self._lost + 1
+        except OSError:
+            self._lost += 1
 
     def close(self) -> None:
         """Close the file."""

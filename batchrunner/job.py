@@ -248,6 +248,8 @@ class OutputSpec(_Spec):
     """Directory of the run: parts/*.parquet, report.json, events.jsonl, the engine's log."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Rows in a part, at most; a part is also written when 30 s have passed."""
+    durable: Duration = 1.0
+    """A finished row is on disk, in a journal if not in a part, within this time."""
 
 
 class AttachEngine(_Spec):
@@ -417,6 +419,8 @@ class LimitsSpec(_Spec):
     """Longest wait for one answer."""
     engine_wait: Duration = 300.0
     """How long an engine that takes no row at all is waited for before the run stops (exit 1)."""
+    disk_wait: Duration = 600.0
+    """How long a disk that is full, or takes nothing, is waited for before the run stops (exit 1)."""
 
 
 class Job(_Spec):

@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.errors import OutputError
-from batchrunner.sink import part_files
-from batchrunner.storage import RunDir, sync_directory
+from batchrunner.sink import finish_journals, part_files
+from batchrunner.storage import RunDir, sync_directory, writing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +28,9 @@ def merge(run: str | Path) -> Path:
     the data, one bucket in memory. Raises OutputError where there is nothing to merge.
     """
     run_dir = RunDir(run)
+    if run_dir.journals() and run_dir.holder() is None:
+        with run_dir.claimed(), writing(run_dir.parts):
+            finish_journals(run_dir)
     parts = part_files(run_dir.parts)
     if not parts:
         raise OutputError(f"{run}: no parts to merge: not a run's output path, or nothing has finished yet")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_parts, read_run_json
+from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_done, read_run_json
 from batchrunner.dataset import Dataset, shown
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.plan import selected_rows
@@ -81,11 +81,11 @@ def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = F
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
     if old is None:
-        if any(run_dir.parts.glob("part-*.parquet")):
+        if any(run_dir.parts.glob("part-*.parquet")) or run_dir.journals():
             raise ResumeError(
-                f"{run_dir.path} has parts but no run.json: take another output.path, or --fresh"
+                f"{run_dir.path} has results but no run.json: take another output.path, or --fresh"
             )
         return Done()
     new = fingerprint(prepared.job, prepared.dataset, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
-    return read_parts(run_dir.parts, without_failed=without_failed)
+    return read_done(run_dir, without_failed=without_failed)

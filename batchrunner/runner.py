@@ -16,6 +16,7 @@ from batchrunner.admission import Admission
 from batchrunner.checkpoint import FORMAT, Done, drop_failed, fingerprint
 from batchrunner.control import Control
 from batchrunner.controller import Band
+from batchrunner.disk import Disk
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.errors import BatchrunError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
@@ -23,8 +24,8 @@ from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
 from batchrunner.prepare import find_done, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
-from batchrunner.sink import Sink, result_schema
-from batchrunner.storage import write_json
+from batchrunner.sink import Sink, finish_journals, result_schema
+from batchrunner.storage import write_json, writing
 from batchrunner.submit import Patience, Submitter
 from batchrunner.tally import Tally
 from batchrunner.window import tokens_a_row
@@ -88,6 +89,8 @@ async def execute(
         done = Done()
         if not fresh:
             done = await asyncio.to_thread(find_done, prepared, model, without_failed=retry_failed)
+            with writing(prepared.run_dir.parts):
+                await asyncio.to_thread(finish_journals, prepared.run_dir)
         todo = await asyncio.to_thread(prepared.selected)
         total = len(todo)
         todo -= done.rows
@@ -295,7 +298,12 @@ class _Run:
         samples = self._job.sampling.n
         schema = result_schema(self._prepared.renderer.carried_schema, samples=samples, metadata=metadata)
         return Sink(
-            self._prepared.run_dir.parts, schema, part_rows=self._job.output.part_rows, samples=samples
+            self._prepared.run_dir,
+            schema,
+            part_rows=self._job.output.part_rows,
+            samples=samples,
+            durable_s=self._job.output.durable,
+            disk=Disk(self._job.limits.disk_wait, lambda: self._control.at_once),
         )
 
     def _finish(self, failure: BatchrunError | None) -> Report:
@@ -312,7 +320,7 @@ class _Run:
             output_tokens_per_s=round(self._tally.output_tokens / wall_s, 1),
             rows_per_s=round(self._tally.done / wall_s, 2),
             engine=asdict(self._info),
-            window=self._gate.window,
+            window=self._admission.window,
             load=self._feedback.summary.as_dict(),
             simulated=self._info.simulated,
             versions=versions(self._info),

@@ -1,9 +1,11 @@
-"""Outcomes → parts: Parquet files that are whole when they appear and readable at any moment."""
+"""Outcomes → journal → parts: Parquet files that are whole when they appear and readable at any moment."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import time
 from array import array
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -12,20 +14,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.job import RESULT_COLUMNS
-from batchrunner.storage import TEMPORARY, whole_file, writing
+from batchrunner.journal import Journal, read_journal
+from batchrunner.storage import TEMPORARY, make_directory, number_of, whole_file, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from batchrunner.disk import Disk
     from batchrunner.records import Outcome, RowRef
+    from batchrunner.storage import RunDir
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 30.0
+PART_S = 30.0
 """A finished row waits at most this long for its part to be written."""
+EARLY = 0.7
+"""Of the time in which a row must be durable passes before it is written: the rest is for the disk."""
 FLUSH_BYTES = 64 << 20
-"""Output text kept in memory, at most, before a part is written."""
+"""Bytes kept in memory, at most, before a part is written."""
 _NUMBER_CODES = {pa.int32(): "i", pa.int64(): "q", pa.float64(): "d"}
 
 
@@ -52,75 +59,143 @@ def result_schema(carried: pa.Schema, *, samples: int, metadata: dict[str, str])
 
 
 class Sink:
-    """Collects outcomes and writes a part when there are enough of them, or 30 s have passed."""
+    """Makes finished rows durable in a journal, and parts of them, by number of rows or every 30 s.
 
-    def __init__(self, directory: Path, schema: pa.Schema, *, part_rows: int, samples: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for torn in directory.glob(f"*{TEMPORARY}"):
-            torn.unlink()
-        self._directory = directory
+    A disk that takes nothing is waited for: rows then wait in memory, and those that no longer fit there
+    hold their places, so that the run pauses.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        schema: pa.Schema,
+        *,
+        part_rows: int,
+        samples: int,
+        durable_s: float,
+        disk: Disk,
+    ) -> None:
+        """Remove what is torn; raises StorageError."""
+        with writing(run_dir.parts):
+            make_directory(run_dir.parts)
+            for torn in run_dir.parts.glob(f"*{TEMPORARY}"):
+                torn.unlink()
+        self._run_dir = run_dir
         self._schema = schema
         self._part_rows = part_rows
         self._samples = samples
-        self._next_part = 1 + max((int(p.stem.split("-")[1]) for p in part_files(directory)), default=-1)
+        self._disk = disk
+        self._durable_s = durable_s
         self._buffer: list[Outcome] = []
         self._bytes = 0
+        self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1))
         self._writing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def put(self, outcome: Outcome) -> None:
-        """Take one outcome; waits while the disk is a whole part behind.
+        """Take one outcome; waits while the disk is behind.
 
-        Raises StorageError where an earlier part could not be written.
+        Raises StorageError where earlier rows could not be written.
         """
         self._buffer.append(outcome)
-        self._set_timer()
         self._bytes += _text_bytes(outcome)
-        if len(self._buffer) >= self._part_rows or self._bytes >= FLUSH_BYTES:
+        self._set_timer()
+        if self._is_full():
             await self._wait()
-            if len(self._buffer) >= self._part_rows or self._bytes >= FLUSH_BYTES:
+            if self._is_full():
                 self._start_writing()
 
     async def close(self) -> None:
-        """Write what is left; raises StorageError where it could not be written."""
+        """Write what is left as a part; raises StorageError where it could not be written."""
         try:
             await self._wait()
-            while self._buffer:
-                self._start_writing()
+            while self._buffer or self._part.rows or self._is_writing():
+                self._start_writing(last=True)
                 await self._wait()
         finally:
             self._drop_timer()
+            self._part.close()
+
+    def _is_full(self) -> bool:
+        return self._part.rows + len(self._buffer) >= self._part_rows or self._bytes >= FLUSH_BYTES
+
+    def _is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
 
     async def _wait(self) -> None:
-        """Wait for the part that is being written, and pass on what went wrong with it."""
+        """Wait for what is being written, and pass on what went wrong with it."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
-    def _start_writing(self) -> None:
-        """Write the oldest rows, unless a part is being written or could not be written."""
+    def _start_writing(self, *, last: bool = False) -> None:
+        """Write the oldest rows, unless some are being written or could not be written."""
         self._drop_timer()
-        if self._writing is None or (self._writing.done() and self._writing.exception() is None):
-            # more than a part may have come while the one before was written
-            outcomes, self._buffer = self._buffer[: self._part_rows], self._buffer[self._part_rows :]
+        if self._writing is None or (self._writing.done() and not self._writing.exception()):
+            room = self._part_rows - self._part.rows  # more may have come while others were written
+            outcomes, self._buffer = self._buffer[:room], self._buffer[room:]
             self._bytes = sum(map(_text_bytes, self._buffer))
-            path = self._directory / f"part-{self._next_part:06d}.parquet"
-            self._next_part += 1
-            self._writing = asyncio.ensure_future(self._write(path, outcomes))
+            self._writing = asyncio.ensure_future(self._write(outcomes, last=last))
+
+    async def _write(self, outcomes: list[Outcome], *, last: bool) -> None:
+        part = self._part
+        if outcomes:
+            table = await asyncio.to_thread(_table, outcomes, self._schema, samples=self._samples)
+            await self._disk.do(part.path, functools.partial(part.add, table))
+        whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
+        if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
+            await self._disk.do(part.path, part.publish)
+            log.debug("wrote %s (%d rows)", part.path.name, part.rows)
+            self._part = _Part(self._run_dir, part.number + 1)
         self._set_timer()
 
     def _set_timer(self) -> None:
-        if self._buffer and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._start_writing)
+        """Look again when the first of the buffer's rows is due to be durable, or the part to be written."""
+        if self._timer is None and (self._buffer or self._part.rows):
+            due = self._part.began + PART_S - time.monotonic() if self._part.rows else PART_S
+            wait_s = min(self._durable_s * EARLY, due) if self._buffer else due
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._start_writing)
 
     def _drop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    async def _write(self, path: Path, outcomes: list[Outcome]) -> None:
-        with writing(path):
-            await asyncio.to_thread(write_part, path, outcomes, self._schema, samples=self._samples)
-        log.debug("wrote %s (%d rows)", path.name, len(outcomes))
+
+class _Part:
+    """The rows of one part to come: in its journal, and in memory. Its methods block, and may be repeated."""
+
+    def __init__(self, run_dir: RunDir, number: int) -> None:
+        self.number = number
+        self.path = run_dir.part(number)
+        self.rows = 0
+        self.bytes = 0
+        self.began = 0.0
+        self._journal_path = run_dir.journal(number)
+        self._journal: Journal | None = None
+        self._tables: list[pa.Table] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Make rows durable."""
+        if self._journal is None:
+            make_directory(self._journal_path.parent)
+            self._journal = Journal(self._journal_path)
+        self._journal.append(table)
+        self.began = self.began or time.monotonic()
+        self._tables.append(table)
+        self.rows += table.num_rows
+        self.bytes += table.nbytes
+
+    def publish(self) -> None:
+        """Write the part, which from now on stands for its journal."""
+        write_part(self.path, self._tables)
+        self.close()
+        self._journal_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the journal."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
 
 def _text_bytes(outcome: Outcome) -> int:
@@ -132,12 +207,21 @@ def part_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.parquet"))
 
 
-def write_part(path: Path, outcomes: Sequence[Outcome], schema: pa.Schema, *, samples: int) -> None:
+def write_part(path: Path, tables: Sequence[pa.Table]) -> None:
     """Write one part, its rows in input order; raises OSError, and then leaves no trace."""
-    ordered = sorted(outcomes, key=lambda outcome: outcome.ref.row)
-    table = _table(ordered, schema, samples=samples)
+    table = pa.concat_tables(tables).sort_by("row")
     with whole_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
+
+
+def finish_journals(run_dir: RunDir) -> None:
+    """Make parts of the journals that a start has left which did not come to its end; raises OSError."""
+    for path in run_dir.journals():
+        part = run_dir.part(number_of(path))
+        if not part.exists() and (tables := list(read_journal(path))):
+            make_directory(part.parent)
+            write_part(part, tables)
+        path.unlink()
 
 
 def _table(outcomes: Sequence[Outcome], schema: pa.Schema, *, samples: int) -> pa.Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.checkpoint import read_parts, read_run_json
+from batchrunner.checkpoint import read_done, read_run_json
 from batchrunner.errors import OutputError
 from batchrunner.events import last_sample
 from batchrunner.progress import load_line
@@ -22,7 +22,7 @@ def status(run: str | Path) -> dict[str, Any]:
     facts = read_run_json(run_dir)
     if facts is None:
         raise OutputError(f"{run}: not a run's output path (no run.json)")
-    done = read_parts(run_dir.parts)
+    done = read_done(run_dir)
     sample = last_sample(run_dir.events)
     holder = run_dir.holder()
     return {

@@ -22,17 +22,39 @@ LEAST_FREE_BYTES = 16 << 20
 """A run does not start on a disk with less room than this."""
 
 
-class RunDir:
-    """Where everything of one run lies."""
+MAIN_TASK = "main"
+"""A run that is not parted among several tasks is one task."""
 
-    def __init__(self, path: str | Path) -> None:
+
+class RunDir:
+    """Where everything of one run lies, as one of its tasks sees it."""
+
+    def __init__(self, path: str | Path, task: str = MAIN_TASK) -> None:
         self.path = Path(path).expanduser()
+        self.task = task
+        self.tasks = self.path / "tasks"
         self.parts = self.path / "parts"
         self.merged = self.path / "merged"
         self.run_json = self.path / "run.json"
         self.report_json = self.path / "report.json"
         self.events = self.path / "events.jsonl"
         self._lock = self.path / ".lock"
+
+    def part(self, number: int) -> Path:
+        """Return the path of a part of this task."""
+        return self.parts / f"part-{self.task}-{number:06d}.parquet"
+
+    def own_parts(self) -> list[Path]:
+        """Return this task's parts, oldest first."""
+        return sorted(self.parts.glob(f"part-{self.task}-*.parquet"))
+
+    def journal(self, number: int) -> Path:
+        """Return the path of the journal that becomes the part of the same number."""
+        return self.tasks / self.task / f"journal-{number:06d}"
+
+    def journals(self) -> list[Path]:
+        """Return this task's journals, oldest first."""
+        return sorted((self.tasks / self.task).glob("journal-*"))
 
     def check_writable(self) -> None:
         """Raise OutputError where results could not be written here; changes nothing."""
@@ -58,7 +80,7 @@ class RunDir:
         """
         made = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
         except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
             why = getattr(failure, "strerror", None) or failure
@@ -107,10 +129,11 @@ class RunDir:
     def discard(self) -> None:
         """Delete what earlier starts left, and nothing that somebody else put beside it."""
         self.discard_merged()
-        for part in self.parts.glob("part-*.parquet"):
-            part.unlink()
-        with contextlib.suppress(OSError):  # it is not there, or holds what is not ours
-            self.parts.rmdir()
+        for file in (*self.parts.glob("part-*.parquet"), *self.tasks.glob("*/journal-*")):
+            file.unlink()
+        for directory in (self.parts, *self.tasks.glob("*"), self.tasks):
+            with contextlib.suppress(OSError):  # it is not there, or holds what is not ours
+                directory.rmdir()
         for file in (self.run_json, self.report_json, self.events):
             file.unlink(missing_ok=True)
 
@@ -130,6 +153,14 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, each durable."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Make renames in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -145,10 +176,20 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as failure:
-        raise StorageError(
-            f"{path}: cannot be written: {failure.strerror or failure}; "
-            f"finished parts are kept: make room and run the same command again"
-        ) from None
+        raise cannot_write(path, failure) from None
+
+
+def cannot_write(path: Path, failure: OSError) -> StorageError:
+    """Say that results could not be written."""
+    return StorageError(
+        f"{path}: cannot be written: {failure.strerror or failure}; "
+        "what is on disk is kept: make room and run the same command again"
+    )
+
+
+def number_of(path: Path) -> int:
+    """Return the number of a part or a journal."""
+    return int(path.stem.rsplit("-", 1)[1])
 
 
 def write_json(path: Path, value: object) -> None:

@@ -361,6 +361,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
             server.script = fill
             path = str(disk / "run")
             job = job_of(tmp_path, server, rows=100, output={"path": path, "part_rows": 10}, window=2)
+            job["limits"] = {"disk_wait": 2}
             result = batchrun(write_job(job, tmp_path), "-q")
             assert result.exit_code == 1, result.stderr
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]

@@ -587,7 +587,7 @@ def test_check_says_what_cannot_be_sent(tmp_path: Path) -> None:
 
 def test_a_lost_engine_leaves_a_report(tmp_path: Path, server: FakeSGLang) -> None:
     """`--json` prints the report whatever ended the run."""
-    server.script = lambda _: "die"
+    server.script = lambda _: "busy 503"
     job = job_of(tmp_path, server, limits={"engine_wait": 0.3})
     result = batchrun(write_job(job, tmp_path), "--json")
     assert result.exit_code == 1

@@ -181,7 +181,7 @@ def test_parts_without_a_run_are_refused(tmp_path: Path, server: FakeSGLang) -> 
     """Parts of which nobody knows where they come from are not added to."""
     job = some_done(tmp_path, server)
     (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(ResumeError, match=r"has parts but no run\.json"):
+    with pytest.raises(ResumeError, match=r"has results but no run\.json"):
         batchrunner.run(job)
 
 

@@ -1,0 +1,221 @@
+"""What is finished stays: rows are on disk within a second, whatever dies, and none is there twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchrunner
+from batchrunner.journal import Journal, read_journal
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    eventually,
+    job_of,
+    report_of,
+    results_of,
+    started,
+    write_job,
+    write_rows,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fake_sglang import Behaviour, FakeSGLang, Sent
+
+
+def rows_once(job: dict[str, Any], rows: int) -> None:
+    """Every row of the input is there, once, and went well."""
+    results = results_of(job)
+    assert [row["row"] for row in results] == list(range(rows))
+    assert {row["error"] for row in results} <= {None}
+
+
+def status_of(run: Path) -> dict[str, Any]:
+    result = batchrun("status", run, "--json")
+    found: dict[str, Any] = json.loads(result.stdout) if result.exit_code == 0 else {}
+    return found
+
+
+def after_thirty(sent: Sent) -> Behaviour:
+    """Answer the first 30 rows and hold the others."""
+    return "answer" if int(sent.prompt.split()[1]) < 30 else "hold"
+
+
+def test_a_kill_loses_a_second_at_most(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that ended a second before a SIGKILL are not sent again, though no part was written."""
+    server.script = after_thirty
+    job = job_of(tmp_path, server, rows=100, window=8)
+    with started(write_job(job, tmp_path)) as running:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
+    server.answer_held()
+    report = batchrunner.run(job)
+    assert report.rows_resumed == 30
+    rows_once(job, 100)
+    assert list((tmp_path / "run" / "tasks" / "main").glob("journal-*")) == []
+
+
+def test_a_killed_run_merges(tmp_path: Path, server: FakeSGLang) -> None:
+    """What a killed run left in its journal is merged like the rest."""
+    server.script = after_thirty
+    job = job_of(tmp_path, server, rows=100, window=8)
+    with started(write_job(job, tmp_path)) as running:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
+        running.process.kill()
+        running.process.wait()
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+    assert pq.read_table(tmp_path / "run" / "merged").num_rows == 30
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A finished run of 40 rows, which tests copy."""
+    job = job_of(tmp_path_factory.mktemp("finished"), rows=40, input={"columns": ["id"]})
+    batchrunner.run(job)
+    return job
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_torn_journal(data: st.DataObject, finished: dict[str, Any]) -> None:
+    """Wherever a crash or rot cuts a journal, the rows before are kept and the others done again, once."""
+    with scratch_copy(finished) as (job, run):
+        (part,) = (run / "parts").glob("*.parquet")
+        table = pq.read_table(part)
+        part.unlink()
+        path = run / "tasks" / "main" / "journal-000000"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        journal = Journal(path)
+        for first in range(0, 40, 10):
+            journal.append(table.slice(first, 10))
+        journal.close()
+        whole = path.read_bytes()
+        at = data.draw(st.integers(0, len(whole)))
+        tail = data.draw(st.binary(max_size=40))
+        path.write_bytes(whole[:at] + tail)
+        kept = sum(table.num_rows for table in read_journal(path))
+        assert kept % 10 == 0
+        assert kept >= 40 * at // len(whole) - 20
+        report = batchrunner.run(job)
+        assert report.rows_resumed == kept
+        rows_once(job, 40)
+
+
+@contextlib.contextmanager
+def scratch_copy(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Path]]:
+    source = Path(job["output"]["path"])
+    run = source.with_name("copy")
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(source, run)
+    yield {**job, "output": {**job["output"], "path": str(run)}}, run
+    shutil.rmtree(run)
+
+
+class PowerCuts:
+    """Takes note of what is durable: of each file and directory what its last fsync has seen, and no more."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = root
+        self._files: dict[int, bytes] = {}
+        self._directories: dict[int, dict[str, tuple[int, bool]]] = {}
+        self._kept: list[int] = []  # descriptors, so that no inode is used again
+        self._lock = threading.Lock()
+        self.images: list[dict[Path, bytes | None]] = []
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            real(descriptor)
+            with self._lock:
+                self._note(os.dup(descriptor))
+
+        monkeypatch.setattr("os.fsync", fsync)
+
+    def _note(self, descriptor: int) -> None:
+        self._kept.append(descriptor)
+        found = os.fstat(descriptor)
+        place = f"/proc/self/fd/{descriptor}"
+        if stat.S_ISDIR(found.st_mode):
+            with os.scandir(place) as entries:
+                self._directories[found.st_ino] = {
+                    entry.name: (entry.inode(), entry.is_dir()) for entry in entries
+                }
+        else:
+            self._files[found.st_ino] = Path(place).read_bytes()
+        self.images.append(dict(self._walk(self._root.stat().st_ino, Path())))
+
+    def _walk(self, inode: int, path: Path) -> Iterator[tuple[Path, bytes | None]]:
+        for name, (below, is_directory) in self._directories.get(inode, {}).items():
+            if is_directory:
+                yield path / name, None
+                yield from self._walk(below, path / name)
+            else:
+                yield path / name, self._files.get(below, b"")
+
+    def close(self) -> None:
+        for descriptor in self._kept:
+            os.close(descriptor)
+
+
+def test_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the power goes, and with it what was not synced, the next start loses and doubles nothing."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    source = write_rows(tmp_path / "input.parquet", 60)
+    job = job_of(disk, INSTANT, input={"path": str(source)}, output={"part_rows": 15, "durable": 0.001})
+    with monkeypatch.context() as patch:
+        cuts = PowerCuts(disk, patch)
+        batchrunner.run(job)
+    cuts.close()
+    assert len(cuts.images) > 20
+    kept = 0
+    for number, image in enumerate(cuts.images):
+        after = tmp_path / f"after-{number}"
+        after.mkdir()
+        for path, content in image.items():
+            if content is None:
+                (after / path).mkdir(exist_ok=True)
+            else:
+                (after / path).write_bytes(content)
+        again = {**job, "output": {**job["output"], "path": str(after / "run")}}
+        report = batchrunner.run(again)
+        rows_once(again, 60)
+        assert report.rows_resumed >= kept  # what was durable once stays so
+        kept = report.rows_resumed
+    assert kept == 60
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk makes the run pause and say so; with room again it goes on, and nothing is lost."""
+    full_until = time.monotonic() + 2.5
+    real = os.pwrite
+
+    def pwrite(descriptor: int, content: bytes, offset: int) -> int:
+        if time.monotonic() < full_until and len(content) > 1000:  # not the line that says who writes
+            real(descriptor, content[: len(content) // 2], offset)  # some of it still fits
+            raise OSError(28, "No space left on device")
+        return real(descriptor, content, offset)
+
+    monkeypatch.setattr("os.pwrite", pwrite)
+    job = job_of(tmp_path, rows=500, output={"part_rows": 50})
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 0
+    assert "No space left on device: the run pauses until it can be written" in result.stderr
+    assert report_of(job)["rows_ok"] == 500
+    rows_once(job, 500)
