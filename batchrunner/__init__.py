@@ -46,7 +46,8 @@ The map; a file imports only from lines above its own (this one excepted), and a
     simulation.replica  a scheduler on a virtual clock, with stale gauges
     engines.simulated  no engine: made-up answers
     engines.registry   the job's `engine` → an engine
-    storage          the run directory, its one writer, atomic writes
+    storage          the run directory, atomic writes
+    claim            its one writer: who it is, whether it lives
     journal          finished rows, durable long before their part is
     disk             a disk that takes nothing is waited for
     tally            what became of the rows, in numbers

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchrunner.claim import Claim, claimed
 from batchrunner.errors import OutputError
 from batchrunner.sink import finish_journals, part_files
 from batchrunner.storage import RunDir, sync_directory, writing
@@ -28,8 +29,8 @@ def merge(run: str | Path) -> Path:
     the data, one bucket in memory. Raises OutputError where there is nothing to merge.
     """
     run_dir = RunDir(run)
-    if run_dir.journals() and run_dir.holder() is None:
-        with run_dir.claimed(), writing(run_dir.parts):
+    if run_dir.journals() and Claim(run_dir.task_directory).is_held() is False:
+        with claimed(run_dir), writing(run_dir.parts):
             finish_journals(run_dir)
     parts = part_files(run_dir.parts)
     if not parts:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
 from batchrunner.admission import Admission
 from batchrunner.checkpoint import FORMAT, Done, drop_failed, fingerprint
+from batchrunner.claim import claimed
 from batchrunner.control import Control
 from batchrunner.controller import Band
 from batchrunner.disk import Disk
@@ -35,12 +37,14 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
+    from batchrunner.claim import Claim
     from batchrunner.engines.base import Engine
     from batchrunner.job import Job
     from batchrunner.prepare import Prepared
     from batchrunner.progress import Display
     from batchrunner.records import EngineInfo, Outcome, Signals
     from batchrunner.report import Report
+    from batchrunner.storage import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +88,10 @@ async def execute(
     """
     prepared = await asyncio.to_thread(prepare, job)
     control, display = control or Control(), display or Silent()
-    with prepared.run_dir.claimed(), contextlib.closing(display), rare_collections():
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(contextlib.closing(display))
+        stack.enter_context(rare_collections())
+        claim = await _claim(stack, prepared.run_dir, control)
         model = info.model if info else model_of(job.engine)
         done = Done()
         if not fresh:
@@ -94,23 +101,22 @@ async def execute(
         todo = await asyncio.to_thread(prepared.selected)
         total = len(todo)
         todo -= done.rows
-        async with contextlib.AsyncExitStack() as stack:
-            if engine is None or info is None:
-                engine = make_engine(
-                    job.engine, log_dir=prepared.run_dir.path, request_timeout_s=job.limits.request_timeout
-                )
-                stack.push_async_callback(engine.close)
-                if todo or fresh:
-                    info = await _open(engine, control)
-            if info is None:  # nothing to do and nobody to ask
-                return finished_before(prepared, done, total)
-            if model is None and not fresh:
-                await asyncio.to_thread(find_done, prepared, info.model)
-            if fresh:
-                prepared.run_dir.discard()
-            elif retry_failed:  # only now: a start that was refused changes nothing
-                await asyncio.to_thread(drop_failed, prepared.run_dir.parts)
-            return await _Run(prepared, engine, info, done, todo, total, display, control).go()
+        if engine is None or info is None:
+            engine = make_engine(
+                job.engine, log_dir=prepared.run_dir.path, request_timeout_s=job.limits.request_timeout
+            )
+            stack.push_async_callback(engine.close)
+            if todo or fresh:
+                info = await _open(engine, control)
+        if info is None:  # nothing to do and nobody to ask
+            return finished_before(prepared, done, total)
+        if model is None and not fresh:
+            await asyncio.to_thread(find_done, prepared, info.model)
+        if fresh:
+            prepared.run_dir.discard()
+        elif retry_failed:  # only now: a start that was refused changes nothing
+            await asyncio.to_thread(drop_failed, prepared.run_dir.parts)
+        return await _Run(prepared, engine, info, done, todo, total, display, control, claim).go()
 
 
 async def _open(engine: Engine, control: Control) -> EngineInfo | None:
@@ -123,13 +129,35 @@ async def _open(engine: Engine, control: Control) -> EngineInfo | None:
         await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             return opening.result()
-        interrupted = BatchrunError(f"{control.reason} while the engine was starting")
-        interrupted.exit_code = control.exit_code
-        raise interrupted
+        raise _interrupted(control, "while the engine was starting")
     finally:
         opening.cancel()
         stopped.cancel()
         await asyncio.gather(opening, stopped, return_exceptions=True)
+
+
+async def _claim(stack: contextlib.AsyncExitStack, run_dir: RunDir, control: Control) -> Claim:
+    """Become the only writer; a stop ends the wait for another one's end."""
+    stopped = threading.Event()
+    control.listen(stopped.set)
+
+    def sleep(seconds: float) -> None:
+        if stopped.wait(seconds):
+            raise _interrupted(control, "while waiting for the end of another start")
+
+    taking = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, claimed(run_dir, sleep)))
+    try:
+        return await asyncio.shield(taking)
+    except asyncio.CancelledError:
+        stopped.set()
+        await asyncio.wait([taking])  # a thread that were left behind could still become the writer
+        raise
+
+
+def _interrupted(control: Control, when: str) -> BatchrunError:
+    interrupted = BatchrunError(f"{control.reason or 'cancelled'} {when}")
+    interrupted.exit_code = control.exit_code
+    return interrupted
 
 
 class _Run:
@@ -145,7 +173,9 @@ class _Run:
         total: int,
         display: Display,
         control: Control,
+        claim: Claim,
     ) -> None:
+        self._claim = claim
         self._prepared, self._engine, self._info = prepared, engine, info
         self._done, self._todo, self._total = done, todo, total
         self._display, self._control = display, control
@@ -303,6 +333,7 @@ class _Run:
             part_rows=self._job.output.part_rows,
             samples=samples,
             durable_s=self._job.output.durable,
+            still_ours=self._claim.verify,
             disk=Disk(self._job.limits.disk_wait, lambda: self._control.at_once),
         )
 

@@ -18,7 +18,7 @@ from batchrunner.journal import Journal, read_journal
 from batchrunner.storage import TEMPORARY, make_directory, number_of, whole_file, writing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from batchrunner.disk import Disk
@@ -73,9 +73,13 @@ class Sink:
         part_rows: int,
         samples: int,
         durable_s: float,
+        still_ours: Callable[[], None],
         disk: Disk,
     ) -> None:
-        """Remove what is torn; raises StorageError."""
+        """Remove what is torn; `still_ours` raises where somebody else has become the writer.
+
+        Raises StorageError.
+        """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
             for torn in run_dir.parts.glob(f"*{TEMPORARY}"):
@@ -86,6 +90,7 @@ class Sink:
         self._samples = samples
         self._disk = disk
         self._durable_s = durable_s
+        self._still_ours = still_ours
         self._buffer: list[Outcome] = []
         self._bytes = 0
         self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1))
@@ -140,13 +145,17 @@ class Sink:
         part = self._part
         if outcomes:
             table = await asyncio.to_thread(_table, outcomes, self._schema, samples=self._samples)
-            await self._disk.do(part.path, functools.partial(part.add, table))
+            await self._disk.do(part.path, functools.partial(self._ours, part.add, table))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
-            await self._disk.do(part.path, part.publish)
+            await self._disk.do(part.path, functools.partial(self._ours, part.publish))
             log.debug("wrote %s (%d rows)", part.path.name, part.rows)
             self._part = _Part(self._run_dir, part.number + 1)
         self._set_timer()
+
+    def _ours(self, write: Callable[..., None], *values: object) -> None:
+        self._still_ours()
+        write(*values)
 
     def _set_timer(self) -> None:
         """Look again when the first of the buffer's rows is due to be durable, or the part to be written."""

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.checkpoint import read_done, read_run_json
+from batchrunner.claim import Claim
 from batchrunner.errors import OutputError
 from batchrunner.events import last_sample
 from batchrunner.progress import load_line
@@ -24,7 +25,8 @@ def status(run: str | Path) -> dict[str, Any]:
         raise OutputError(f"{run}: not a run's output path (no run.json)")
     done = read_done(run_dir)
     sample = last_sample(run_dir.events)
-    holder = run_dir.holder()
+    claim = Claim(run_dir.task_directory)
+    holder = None if claim.is_held() is False else str(claim.holder())
     return {
         "path": str(run_dir.path),
         "running": holder,

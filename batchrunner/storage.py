@@ -1,12 +1,10 @@
-"""Files that are whole or not there: the run directory's layout, its one writer, atomic writes."""
+"""Files that are whole or not there: the run directory's layout, atomic writes."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +31,12 @@ class RunDir:
         self.path = Path(path).expanduser()
         self.task = task
         self.tasks = self.path / "tasks"
+        self.task_directory = self.tasks / task
         self.parts = self.path / "parts"
         self.merged = self.path / "merged"
         self.run_json = self.path / "run.json"
         self.report_json = self.path / "report.json"
         self.events = self.path / "events.jsonl"
-        self._lock = self.path / ".lock"
 
     def part(self, number: int) -> Path:
         """Return the path of a part of this task."""
@@ -50,11 +48,11 @@ class RunDir:
 
     def journal(self, number: int) -> Path:
         """Return the path of the journal that becomes the part of the same number."""
-        return self.tasks / self.task / f"journal-{number:06d}"
+        return self.task_directory / f"journal-{number:06d}"
 
     def journals(self) -> list[Path]:
         """Return this task's journals, oldest first."""
-        return sorted((self.tasks / self.task).glob("journal-*"))
+        return sorted(self.task_directory.glob("journal-*"))
 
     def check_writable(self) -> None:
         """Raise OutputError where results could not be written here; changes nothing."""
@@ -71,53 +69,6 @@ class RunDir:
         disk = shutil.disk_usage(place)
         if disk.total and disk.free < LEAST_FREE_BYTES:  # /proc and its like have no size at all
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
-
-    @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Be the only writer; raises OutputError with the holder where there is one.
-
-        A directory that was made for the claim and stayed empty is taken away again.
-        """
-        made = [p for p in (self.path, *self.path.parents) if not p.exists()]
-        try:
-            make_directory(self.path)
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
-            why = getattr(failure, "strerror", None) or failure
-            raise OutputError(f"output.path {self.path}: cannot be written: {why}") from None
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-                raise OutputError(
-                    f"{self.path}: {holder} is writing this run; wait for it or use another path"
-                ) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"batchrun with pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-            yield
-        finally:
-            if made and list(self.path.iterdir()) == [self._lock]:
-                self._lock.unlink()  # nothing came of the run: leave nothing behind
-                for directory in made:
-                    with contextlib.suppress(OSError):
-                        directory.rmdir()
-            os.close(descriptor)
-
-    def holder(self) -> str | None:
-        """Who writes this run now, or None."""
-        try:
-            descriptor = os.open(self._lock, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return os.pread(descriptor, 200, 0).decode(errors="replace")
-        else:
-            return None
-        finally:
-            os.close(descriptor)
 
     def discard_merged(self) -> None:
         """Delete a merged dataset, which new rows make a thing of the past."""

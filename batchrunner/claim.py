@@ -1,0 +1,286 @@
+"""One writer for each task directory: who it is, whether it lives, and how the next one takes over.
+
+No lock of the file system is used: NFS may lack them, and a host that crashes may never let go. The holder is
+named in `owner`, a file that is created exclusively. Whether it lives is told on its own machine by its
+process; on another one by a counter in `heartbeat`, which it moves on every few seconds: when that has stood
+still for a minute of the *observer's* clock, the holder is dead. No two clocks are compared.
+
+A holder that was taken for dead and is not (it was stopped, or cut off) finds another's name in `owner`
+before its next write, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from batchrunner.errors import OutputError, StorageError
+from batchrunner.storage import make_directory, sync_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from batchrunner.storage import RunDir
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 5.0
+DEAD_AFTER_S = 75.0
+"""A counter that stood still for so long is a dead holder's: NFS shows a file's old state for up to 60 s."""
+LOOK_S = 1.0
+SHORTLY_S = 0.2
+HALF_WRITTEN_S = 5.0
+"""So long a name may be missing in `owner`: its writer is between two system calls, or died there."""
+
+
+class ClaimLostError(StorageError):
+    """Another process took this task over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process, so that others can tell whether it lives."""
+
+    host: str
+    machine: str
+    boot: str
+    namespace: str
+    """The kernel's own names of the machine, of its present boot and of the process IDs' namespace."""
+    pid: int
+    started: str
+    """When the process started, in the kernel's ticks: a process ID is used again."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def __str__(self) -> str:
+        """Name it for a person."""
+        return f"batchrun with pid {self.pid} on {self.host}"
+
+    def is_dead(self, seen_from: Holder) -> bool | None:
+        """Tell whether it has ended, as far as can be told from a process; None where it cannot be told."""
+        if (self.host, self.machine) != (seen_from.host, seen_from.machine) or not self.boot:
+            return None
+        if self.boot != seen_from.boot:
+            return True if self.machine else None
+        if self.namespace != seen_from.namespace:
+            return None
+        return _started(self.pid) != self.started
+
+
+def this_process() -> Holder:
+    """Describe the process that we are."""
+    return Holder(
+        host=socket.gethostname(),
+        machine=_text("/etc/machine-id"),
+        boot=_text("/proc/sys/kernel/random/boot_id"),
+        namespace=_link("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        started=_started(os.getpid()),
+    )
+
+
+class Claim:
+    """A task directory that is ours, or is to become so."""
+
+    def __init__(
+        self,
+        directory: Path,
+        me: Holder | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._directory = directory
+        self._owner = directory / "owner"
+        self._heartbeat = directory / "heartbeat"
+        self._me = me or this_process()
+        self._clock, self._sleep = clock, sleep
+        self._beats = 0
+
+    def holder(self) -> Holder | None:
+        """Return who is named in `owner`; None where there is no such file, or no name in it."""
+        try:
+            return Holder(**orjson.loads(self._owner.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def is_held(self) -> bool | None:
+        """Tell whether a living process holds it; None where only its heartbeat could tell, with time."""
+        holder = self.holder()
+        if holder is None:
+            return False
+        dead = holder.is_dead(self._me)
+        return None if dead is None else not dead
+
+    def take(self) -> None:
+        """Become the holder, which after one on another machine may take a minute.
+
+        Raises OutputError where another one lives, OSError where nothing can be written.
+        """
+        while True:
+            try:
+                self._create()
+            except FileExistsError:
+                self._steal(self._wait_for_its_end())
+            else:
+                self.beat()
+                return
+
+    def beat(self) -> None:
+        """Show that we live."""
+        self._beats += 1
+        file = os.open(self._heartbeat, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, f"{self._me.token} {self._beats:012d}".encode(), 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def verify(self) -> None:
+        """Raise ClaimLostError where somebody else has taken over, OSError where that cannot be read."""
+        for _ in range(3):
+            content = _content(self._owner, needed=True)
+            if self._me.token.encode() in content:
+                return
+            self._sleep(SHORTLY_S)  # one that came late puts our name back at once, see `_steal`
+        raise ClaimLostError(
+            f"{self._directory}: {self.holder() or 'somebody'} took this task over: what is on disk is kept"
+        )
+
+    def release(self) -> None:
+        """Let go, so that the next start need not look whether we live."""
+        with contextlib.suppress(OSError, ClaimLostError):
+            self.verify()
+            self._heartbeat.unlink(missing_ok=True)
+            self._owner.unlink(missing_ok=True)
+
+    def _create(self) -> None:
+        file = os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.write(file, orjson.dumps(asdict(self._me)))
+            os.fsync(file)
+        finally:
+            os.close(file)
+        sync_directory(self._directory)
+
+    def _wait_for_its_end(self) -> bytes:
+        """Return what `owner` holds once its holder is known to be dead; raises OutputError if it lives."""
+        began, seen, told = self._clock(), self._signs_of_life(), False
+        while True:
+            holder = self.holder()
+            dead = holder.is_dead(self._me) if holder else None
+            if dead is False:
+                raise self._held_by(holder)
+            signs = self._signs_of_life()
+            stood_s = self._clock() - began
+            if dead or stood_s > (DEAD_AFTER_S if holder else HALF_WRITTEN_S):
+                return signs[0]
+            if signs != seen:
+                if seen[0] and signs[0]:  # it was there all the time, and moved
+                    raise self._held_by(holder)
+                began, seen = self._clock(), signs  # it came or went while we looked
+            if holder and not told:
+                told = True
+                log.warning(
+                    "%s: waiting %.0f s to see whether %s still lives", self._directory, DEAD_AFTER_S, holder
+                )
+            self._sleep(LOOK_S)
+
+    def _signs_of_life(self) -> tuple[bytes, bytes]:
+        return _content(self._owner), _content(self._heartbeat)
+
+    def _held_by(self, holder: Holder | None) -> OutputError:
+        return OutputError(
+            f"{self._directory}: {holder or 'another process'} is writing this run; "
+            "wait for it or use another path"
+        )
+
+    def _steal(self, of_the_dead: bytes) -> None:
+        """Take a dead holder's name away. Of several that try, one does: a rename works once.
+
+        One that comes late may take away the name of a holder that has just come, and puts it back.
+        """
+        aside = self._owner.with_name(f"owner-{self._me.token}")
+        try:
+            self._owner.rename(aside)
+        except FileNotFoundError:
+            return
+        if _content(aside) != of_the_dead:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, self._owner)
+        aside.unlink()
+
+
+@contextlib.contextmanager
+def claimed(run_dir: RunDir, sleep: Callable[[float], None] = time.sleep) -> Iterator[Claim]:
+    """Be the only writer of this task; raises OutputError with the holder where there is one.
+
+    `sleep` is called between looks at a holder of which only time can tell whether it lives.
+    Directories that were made for the claim and stayed empty are taken away again.
+    """
+    directory = run_dir.task_directory
+    made = [p for p in (directory, *directory.parents) if not p.exists()]
+    claim = Claim(directory, sleep=sleep)
+    try:
+        make_directory(directory)
+        claim.take()
+    except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
+        why = getattr(failure, "strerror", None) or failure
+        raise OutputError(f"output.path {run_dir.path}: cannot be written: {why}") from None
+    ended = threading.Event()
+    beating = threading.Thread(target=_keep_beating, args=(claim, ended), name="heartbeat", daemon=True)
+    beating.start()
+    try:
+        yield claim
+    finally:
+        ended.set()
+        beating.join()
+        claim.release()
+        for path in made:  # nothing came of the run: leave nothing behind
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _keep_beating(claim: Claim, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        with contextlib.suppress(OSError):  # a full disk overwrites a few bytes in place all the same
+            claim.beat()
+
+
+def _started(pid: int) -> str:
+    """Return the kernel's start time of a process, "" where there is none (field 22 of /proc/PID/stat)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return str(Path(path).readlink())
+    return ""
+
+
+def _content(path: Path, *, needed: bool = False) -> bytes:
+    """Return what a file holds, nothing where there is none; where `needed`, other errors are raised."""
+    try:
+        return path.read_bytes()
+    except OSError as failure:
+        if needed and not isinstance(failure, FileNotFoundError):
+            raise
+        return b""
