@@ -15,9 +15,11 @@ Else it is from before W's last move, and q = min(in_flight, W) - running - offs
 goes: `running` and `offset` = in_flight - running - queue are averages (half-life 4 s). The offset is what is
 being tokenised and sent or, below 0, what others submit.
 
-**Set-point** q* = low + max(2·λ·τ, b) within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler,
+**Set-point** q* = low + max(2·λ·τ, b, d) within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler,
 τ s pass between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length
-end in waves). What leaves between two looks, or at once, must find its successors in the queue.
+end in waves), and d is how far the gauge dipped under its own average of late (half-life 10 s). What leaves
+between two looks, or at once, must find its successors in the queue, and the lowest point is to be in the
+band, not the middle.
 
 **States**
 - `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
@@ -33,7 +35,7 @@ end in waves). What leaves between two looks, or at once, must find its successo
   that made rows/s grow by 5 %; otherwise the last step is taken back, and W stays: `settled`.
 - `tail`: nothing is left to send; W is left alone. A row that comes back for another try ends it.
 
-After a retraction W grows only to `low` for 10 s: the KV pool is full, and more in the queue cannot help.
+For 10 s after a retraction q* is 1.5·low: the KV pool is full, and more in the queue cannot help.
 
 Sources: SGLang's hyperparameter tuning guide (the band); Vegas (a band instead of a point); integral
 control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
@@ -48,6 +50,7 @@ DEAD_BAND = 0.25
 IN_USE = 0.8
 HALF_LIFE_S = 4.0
 """Of the averages. Gauges can be seconds late: a window that has just moved must not look like an offset."""
+DIP_HALF_LIFE_S = 10.0
 BACK_OFF = 0.7
 BACK_OFF_EVERY_S = 1.0
 CALM_S = 5.0
@@ -118,6 +121,8 @@ class Controller:
         self._most = most
         self._running = 0.0
         self._offset = 0.0
+        self._queue = 0.0
+        self._dip = 0.0
         self._period_s = 0.0
         self._target = 1.5 * band.low
         self._fresh_at: float | None = None
@@ -190,15 +195,19 @@ class Controller:
         offset = seen.in_flight - seen.running - seen.queue
         if self._fresh_at is None:
             self._running = seen.running
+            self._queue = seen.queue
         else:
             gap = now - self._fresh_at
             self._period_s = gap if not self._period_s else (self._period_s + gap) / 2
             weight = 1 - 0.5 ** (gap / HALF_LIFE_S)
             self._running += weight * (seen.running - self._running)
             self._offset += weight * (offset - self._offset)
+            self._queue += weight * (seen.queue - self._queue)
+            dip = self._queue - seen.queue if self.state == "steady" else 0.0
+            self._dip = max(dip, self._dip * 0.5 ** (gap / DIP_HALF_LIFE_S))
         self._fresh_at = now
         low, high = self.band.low, self.band.high
-        wanted = low + max(2 * seen.rate * self._period_s, seen.burst)
+        wanted = low + max(2 * seen.rate * self._period_s, seen.burst, self._dip)
         self._target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
 
     def _double(self, seen: Reading) -> Decision | None:
@@ -210,7 +219,7 @@ class Controller:
         )
 
     def _steer(self, now: float, seen: Reading, *, growing: bool) -> Decision | None:
-        target = float(self.band.low) if self._is_retracting(now) else self._target
+        target = 1.5 * self.band.low if self._is_retracting(now) else self._target
         ours = min(seen.in_flight, self.window)  # what is over the window is on its way out
         unseen = seen.in_flight - seen.running - seen.queue - self._offset
         seen_all = abs(unseen) <= DEAD_BAND * target
