@@ -15,11 +15,11 @@ Else it is from before W's last move, and q = min(in_flight, W) - running - offs
 goes: `running` and `offset` = in_flight - running - queue are averages (half-life 4 s). The offset is what is
 being tokenised and sent or, below 0, what others submit.
 
-**Set-point** q* = low + max(2·λ·τ, b, d) within [1.5·low, min(10·low, high/2)]: λ rows/s leave this scheduler,
-τ s pass between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length
-end in waves), and d is how far the gauge dipped under its own average of late (half-life 10 s). What leaves
-between two looks, or at once, must find its successors in the queue, and the lowest point is to be in the
-band, not the middle.
+**Set-point** q* = low + max(2·λ·τ, b, d) within [1.5·low, min(10·low, high/2)]: λ rows/s leave here, τ s pass
+between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length end in
+waves), and d is how far the gauge dipped under its own average of late (half-life 10 s). What leaves between
+two looks, or at once, must find its successors in the queue, and the lowest point is to be in the band, not
+the middle.
 
 **States**
 - `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
