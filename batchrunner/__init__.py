@@ -32,6 +32,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.serverlog  why an engine died, from its log
     engines.launcher   a script of its own: runs a server that cannot outlive us
     engines.process  a program that we start, through the launcher
+    engines.guard    starts a program again that dies
     engines.launched   one SGLang server as such a program
     engines.server   a server that we start
     engines.router   one gateway as such a program
@@ -60,6 +61,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     control          how a run is stopped from outside
     prepare          what is checked and read before an engine is needed
     account          tally → report, verdict and exit code
+    suspects         rows that an engine had when it died
     submit           requests → engine → outcomes
     summary          what the report says of the load
     feedback         polls the load, shows it, writes it down

@@ -80,5 +80,9 @@ class EngineDownError(EngineBusyError):
     """Nobody takes a connection: the engine, or the replica behind a gateway, is down or not up yet."""
 
 
+class EngineDiedError(EngineDownError):
+    """The engine ended while it had the row, which may be why."""
+
+
 class NoAnswerError(AttemptFailedError):
     """No answer came within the request's time."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from batchrunner.errors import (
     AttemptFailedError,
     EngineBusyError,
+    EngineDiedError,
     EngineDownError,
     EngineLostError,
     NoAnswerError,
@@ -21,6 +22,7 @@ from batchrunner.errors import (
 )
 from batchrunner.records import Outcome, Request
 from batchrunner.retry import pause_before_retry
+from batchrunner.suspects import MOST_DEATHS, Suspects
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -39,6 +41,8 @@ class _Work:
     request: Request
     tries: int = 0
     failures: int = 0
+    deaths: int = 0
+    """Of the engine, while it had this row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Submitter:
         self._deliver = deliver
         self._listener = listener
         self._ready: deque[_Work] = deque()
+        self._suspects: Suspects[_Work] = Suspects()
         self._resting = 0
         self._unread = 0  # rows still to be read from the input
         self._unended = 0  # rows read from it that have not come to an end
@@ -119,7 +124,7 @@ class Submitter:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(batches))
                 while not self._over():
-                    route = self._gate.take(time.monotonic()) if self._ready else None
+                    route = self._gate.take(time.monotonic()) if self._has_next() else None
                     if route is not None:
                         group.create_task(self._fly(self._next(), route))
                         continue
@@ -158,8 +163,16 @@ class Submitter:
     def _over(self) -> bool:
         return self._stopping or (self._exhausted and self._unended == 0)
 
+    def _has_next(self) -> bool:
+        return bool(self._ready) or self._suspects.degree(self._gate.window) is not None
+
     def _next(self) -> _Work | None:
-        if not self._ready or self._stopping:
+        if self._stopping:
+            return None
+        degree = self._suspects.degree(self._gate.window)
+        if degree is not None:
+            return self._suspects.take(degree)
+        if not self._ready:
             return None
         work = self._ready.popleft()
         if len(self._ready) < READ_AHEAD_ROWS:
@@ -186,13 +199,18 @@ class Submitter:
         except RequestError as failure:
             error = failure
         now = time.monotonic()
+        if work.deaths:
+            self._suspects.landed(work.deaths)
         if error is None or isinstance(error, RowRefusedError):
             self._answered_at = now
             self._gate.answered(route)
             self._listener.answered(route, completion.retractions if completion else 0)
         else:
             self._refused(route, error, now)
-            if self._rests(work, error, now):
+            work.deaths += isinstance(error, EngineDiedError)
+            if work.deaths >= MOST_DEATHS:
+                error = RowRefusedError(f"the engine died {work.deaths} times while it had this row: {error}")
+            elif self._rests(work, error, now):
                 return
         message = None if error is None else str(error)
         await self._deliver(Outcome(work.request.ref, completion, message, now - sent_at, work.tries))
@@ -233,7 +251,10 @@ class Submitter:
 
     def _back(self, work: _Work) -> None:
         self._resting -= 1
-        self._ready.appendleft(work)
+        if work.deaths:
+            self._suspects.add(work, work.deaths)
+        else:
+            self._ready.appendleft(work)
         self._notify()
 
     def _notify(self) -> None:

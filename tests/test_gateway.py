@@ -37,7 +37,6 @@ from batchrunner.errors import (
     AttemptFailedError,
     EngineBusyError,
     EngineDownError,
-    EngineLostError,
     EngineStartError,
     JobError,
     RowRefusedError,
@@ -383,48 +382,6 @@ def test_command_lines(tmp_path: Path) -> None:
     assert "--log-level info" in line
     assert "--policy round_robin" in line
     assert fleet._key not in line
-
-
-class Doomed:
-    """A replica, and its process, that ends whenever it is started."""
-
-    url, name = "http://127.0.0.1:1", "replica 0"
-    runs = False
-
-    def __init__(self) -> None:
-        self.process = self
-        self.starts = 0
-
-    async def start(self) -> None:
-        self.starts += 1
-
-    async def ended(self) -> None:
-        return
-
-    async def stop(self) -> None:
-        return
-
-    async def close(self) -> None:
-        return
-
-    async def bring_to(self, wanted: set[str]) -> bool:
-        return bool(wanted)
-
-    def obituary(self, what: str) -> str:
-        return f"{what} (exit 1): out of memory"
-
-
-async def test_replica_that_dies_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Five times it is started again; then the run ends with what its log says."""
-    spec = GatewayEngine(kind="gateway", model="org/model")
-    fleet: Any = LaunchedGateway(spec, log_dir=tmp_path, request_timeout_s=9)
-    doomed = Doomed()
-    fleet._workers = fleet._client = doomed
-    await asyncio.wait_for(fleet._guard(doomed), 10)
-    assert doomed.starts == 5
-    assert caplog.text.count("replica 0 died (exit 1): out of memory") == 5
-    with pytest.raises(EngineLostError, match=r"out of memory.*6th time"):
-        await fleet.generate(_request("x", {}, chat=False), "gateway")
 
 
 def test_interpreter_without_a_gateway(tmp_path: Path) -> None:

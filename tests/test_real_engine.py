@@ -203,15 +203,16 @@ def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: 
         [*command, "--json"], env=environ, capture_output=True, text=True, timeout=START_S, check=True
     )
     report = json.loads(done.stdout)
-    assert (report["rows_ok"], report["rows_resumed"], report["starts"]) == (600, kept, 2)
+    assert (report["rows_ok"], report["starts"]) == (600, 2)
+    assert kept <= report["rows_resumed"] < 600  # those in the journal too
     rows = pq.read_table(parts)["row"].to_pylist()
     assert sorted(rows) == list(range(600))
     log = (tmp_path / "run" / "engine-server.log").read_text(errors="replace")
     assert "api_key='***'" in log or '"***"' in log or "***" in log
 
 
-def test_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, tiny: Path) -> None:
-    """A scheduler that is killed in mid-run ends it with exit 1 in one line; the finished rows are kept."""
+def test_engine_that_dies_is_started_again(tmp_path: Path, tiny: Path) -> None:
+    """A scheduler that is killed in mid-run takes its server along; both come back, and no row is lost."""
     command = _tiny_job(tmp_path, tiny, rows=2000)
     environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
     parts = tmp_path / "run" / "parts"
@@ -224,11 +225,12 @@ def test_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, tiny: Path
         ]
         assert schedulers
         os.kill(schedulers[0], signal.SIGKILL)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "batchrun: the engine died" in errors.splitlines()[-1]
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["exit_code"] == 1
-    assert pq.read_table(parts).num_rows >= 20
+        _, errors = process.communicate(timeout=START_S)
+    assert process.returncode == 0, errors[-2000:]
+    assert "the engine died" in errors
+    assert "the engine is back" in errors
+    assert sorted(pq.read_table(parts)["row"].to_pylist()) == list(range(2000))
+    assert set(pq.read_table(parts)["error"].to_pylist()) == {None}
 
 
 def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:

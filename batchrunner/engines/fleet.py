@@ -9,13 +9,14 @@ import secrets
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.device import CPU_NOTE, gpus, on_cpu
+from batchrunner.engines.guard import Guard
 from batchrunner.engines.http import HttpEngine
 from batchrunner.engines.launched import SGLangServer
 from batchrunner.engines.model import check_model, model_identity
 from batchrunner.engines.router import gateway_process, start_gateway
 from batchrunner.engines.sockets import free_port, raise_file_limit
 from batchrunner.engines.workerlist import WorkerList
-from batchrunner.errors import EngineLostError, EngineStartError
+from batchrunner.errors import EngineStartError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_DEATHS = 5
-"""A replica, or the gateway, that died more often than this ends the run: something is wrong with it."""
 KEEP_ALIVE_S = 120
 """How long replicas keep the gateway's idle connections; it drops them itself after 90 s. SGLang's 5 s would
 have it send rows into connections that are just being closed."""
@@ -52,8 +51,8 @@ class LaunchedGateway:
         self._gateway: LaunchedProcess | None = None
         self._workers: WorkerList | None = None
         self._ready: set[str] = set()  # what the gateway's list should be
-        self._guards: list[asyncio.Task[None]] = []
-        self._lost: EngineLostError | None = None
+        self._guards: list[Guard] = []
+        self._watching: list[asyncio.Task[None]] = []
 
     async def open(self) -> EngineInfo:
         """Start the replicas and the gateway, all at once, and wait until they are ready."""
@@ -74,8 +73,9 @@ class LaunchedGateway:
             raise EngineStartError(self._gateway.obituary("the gateway did not take the replicas"))
         self._client = HttpEngine(urls, api_key=self._key, request_timeout_s=self._timeout_s, gateway=url)
         info = await self._client.open()
-        self._guards = [asyncio.create_task(self._guard(server)) for server in self._servers]
-        self._guards.append(asyncio.create_task(self._guard_gateway()))
+        self._guards = [self._guard(server) for server in self._servers]
+        self._guards.append(Guard(self._gateway, self._start_gateway, up=self._give_workers))
+        self._watching = [asyncio.create_task(guard.watch()) for guard in self._guards]
         notes = (
             *((CPU_NOTE,) if cpu else ()),
             *((ROUND_ROBIN_NOTE,) if spec.policy == "auto" and len(urls) > 1 else ()),
@@ -92,8 +92,9 @@ class LaunchedGateway:
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         assert self._client is not None
-        if self._lost is not None:
-            raise self._lost
+        for guard in self._guards:
+            if guard.lost is not None:
+                raise guard.lost
         return await self._client.generate(request, route)
 
     async def signals(self) -> Sequence[Signals]:
@@ -102,10 +103,9 @@ class LaunchedGateway:
 
     async def close(self) -> None:
         """End the gateway, the replicas and everything they started."""
-        for guard in self._guards:
-            guard.cancel()
-        await asyncio.gather(*self._guards, return_exceptions=True)
-        self._guards = []
+        for watching in self._watching:
+            watching.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         for connections in (self._client, self._workers):
             if connections is not None:
                 await connections.close()
@@ -144,51 +144,25 @@ class LaunchedGateway:
         assert self._workers is not None
         await start_gateway(self._gateway, self._workers.url)
 
-    async def _guard(self, server: SGLangServer) -> None:
+    def _guard(self, server: SGLangServer) -> Guard:
         """Take a replica that dies out of the gateway, start it again, put it back."""
-        assert self._workers is not None
-        deaths = 0
-        while True:
-            await server.process.ended()
-            deaths += 1
-            self._ready.discard(server.url)
-            if not self._may_go_on(server.process, deaths, "taken out of the gateway and started again"):
-                return
-            await self._workers.bring_to(self._ready)
-            try:
-                await server.start()
-            except EngineStartError:  # the next turn finds it ended and says why
-                await server.process.stop()
-                continue
-            self._ready.add(server.url)
-            taken = await self._workers.bring_to(self._ready)
-            log.warning("%s is back%s", server.name, "" if taken else ", but the gateway has not taken it")
+        return Guard(
+            server.process,
+            server.start,
+            down=lambda: self._set_ready(server.url, ready=False),
+            up=lambda: self._set_ready(server.url, ready=True),
+            then="taken out of the gateway and started again",
+        )
 
-    async def _guard_gateway(self) -> None:
-        """Start a gateway that dies again, and give it the replicas that are ready."""
-        assert self._gateway is not None
+    async def _set_ready(self, url: str, *, ready: bool) -> None:
         assert self._workers is not None
-        deaths = 0
-        while True:
-            await self._gateway.ended()
-            deaths += 1
-            if not self._may_go_on(self._gateway, deaths, "started again"):
-                return
-            try:
-                await self._start_gateway()
-            except EngineStartError:
-                await self._gateway.stop()
-                continue
-            await self._workers.bring_to(self._ready)
-            log.warning("the gateway is back")
+        (self._ready.add if ready else self._ready.discard)(url)
+        if not await self._workers.bring_to(self._ready) and ready:
+            log.warning("the gateway has not taken %s", url)
 
-    def _may_go_on(self, process: LaunchedProcess, deaths: int, then: str) -> bool:
-        cause = process.obituary(f"{process.name} died")
-        if deaths > MOST_DEATHS:
-            self._lost = EngineLostError(f"{cause} (for the {deaths}th time)")
-            return False
-        log.warning("%s: %s (%d of at most %d times)", cause, then, deaths, MOST_DEATHS)
-        return True
+    async def _give_workers(self) -> None:
+        assert self._workers is not None
+        await self._workers.bring_to(self._ready)
 
 
 def gpu_slices(devices: Sequence[str], tp: int, replicas: int | str) -> list[list[str]]:

@@ -19,6 +19,7 @@ from batchrunner.engines.signals import from_loads, from_metrics
 from batchrunner.engines.sockets import loopback_sources, open_connections
 from batchrunner.errors import (
     AttemptFailedError,
+    EngineDiedError,
     EngineDownError,
     EngineStartError,
     NoAnswerError,
@@ -143,8 +144,10 @@ class HttpEngine:
             raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as failure:
             what = f"connection lost: {failure or type(failure).__name__}"
-            # a gateway only passes rows on: none of them is why it ended
-            raise EngineDownError(what) if self._gateway else AttemptFailedError(what) from None
+            if self._gateway:  # it only passes rows on: none of them is why it ended
+                raise EngineDownError(what) from None
+            alive = await self._is_alive(destination.url)
+            raise AttemptFailedError(what) if alive else EngineDiedError(what) from None
         if response.status != 200:  # noqa: PLR2004
             error = wire.error_of(response.status, content, response.headers.get("Retry-After"))
             raise await self._blamed(error) if isinstance(error, EngineDownError) else error
@@ -176,9 +179,9 @@ class HttpEngine:
         """
         text = str(error)
         named = next((url for url in self.urls if f"{url}/" in text), None)
-        if named is not None and await self._is_alive(named):
-            return AttemptFailedError(text)
-        return error
+        if named is None:
+            return error
+        return AttemptFailedError(text) if await self._is_alive(named) else EngineDiedError(text)
 
     async def _is_alive(self, url: str) -> bool:
         """Tell whether a replica answers; one question for all rows that were cut off together."""

@@ -1,18 +1,19 @@
-"""`sglang.launch_server` started and ended by us, on a free loopback port with a key of its own."""
+"""`sglang.launch_server` started by us on a free loopback port, again if it dies, and ended by us."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.device import CPU_NOTE, on_cpu
+from batchrunner.engines.guard import Guard
 from batchrunner.engines.http import HttpEngine
 from batchrunner.engines.launched import SGLangServer
 from batchrunner.engines.loglines import LogLoad
 from batchrunner.engines.model import check_model, model_identity
 from batchrunner.engines.sockets import free_port
-from batchrunner.errors import EngineLostError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,8 @@ class LaunchedServer:
         self._timeout_s = request_timeout_s
         self._server: SGLangServer | None = None
         self._client: HttpEngine | None = None
+        self._guard: Guard | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._log_load: LogLoad | None = None
         self._log_read = log_path.stat().st_size if log_path.exists() else 0
 
@@ -46,6 +49,8 @@ class LaunchedServer:
         key, port = secrets.token_urlsafe(24), free_port()
         self._server = SGLangServer(spec, spec.model, port=port, key=key, log_path=self._log_path, cpu=cpu)
         await self._server.start()
+        self._guard = Guard(self._server.process, self._server.start)
+        self._watching = asyncio.create_task(self._guard.watch())
         self._client = HttpEngine([self._server.url], api_key=key, request_timeout_s=self._timeout_s)
         info = await self._client.open()
         if not self._client.tells_load:
@@ -56,15 +61,11 @@ class LaunchedServer:
         )
 
     async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once; see `Engine.generate`."""
+        """Send one request once, when the server is up; see `Engine.generate`."""
         assert self._client is not None
-        try:
-            return await self._client.generate(request, route)
-        except RequestError:
-            # a connection is lost moments before the process is seen dead: the row's next try finds out
-            if self._server is None or not self._server.process.runs:
-                raise EngineLostError(self._obituary()) from None
-            raise
+        assert self._guard is not None
+        await self._guard.ready()
+        return await self._client.generate(request, route)
 
     async def signals(self) -> Sequence[Signals]:
         """Return the server's load now, out of its log where it tells it nowhere else."""
@@ -80,11 +81,11 @@ class LaunchedServer:
 
     async def close(self) -> None:
         """End the server and everything it started."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
             self._client = None
         if self._server is not None:
             await self._server.process.stop()
-
-    def _obituary(self) -> str:
-        return self._server.process.obituary("the engine died") if self._server else "the engine is closed"

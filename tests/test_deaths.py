@@ -1,0 +1,212 @@
+"""An engine that dies is started again; a row that kills it is found, and nothing else is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import batchrunner
+from batchrunner.engines import guard
+from batchrunner.engines.guard import MOST_QUICK_DEATHS, Guard
+from batchrunner.errors import EngineLostError
+from batchrunner.suspects import MOST_DEATHS, Suspects
+from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from batchrunner.engines.process import LaunchedProcess
+
+FRAGILE_SGLANG = """
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def reply(self, status, body):
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+    def do_GET(self):
+        load = {"num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
+                "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0, "timestamp": time.time()}
+        known = {
+            "/ready": {}, "/model_info": {"model_path": "fragile"},
+            "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+            "/v1/loads": {"loads": [load]},
+        }
+        path = self.path.split("?")[0]
+        self.reply(200 if path in known else 404, known.get(path, {}))
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(0.02)
+        if body["text"] in os.environ["POISON"].split(","):
+            print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
+            os._exit(1)
+        self.reply(200, {"text": "to " + body["text"], "meta_info": {"finish_reason": {"type": "stop"},
+                   "prompt_tokens": 3, "completion_tokens": 2}})
+    def log_message(self, *_):
+        pass
+
+if os.path.exists(os.environ.get("BROKEN", "/no")):
+    sys.exit("RuntimeError: no CUDA GPUs are available")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts and retries without the pauses that are for real engines."""
+    monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.retry.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
+
+
+def fragile_job(directory: Path, rows: int, **environ: str) -> dict[str, Any]:
+    package = directory / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(FRAGILE_SGLANG)
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text("{}")
+    engine: Mapping[str, Any] = {
+        "kind": "server", "model": str(directory / "model"), "device": "cuda", "python": sys.executable,
+        "env": {"PYTHONPATH": str(directory / "site"), "POISON": "", **environ},
+    }  # fmt: skip
+    return job_of(directory, engine, rows=rows)
+
+
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_poisonous_row_is_found(tmp_path: Path) -> None:
+    """The row that kills the engine ends as a failed row that says so; all others are answered."""
+    job = fragile_job(tmp_path, 300, POISON="row 117")
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 3, result.stderr
+    results = results_of(job)
+    assert [row["row"] for row in results] == list(range(300))
+    failed = [row for row in results if row["error"]]
+    assert [row["row"] for row in failed] == [117]
+    assert f"the engine died {MOST_DEATHS} times while it had this row" in failed[0]["error"]
+    assert result.stderr.count("the engine is back") == MOST_DEATHS
+    assert "an illegal memory access was encountered" in result.stderr
+
+
+@pytest.mark.usefixtures("quick_restarts")
+def test_two_poisonous_rows_far_apart(tmp_path: Path) -> None:
+    """Each is found for itself."""
+    job = fragile_job(tmp_path, 1200, POISON="row 3,row 1100")
+    assert batchrunner.run(job).rows_failed == 2
+    assert [row["row"] for row in results_of(job) if row["error"]] == [3, 1100]
+
+
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
+    """An engine that dies whenever it is started ends the run with the cause; what is done is kept."""
+    broken = tmp_path / "broken"
+    job = fragile_job(tmp_path, 300, POISON="row 117", BROKEN=str(broken))
+    file = write_job(job, tmp_path)
+    (tmp_path / "site" / "sglang" / "launch_server.py").write_text(
+        FRAGILE_SGLANG.replace("os._exit(1)", f"open({str(broken)!r}, 'w').close(); os._exit(1)")
+    )
+    result = batchrun(file)
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert "no CUDA GPUs are available" in last
+    assert f"for the {MOST_QUICK_DEATHS + 1}th time in a row" in last
+    assert 0 < report_of(job)["rows_ok"] < 300
+
+
+class Mortal:
+    """A program that ends whenever the test says so."""
+
+    name = "the program"
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.end = asyncio.Event()
+
+    async def start(self) -> None:
+        self.starts += 1
+
+    async def ended(self) -> None:
+        await self.end.wait()
+        self.end.clear()
+
+    async def stop(self) -> None:
+        return
+
+    def obituary(self, what: str) -> str:
+        return f"{what}: out of memory"
+
+
+async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only quick deaths in a row are a crash loop: one every few minutes goes on for ever."""
+    monkeypatch.setattr(guard, "QUICK_S", 0.0)
+    mortal = Mortal()
+    process: LaunchedProcess = mortal  # type: ignore[assignment]
+    watched = Guard(process, mortal.start)
+    watching = asyncio.create_task(watched.watch())
+    for death in range(1, 3 * MOST_QUICK_DEATHS):
+        mortal.end.set()
+        while mortal.starts < death:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0)
+        await watched.ready()
+    assert watched.lost is None
+    watching.cancel()
+
+
+async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the program learns why there is none."""
+    monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.0)
+    mortal = Mortal()
+    process: LaunchedProcess = mortal  # type: ignore[assignment]
+    watched = Guard(process, mortal.start)
+    watching = asyncio.create_task(watched.watch())
+    while not watching.done():
+        mortal.end.set()
+        await asyncio.sleep(0)
+    assert mortal.starts == MOST_QUICK_DEATHS
+    with pytest.raises(EngineLostError, match=r"died: out of memory \(for the 9th time in a row\)"):
+        await watched.ready()
+
+
+@given(window=st.integers(1, 5000), poison=st.integers(0, 10**6), fresh=st.integers(0, 20_000))
+def test_one_row_is_given_up_at_last(window: int, poison: int, fresh: int) -> None:
+    """However many were in flight, it takes four deaths, and the row that is given up is the right one."""
+    suspects: Suspects[int] = Suspects()
+    poison %= window
+    rows = iter(range(window + fresh))
+    saw: dict[int, int] = {}
+    deaths = 0
+    given_up: list[int] = []
+    while not given_up:
+        flying: list[int] = []
+        while len(flying) < window:
+            degree = suspects.degree(window)
+            row = suspects.take(degree) if degree is not None else next(rows, None)
+            if row is None:
+                break
+            flying.append(row)
+        assert flying, "nothing can be sent"
+        died = poison in flying
+        deaths += died
+        for row in flying:
+            if saw.get(row):
+                suspects.landed(saw[row])
+            if died:
+                saw[row] = saw.get(row, 0) + 1
+                if saw[row] >= MOST_DEATHS:
+                    given_up.append(row)
+                else:
+                    suspects.add(row, saw[row])
+    assert given_up == [poison]
+    assert deaths == MOST_DEATHS
