@@ -15,11 +15,11 @@ Else it is from before W's last move, and q = min(in_flight, W) - running - offs
 goes: `running` and `offset` = in_flight - running - queue are averages (half-life 4 s). The offset is what is
 being tokenised and sent or, below 0, what others submit.
 
-**Set-point** q* = low + max(2·λ·τ, b, d) within [1.5·low, min(10·low, high/2)]: λ rows/s leave here, τ s pass
-between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length end in
-waves), and d is how far the gauge dipped under its own average of late (half-life 10 s). What leaves between
-two looks, or at once, must find its successors in the queue, and the lowest point is to be in the band, not
-the middle.
+**Set-point** q* = (low + max(2·λ·τ, b, d)) / 0.75 within [1.5·low, min(10·low, high/2)]: λ rows/s leave here,
+τ s pass between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length
+end in waves), and d is how far the gauge dipped under its own average of late (half-life 10 s). What leaves
+between two looks, or at once, must find its successors in the queue; and the lowest point is to be in the
+band, not the middle, with W at the lower end of its dead band too: hence 0.75.
 
 **States**
 - `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
@@ -207,7 +207,7 @@ class Controller:
             self._dip = max(dip, self._dip * 0.5 ** (gap / DIP_HALF_LIFE_S))
         self._fresh_at = now
         low, high = self.band.low, self.band.high
-        wanted = low + max(2 * seen.rate * self._period_s, seen.burst, self._dip)
+        wanted = (low + max(2 * seen.rate * self._period_s, seen.burst, self._dip)) / (1 - DEAD_BAND)
         self._target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
 
     def _double(self, seen: Reading) -> Decision | None:
