@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated clean
+.PHONY: help install run demo test check bench-client bench-memory bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated torture clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -62,6 +62,9 @@ bench-memory: .venv/.light
 
 bench-journal: .venv/.light
 	.venv/bin/python -m benchmarks.journal
+
+torture: .venv/.light
+	.venv/bin/python -m benchmarks.torture
 
 bench-engine: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.engine

@@ -95,6 +95,7 @@ class Sink:
         self._bytes = 0
         self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1))
         self._writing: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def put(self, outcome: Outcome) -> None:
@@ -117,7 +118,11 @@ class Sink:
             while self._buffer or self._part.rows or self._is_writing():
                 self._start_writing(last=True)
                 await self._wait()
+            await self._published()
         finally:
+            if self._publishing is not None:  # where something else has failed, this may not go on either
+                self._publishing.cancel()
+                await asyncio.gather(self._publishing, return_exceptions=True)
             self._drop_timer()
             self._part.close()
 
@@ -148,10 +153,19 @@ class Sink:
             await self._disk.do(part.path, functools.partial(self._ours, part.add, table))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
-            await self._disk.do(part.path, functools.partial(self._ours, part.publish))
-            log.debug("wrote %s (%d rows)", part.path.name, part.rows)
+            await self._published()  # the part before: two are in memory at most
+            self._publishing = asyncio.ensure_future(self._publish(part))
             self._part = _Part(self._run_dir, part.number + 1)
         self._set_timer()
+
+    async def _publish(self, part: _Part) -> None:
+        """Write a part, while the rows that end meanwhile go into the next one's journal."""
+        await self._disk.do(part.path, functools.partial(self._ours, part.publish))
+        log.debug("wrote %s (%d rows)", part.path.name, part.rows)
+
+    async def _published(self) -> None:
+        if self._publishing is not None:
+            await asyncio.shield(self._publishing)
 
     def _ours(self, write: Callable[..., None], *values: object) -> None:
         self._still_ours()

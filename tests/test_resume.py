@@ -369,13 +369,15 @@ def test_a_kill_leaves_whole_parts(tmp_path: Path, server: FakeSGLang) -> None:
     survived = rows_in(job)
     assert len(survived) >= 10
     state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
-    assert (state["running"], state["rows_on_disk"]) == (None, len(survived))
+    assert state["running"] is None
+    assert len(survived) <= state["rows_on_disk"] <= 23  # those in the journal too
     # what a kill in mid-write would leave
     (tmp_path / "run" / "parts" / "part-000099.parquet.tmp").write_bytes(b"PAR1 torn")
     server.forget()
     server.script = lambda _: "answer"
     assert batchrun(file).exit_code == 0
-    assert rows_sent(server) == sorted(set(range(40)) - set(survived))
+    assert len(rows_sent(server)) == 40 - state["rows_on_disk"]
+    assert not set(rows_sent(server)) & set(survived)
     assert rows_in(job) == list(range(40))
     assert not list((tmp_path / "run").rglob("*.tmp"))
     assert report_of(job)["starts"] == 2

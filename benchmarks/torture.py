@@ -1,0 +1,327 @@
+"""Does anything get lost or doubled, whatever is killed, and whenever?
+
+Rounds of one small job each. A start of the runner is killed with SIGKILL: at a random moment, or just
+before, in the middle of or just after a chosen write, fsync, rename, unlink or truncation of a file. Then it
+is started again, and killed again, until a start reaches its end. At the end of a round every row must be
+there once, with the very output of an undisturbed run. On the way nothing that was durable may vanish, and
+what is done again may only have ended in the last second (by default; here `durable` is 0.2 s, to have more
+kills a minute).
+
+The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
+tiny random model at temperature 0, in which the runner and the engine are killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrunner.checkpoint import read_done
+from batchrunner.foreground import run_in_foreground
+from batchrunner.sink import Sink
+from batchrunner.storage import RunDir
+from benchmarks.measure import save
+from tests.tiny_model import make_tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchrunner.records import Outcome
+
+Strike: TypeAlias = "Callable[[subprocess.Popen[bytes]], None]"
+CALLS = ("fsync", "pwrite", "replace", "rename", "unlink", "open", "ftruncate", "mkdir", "rmdir")
+MOMENTS = ("before", "torn", "after")
+ROWS = 300
+DURABLE_S = 0.2
+LATE_S = 0.8
+"""More than `durable`, by what a busy machine's fsync and scheduling take."""
+LONGEST_START_S = 300.0
+
+
+@dataclass
+class Totals:
+    """What happened in all rounds."""
+
+    kills: int = 0
+    rows: int = 0
+    lost: int = 0
+    doubled: int = 0
+    different: int = 0
+    redone: int = 0
+    redone_too_late: int = 0
+    vanished: int = 0
+    by_moment: Counter[str] = field(default_factory=Counter)
+
+
+def child(job_file: str, told: str, call: str, moment: str, number: int) -> None:
+    """Run the job as the command does, and die at the chosen call."""
+    _tell_of_every_row(told)
+    if call in CALLS:
+        _die_at(call, moment, number)
+    elif call == "count":
+        _count_calls(Path(told).with_name("calls.json"))
+    report = run_in_foreground(job_file, [], fresh=False, retry_failed=False, quiet=True, as_json=False)
+    sys.exit(report.exit_code)
+
+
+def _tell_of_every_row(told: str) -> None:
+    file = os.open(told, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    put = Sink.put
+
+    async def tell_and_put(self: Sink, outcome: Outcome) -> None:
+        os.write(file, b"%d %f\n" % (outcome.ref.row, time.monotonic()))
+        await put(self, outcome)
+
+    Sink.put = tell_and_put  # type: ignore[method-assign]
+
+
+def _die_at(call: str, moment: str, number: int) -> None:
+    real: Callable[..., Any] = getattr(os, call)
+    seen = 0
+
+    def deadly(*args: Any, **options: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen < number:
+            return real(*args, **options)
+        if moment == "torn" and call == "pwrite":
+            descriptor, content, offset = args
+            real(descriptor, bytes(content)[: len(content) // 2], offset)
+        elif moment != "before":
+            real(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    setattr(os, call, deadly)
+
+
+def _count_calls(path: Path) -> None:
+    counts: Counter[str] = Counter()
+
+    def counted(call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            counts[call] += 1
+            return real(*args, **options)
+
+        return counting
+
+    for call in CALLS:
+        setattr(os, call, counted(call, getattr(os, call)))
+    atexit.register(lambda: path.write_text(json.dumps(counts)))
+
+
+@dataclass
+class Round:
+    """One job, from its first start to its end."""
+
+    folder: Path
+    job: dict[str, Any]
+    expected: dict[int, str]
+    totals: Totals
+    made: random.Random
+    calls: dict[str, int]
+    """How often an undisturbed start makes each call."""
+    durable: set[int] = field(default_factory=set)
+
+    def go(self, kills: int, strike: Strike | None = None) -> None:
+        """Kill so many starts, unless one comes to its end before; then let one."""
+        job_file = self.folder / "job.yaml"
+        job_file.write_text(json.dumps(self.job))
+        for _ in range(kills):
+            if self._start(job_file, strike):
+                break
+        else:
+            if not self._start(job_file, None, undisturbed=True):
+                raise SystemExit(f"an undisturbed start failed: {self.folder}")
+        self._judge()
+
+    def _start(
+        self,
+        job_file: Path,
+        strike: Callable[[subprocess.Popen[bytes]], None] | None,
+        *,
+        undisturbed: bool = False,
+    ) -> bool:
+        """Start the runner once; tell whether it came to its end."""
+        call, moment = self.made.choice(sorted(self.calls)), self.made.choice(MOMENTS)
+        number = self.made.randint(1, max(1, self.calls[call] // 2))
+        by_time = undisturbed or strike is not None or self.made.random() < 0.3
+        if by_time:
+            call, moment = "none", "at a random moment"
+        command = [sys.executable, "-m", "benchmarks.torture", "--child", str(job_file)]
+        command += ["--told", str(self.folder / "told"), "--at", call, moment, str(number)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+            try:
+                if strike is not None and not undisturbed:
+                    strike(process)
+                elif by_time and not undisturbed:
+                    time.sleep(self.made.uniform(0.5, 2.5))
+                    process.kill()
+                _, errors = process.communicate(timeout=LONGEST_START_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise SystemExit(f"a start hangs: {call} {moment} {number} in {self.folder}") from None
+        died_at = time.monotonic()
+        if process.returncode == -signal.SIGKILL:
+            self.totals.kills += 1
+            self.totals.by_moment[f"{call} {moment}" if call != "none" else moment] += 1
+            self._look(died_at)
+            return False
+        if process.returncode != 0:
+            raise SystemExit(f"exit {process.returncode} in {self.folder}: {errors.decode()[-2000:]}")
+        return True
+
+    def _look(self, died_at: float) -> None:
+        """What was durable still is, and all that ended more than a moment ago is."""
+        durable = set(read_done(RunDir(self.job["output"]["path"])).rows)
+        self.totals.vanished += len(self.durable - durable)
+        self.durable = durable
+        ended = {int(row): float(at) for row, at in self._told()}
+        late = [row for row, at in ended.items() if row not in durable and died_at - at > DURABLE_S + LATE_S]
+        self.totals.redone_too_late += len(late)
+
+    def _told(self) -> list[list[bytes]]:
+        path = self.folder / "told"
+        return [line.split() for line in path.read_bytes().splitlines()] if path.exists() else []
+
+    def _judge(self) -> None:
+        table = pq.read_table(Path(self.job["output"]["path"]) / "parts")
+        rows, outputs = table["row"].to_pylist(), table["output"].to_pylist()
+        found = dict(zip(rows, outputs, strict=True))
+        self.totals.rows += len(self.expected)
+        self.totals.lost += len(self.expected.keys() - found.keys())
+        self.totals.doubled += len(rows) - len(found)
+        self.totals.different += sum(found.get(row) != output for row, output in self.expected.items())
+        told = self._told()
+        self.totals.redone += len(told) - len({row for row, _ in told})
+
+
+def job_for(folder: Path, source: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input": {"path": str(source), "columns": ["id"]},
+        "prompt": {"text": "text"},
+        "sampling": {"max_new_tokens": 24, "temperature": 0},
+        "output": {"path": str(folder / "run"), "part_rows": 40, "durable": DURABLE_S},
+        "engine": engine,
+    }
+
+
+def undisturbed(folder: Path, source: Path, engine: dict[str, Any]) -> tuple[dict[int, str], dict[str, int]]:
+    """Return the output of each row of a run that nobody disturbs, and how often it makes each call."""
+    folder.mkdir()
+    job = job_for(folder, source, engine)
+    (folder / "job.yaml").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "benchmarks.torture", "--child", str(folder / "job.yaml")]
+    command += ["--told", str(folder / "told"), "--at", "count", "-", "0"]
+    subprocess.run(command, check=True, timeout=LONGEST_START_S)
+    table = pq.read_table(folder / "run" / "parts")
+    outputs = dict(zip(table["row"].to_pylist(), table["output"].to_pylist(), strict=True))
+    return outputs, json.loads((folder / "calls.json").read_text())
+
+
+def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals: Totals) -> None:
+    engine = {"kind": "simulated", "step_s": 0.01, "max_running": 16}
+    expected, calls = undisturbed(scratch / "calm", source, engine)
+    made, number = random.Random(seed), 0
+    while totals.kills < kills:
+        folder = scratch / f"round-{number}"
+        folder.mkdir()
+        Round(folder, job_for(folder, source, engine), expected, totals, made, calls).go(kills=12)
+        number += 1
+        print(f"round {number}: {totals.kills} kills", file=sys.stderr, flush=True)
+
+
+def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed: int, totals: Totals) -> None:
+    """Kill the runner, or the engine's scheduler, in the middle of real work."""
+    model = make_tiny_llama(scratch / "tiny", tokenizer)
+    engine = {"kind": "server", "model": str(model), "device": "cpu", "args": {"max-running-requests": 16}}
+    expected, calls = undisturbed(scratch / "calm-real", source, engine)
+    made = random.Random(seed)
+    for number in range(rounds):
+        folder = scratch / f"real-{number}"
+        folder.mkdir()
+        job = job_for(folder, source, engine)
+        parts = folder / "run" / "parts"
+
+        def strike(process: subprocess.Popen[bytes], parts: Path = parts) -> None:
+            before = len(list(parts.glob("part-*.parquet")))
+            while process.poll() is None and len(list(parts.glob("part-*.parquet"))) <= before:
+                time.sleep(0.05)
+            time.sleep(made.uniform(0.0, 0.5))
+            schedulers = _schedulers_below(process.pid)
+            if schedulers and made.random() < 0.5:
+                os.kill(schedulers[0], signal.SIGKILL)
+                totals.kills += 1
+                totals.by_moment["real: scheduler"] += 1
+            else:
+                process.kill()
+
+        Round(folder, job, expected, totals, made, calls).go(kills=2, strike=strike)
+        print(f"real round {number + 1} of {rounds}: {totals.kills} kills", file=sys.stderr, flush=True)
+
+
+def _schedulers_below(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for below in map(int, task.read_text().split()):
+            try:
+                if b"sglang::scheduler" in Path(f"/proc/{below}/cmdline").read_bytes():
+                    found.append(below)
+            except OSError:
+                continue
+            found += _schedulers_below(below)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--real", type=int, default=0, help="rounds with the real engine")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--told", help=argparse.SUPPRESS)
+    parser.add_argument("--at", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.told, args.at[0], args.at[1], int(args.at[2]))
+        return
+    totals, began = Totals(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torture-") as scratch:
+        source = Path(scratch) / "input.parquet"
+        ids = list(range(ROWS))
+        pq.write_table(pa.table({"id": ids, "text": [f"row {i}" for i in ids]}), source, row_group_size=50)
+        simulated_rounds(Path(scratch), source, args.kills, args.seed, totals)
+        if args.real:
+            real_rounds(Path(scratch), source, args.tokenizer, args.real, args.seed, totals)
+    line = (
+        f"torture: {totals.kills} kills, {totals.rows:,} rows, {totals.lost} lost, {totals.doubled} doubled, "
+        f"{totals.different} different, {totals.vanished} durable ones gone, {totals.redone} done again "
+        f"({totals.redone_too_late} of them older than {DURABLE_S + LATE_S:g} s)"
+    )
+    figures = {
+        "goal_met": not (totals.lost or totals.doubled or totals.different or totals.vanished),
+        "took_s": round(time.monotonic() - began, 1), "real_rounds": args.real, "seed": args.seed,
+        "kills_by_moment": dict(totals.by_moment),
+    }  # fmt: skip
+    save("torture", line, figures, ("batchrunner", "pyarrow"))
+    sys.exit(0 if figures["goal_met"] else 1)
+
+
+if __name__ == "__main__":
+    main()
