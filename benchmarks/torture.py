@@ -165,6 +165,7 @@ class Round:
             call, moment = "none", "at a random moment"
         command = [sys.executable, "-m", "benchmarks.torture", "--child", str(job_file)]
         command += ["--told", str(self.folder / "told"), "--at", call, moment, str(number)]
+        told_before = len(self._told())
         with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
             try:
                 if strike is not None and not undisturbed:
@@ -180,18 +181,18 @@ class Round:
         if process.returncode == -signal.SIGKILL:
             self.totals.kills += 1
             self.totals.by_moment[f"{call} {moment}" if call != "none" else moment] += 1
-            self._look(died_at)
+            self._look(died_at, self._told()[told_before:])
             return False
         if process.returncode != 0:
             raise SystemExit(f"exit {process.returncode} in {self.folder}: {errors.decode()[-2000:]}")
         return True
 
-    def _look(self, died_at: float) -> None:
-        """What was durable still is, and all that ended more than a moment ago is."""
+    def _look(self, died_at: float, told: list[list[bytes]]) -> None:
+        """See that what was durable still is, and that all that ended more than a moment ago is."""
         durable = set(read_done(RunDir(self.job["output"]["path"])).rows)
         self.totals.vanished += len(self.durable - durable)
         self.durable = durable
-        ended = {int(row): float(at) for row, at in self._told()}
+        ended = {int(row): float(at) for row, at in told}
         late = [row for row, at in ended.items() if row not in durable and died_at - at > DURABLE_S + LATE_S]
         self.totals.redone_too_late += len(late)
 
