@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 RATE_SPAN_S = 30.0
 LINE_EVERY_S = 5.0
+MOST_NAMED = 8
+"""Schedulers whose numbers are shown one by one; of more, their sum and range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,10 @@ class Snapshot:
         left = self.rows_total - self.rows_done
         return left / self.rows_per_s if self.rows_per_s > 0 else None
 
-    def load(self) -> str:
+    def load(self, *, short: bool = False) -> str:
         """Return the load of all schedulers."""
         loads = [(s.scheduler, s.running, s.queue, s.token_usage) for s in self.signals]
-        return load_line(loads, self.bands, self.retractions)
+        return load_line(loads, self.bands, self.retractions, short=short)
 
     def line(self) -> str:
         """Return one line of all of it."""
@@ -65,20 +67,34 @@ class Snapshot:
 
 
 def load_line(
-    loads: Sequence[tuple[str, int, int, float]], bands: Mapping[str, Sequence[int]], retractions: int
+    loads: Sequence[tuple[str, int, int, float]],
+    bands: Mapping[str, Sequence[int]],
+    retractions: int,
+    *,
+    short: bool = False,
 ) -> str:
-    """Write running, queue (with its band) and token usage, of each scheduler where there are several.
+    """Write running, queue (with its band) and token usage, of each scheduler where there are a few.
 
-    `loads` are (scheduler, `#running-req`, `#queue-req`, token usage from 0 to 1).
+    `loads` are (scheduler, `#running-req`, `#queue-req`, token usage from 0 to 1); `short` is for a bar.
     """
     if not loads:
         return "load unknown"
-    running, queue = ("+".join(str(load[i]) for load in loads) for i in (1, 2))
-    usage = "/".join(f"{load[3]:.2f}" for load in loads)
+    names = ("run", "queue", "KV") if short else ("#running-req", "#queue-req", "token usage")
+    _, running, queue, usage = zip(*loads, strict=True)
     band = bands.get(loads[0][0])
     healthy = f" ({band[0]}-{band[1]})" if band else ""
-    retracted = f", {retractions} retractions" if retractions else ""
-    return f"#running-req {running}, #queue-req {queue}{healthy}, token usage {usage}{retracted}"
+    retracted = f", {retractions} {'retracted' if short else 'retractions'}" if retractions else ""
+    shares = [f"{share:.2f}" for share in usage]
+    each = "/".join(shares) if len(loads) <= MOST_NAMED else f"{min(shares)}-{max(shares)}"
+    return (
+        f"{names[0]} {_counts(running)}, {names[1]} {_counts(queue)}{healthy}, {names[2]} {each}{retracted}"
+    )
+
+
+def _counts(values: Sequence[int]) -> str:
+    if len(values) <= MOST_NAMED:
+        return "+".join(map(str, values))
+    return f"{sum(values)} ({min(values)}-{max(values)} each)"
 
 
 class Rates:
@@ -154,7 +170,7 @@ class Bar:
             )  # fmt: skip
         left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
         shown = [f"{snapshot.rows_per_s:.1f} rows/s", f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
-        shown += [_short_load(snapshot), f"failed {snapshot.rows_failed}"]
+        shown += [f"window {snapshot.window}", snapshot.load(short=True), f"failed {snapshot.rows_failed}"]
         shown += [f"retry {snapshot.resting}"] if snapshot.resting else []
         self._bar.set_postfix_str(" · ".join([*shown, f"{left} left"]), refresh=False)
         self._bar.n = snapshot.rows_done
@@ -164,16 +180,6 @@ class Bar:
         """Leave the last state on the screen."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _short_load(snapshot: Snapshot) -> str:
-    signals = snapshot.signals
-    if not signals:
-        return f"window {snapshot.window} load ?"
-    running, queue = ("+".join(str(getattr(s, name)) for s in signals) for name in ("running", "queue"))
-    usage = "/".join(f"{s.token_usage:.0%}" for s in signals)
-    retracted = f" retracted {snapshot.retractions}" if snapshot.retractions else ""
-    return f"window {snapshot.window} run {running} queue {queue} KV {usage}{retracted}"
 
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import batchrunner
+from batchrunner.progress import load_line
 from tests.conftest import batchrun, job_of, report_of, results_of
 from tests.fake_sglang import FakeSGLang, Sent
 
@@ -217,3 +218,17 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < report.wall_s < 20
     elapsed = [sample["elapsed_s"] for sample in events_of(job, "sample")]
     assert elapsed == sorted(elapsed)
+
+
+def test_many_schedulers_in_one_line() -> None:
+    """A few are shown one by one; of a fleet the sum and the range, and the terminal's form is shorter."""
+    few = [("a", 5, 100, 0.5), ("b", 7, 120, 0.61)]
+    assert load_line(few, {"a": (100, 2000)}, 0) == (
+        "#running-req 5+7, #queue-req 100+120 (100-2000), token usage 0.50/0.61"
+    )
+    assert load_line(few, {}, 3, short=True) == "run 5+7, queue 100+120, KV 0.50/0.61, 3 retracted"
+    many = [(f"r{i}", 10 + i, 100 + i, 0.9) for i in range(64)]
+    assert load_line(many, {}, 0, short=True) == (
+        "run 2656 (10-73 each), queue 8416 (100-163 each), KV 0.90-0.90"
+    )
+    assert load_line([], {}, 0) == "load unknown"
