@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ import batchrunner
 from batchrunner.progress import load_line
 from tests.conftest import batchrun, job_of, report_of, results_of
 from tests.fake_sglang import FakeSGLang, Sent
+from tests.launchable import launchable
 
 if TYPE_CHECKING:
     import pytest
@@ -154,53 +153,25 @@ async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:
 
 
 OLD_RELEASE = """
-import json, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    def reply(self, status, body):
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-    def do_GET(self):
-        known = {
-            "/get_model_info": {"model_path": "old"},
-            "/get_server_info": {"version": "0.4.1", "max_running_requests": 16},
-            "/model_info": {"model_path": "old"},
-        }
-        self.reply(200 if self.path in known else 404, known.get(self.path, {}))
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+class Handler(Server):
+    known = {
+        "/get_model_info": {"model_path": "old"},
+        "/get_server_info": {"version": "0.4.1", "max_running_requests": 16},
+        "/model_info": {"model_path": "old"},
+    }
+    def asked(self, body):
         print("[2024-12-01 12:00:00 TP0] Decode batch. #running-req: 5, #token: 50, token usage: 0.05, "
               "gen throughput (token/s): 4.01, #queue-req: 3,", flush=True)
         time.sleep(0.2)
-        self.reply(200, {"text": "old answer", "meta_info": {"finish_reason": {"type": "stop"},
-                   "prompt_tokens": 3, "completion_tokens": 2}})
-    def log_message(self, *_):
-        pass
+        self.answer("old answer")
 
 print("[2024-12-01 12:00:00] max_total_num_tokens=1000, max_running_requests=16", flush=True)
-port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
 def test_an_old_release_tells_its_load_in_its_log(tmp_path: Path) -> None:
     """A launched server without /v1/loads and /metrics is read by its log lines."""
-    package = tmp_path / "site" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(textwrap.dedent(OLD_RELEASE))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    engine = {
-        "kind": "server", "model": str(tmp_path / "model"), "device": "cuda", "python": sys.executable,
-        "env": {"PYTHONPATH": str(tmp_path / "site")},
-    }  # fmt: skip
-    job = job_of(tmp_path, engine, rows=150)
+    job = job_of(tmp_path, launchable(tmp_path, OLD_RELEASE), rows=150)
     batchrunner.run(job)
     assert whole(job, 150)
     signals = [signal for sample in events_of(job, "sample") for signal in sample["signals"]]

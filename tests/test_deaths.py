@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,50 +15,32 @@ from batchrunner.engines.guard import MOST_QUICK_DEATHS, Guard
 from batchrunner.errors import EngineLostError
 from batchrunner.suspects import MOST_DEATHS, Suspects
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.launchable import launchable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from batchrunner.engines.process import LaunchedProcess
 
-FRAGILE_SGLANG = """
-import json, os, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    def reply(self, status, body):
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-    def do_GET(self):
-        load = {"num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
-                "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0, "timestamp": time.time()}
-        known = {
-            "/ready": {}, "/model_info": {"model_path": "fragile"},
-            "/server_info": {"version": "0.5.23", "max_running_requests": 8},
-            "/v1/loads": {"loads": [load]},
-        }
-        path = self.path.split("?")[0]
-        self.reply(200 if path in known else 404, known.get(path, {}))
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+FRAGILE = """
+class Handler(Server):
+    known = {
+        "/ready": {}, "/model_info": {"model_path": "fragile"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+        "/v1/loads": {"loads": [{
+            "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
+            "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0, "timestamp": 1.0}]},
+    }
+    def asked(self, body):
         time.sleep(0.02)
         if body["text"] in os.environ["POISON"].split(","):
             print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
+            open(os.environ.get("BROKEN_BY_IT", os.devnull), "w").close()
             os._exit(1)
-        self.reply(200, {"text": "to " + body["text"], "meta_info": {"finish_reason": {"type": "stop"},
-                   "prompt_tokens": 3, "completion_tokens": 2}})
-    def log_message(self, *_):
-        pass
+        self.answer("to " + body["text"])
 
-if os.path.exists(os.environ.get("BROKEN", "/no")):
+if os.path.exists(os.environ.get("BROKEN_BY_IT", "/no")):
     sys.exit("RuntimeError: no CUDA GPUs are available")
-port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -71,24 +52,14 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
 
 
-def fragile_job(directory: Path, rows: int, **environ: str) -> dict[str, Any]:
-    package = directory / "site" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(FRAGILE_SGLANG)
-    (directory / "model").mkdir()
-    (directory / "model" / "config.json").write_text("{}")
-    engine: Mapping[str, Any] = {
-        "kind": "server", "model": str(directory / "model"), "device": "cuda", "python": sys.executable,
-        "env": {"PYTHONPATH": str(directory / "site"), "POISON": "", **environ},
-    }  # fmt: skip
-    return job_of(directory, engine, rows=rows)
+def fragile_job(directory: Path, rows: int, *, poison: str, **environ: str) -> dict[str, Any]:
+    return job_of(directory, launchable(directory, FRAGILE, POISON=poison, **environ), rows=rows)
 
 
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_poisonous_row_is_found(tmp_path: Path) -> None:
     """The row that kills the engine ends as a failed row that says so; all others are answered."""
-    job = fragile_job(tmp_path, 300, POISON="row 117")
+    job = fragile_job(tmp_path, 300, poison="row 117")
     result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 3, result.stderr
     results = results_of(job)
@@ -103,7 +74,7 @@ def test_a_poisonous_row_is_found(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick_restarts")
 def test_two_poisonous_rows_far_apart(tmp_path: Path) -> None:
     """Each is found for itself."""
-    job = fragile_job(tmp_path, 1200, POISON="row 3,row 1100")
+    job = fragile_job(tmp_path, 1200, poison="row 3,row 1100")
     assert batchrunner.run(job).rows_failed == 2
     assert [row["row"] for row in results_of(job) if row["error"]] == [3, 1100]
 
@@ -111,13 +82,8 @@ def test_two_poisonous_rows_far_apart(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     """An engine that dies whenever it is started ends the run with the cause; what is done is kept."""
-    broken = tmp_path / "broken"
-    job = fragile_job(tmp_path, 300, POISON="row 117", BROKEN=str(broken))
-    file = write_job(job, tmp_path)
-    (tmp_path / "site" / "sglang" / "launch_server.py").write_text(
-        FRAGILE_SGLANG.replace("os._exit(1)", f"open({str(broken)!r}, 'w').close(); os._exit(1)")
-    )
-    result = batchrun(file)
+    job = fragile_job(tmp_path, 300, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"))
+    result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]
     assert "no CUDA GPUs are available" in last
