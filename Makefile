@@ -1,6 +1,8 @@
 # make run    the main job on real input with a real engine      make demo   the same screen without an engine
 # make test   all tests, the real engine's included              make check  lint and types
-# make install  the light part: .venv/bin/batchrun without SGLang
+# make install  the light part: .venv/bin/batchrun without SGLang     make torture  kill runs by the hundred
+# make bench-client bench-journal bench-memory bench-engine bench-control bench-gateway bench-simulation
+#      bench-control-simulated: what they measure stands at the head of each file in benchmarks/
 
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
