@@ -27,7 +27,7 @@ install: .venv/.light
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-# SGLang and the packages of the small model: some 10 GB, a few minutes.
+## SGLang and the packages of the small model: some 10 GB, a few minutes.
 .venv/.engine: .venv/.light
 	@echo "installing SGLang (10 GB, a few minutes) …"
 	$(PIP) --editable '.[engine,gateway,model]'
