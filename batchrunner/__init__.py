@@ -11,6 +11,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     templates        Jinja2 in a sandbox
     dataset          Parquet → rows with stable ordinals
     prompt           rows → requests
+    shard            a share of the input for one of several tasks
     plan             which rows are sent, in which order
     gate             the in-flight windows, resizable
     window           how wide they are at the start

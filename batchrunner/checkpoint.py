@@ -14,7 +14,6 @@ from pyroaring import BitMap64
 
 from batchrunner.errors import ResumeError
 from batchrunner.journal import read_journal
-from batchrunner.sink import part_files
 from batchrunner.storage import number_of, whole_file, writing
 from batchrunner.tally import Failures
 
@@ -55,13 +54,13 @@ class Done:
 
 
 def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
-    """Read what is done from parts and journals; `without_failed`, a failed row counts as not done.
+    """Read what this task has done from its parts and journals; `without_failed`, failed rows do not count.
 
     Raises ResumeError where a part is damaged.
     """
     done = Done()
     journals = _journals_in(run_dir)  # before the parts: one may become a part meanwhile
-    parts = part_files(run_dir.parts)
+    parts = run_dir.own_parts()
     for path in parts:
         try:
             done.add(pq.read_table(path, columns=_COUNTED), without_failed=without_failed)
@@ -83,9 +82,9 @@ def _journals_in(run_dir: RunDir) -> dict[Path, list[pa.Table]]:
     return found
 
 
-def drop_failed(directory: Path) -> None:
-    """Rewrite the parts without their failed rows; killed half-way, the old parts stand."""
-    for path in part_files(directory):
+def drop_failed(run_dir: RunDir) -> None:
+    """Rewrite this task's parts without their failed rows; killed half-way, the old parts stand."""
+    for path in run_dir.own_parts():
         if pq.read_table(path, columns=["error"]).column("error").null_count == _rows_in(path):
             continue
         table = pq.read_table(path)

@@ -72,6 +72,12 @@ def run(
     overrides: SetOption = None,
     fresh: Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")] = False,
     retry_failed: Annotated[bool, typer.Option(help="Send failed rows again.")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Do one of N shares of the rows, 0/N to N-1/N; `slurm`: this array task's."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -85,7 +91,13 @@ def run(
     _log_to_stderr(quiet=quiet)
     try:
         report = run_in_foreground(
-            job, overrides or [], fresh=fresh, retry_failed=retry_failed, quiet=quiet, as_json=as_json
+            job,
+            overrides or [],
+            fresh=fresh,
+            retry_failed=retry_failed,
+            shard=shard,
+            quiet=quiet,
+            as_json=as_json,
         )
     except BatchrunError as error:
         if error.report is not None and (as_json or not quiet):  # worth knowing, whatever ended it

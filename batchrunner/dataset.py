@@ -95,6 +95,10 @@ class Dataset:
         extra = [pa.field(k, t) for k, t in self._partition_types.items() if k not in first.names]
         self.schema = pa.schema([*first, *extra])
 
+    def row_group_ends(self) -> list[int]:
+        """Return the ordinal after the last row of each row group, over all files."""
+        return list(accumulate(rows for file in self.files for rows, _ in file.row_groups))
+
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the column's field; raises InputError where it is missing or files disagree on its type."""
         if name not in self.schema.names:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from batchrunner.control import Control
+from batchrunner.errors import JobError
 from batchrunner.jobfile import load_job
 from batchrunner.progress import Bar, make_display
 from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED
 from batchrunner.runner import execute
+from batchrunner.shard import parse_shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,13 +35,23 @@ _SIGNALS = {
 
 
 def run_in_foreground(
-    job: str, overrides: Sequence[str], *, fresh: bool, retry_failed: bool, quiet: bool, as_json: bool
+    job: str,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    retry_failed: bool,
+    quiet: bool,
+    as_json: bool,
+    shard: str | None = None,
 ) -> Report:
     """Run a job file; the first SIGINT or SIGTERM drains, the second stops now.
 
     Raises BatchrunError.
     """
     loaded = load_job(job, overrides=overrides)
+    share = parse_shard(shard, os.environ) if shard else None
+    if share and fresh:
+        raise JobError("--fresh would discard what the other shards have done: delete the directory instead")
 
     async def supervised() -> Report:
         control = Control()
@@ -48,7 +61,12 @@ def run_in_foreground(
         display = make_display(quiet=quiet or as_json)
         with _log_above(display):
             return await execute(
-                loaded, fresh=fresh, retry_failed=retry_failed, display=display, control=control
+                loaded,
+                fresh=fresh,
+                retry_failed=retry_failed,
+                shard=share,
+                display=display,
+                control=control,
             )
 
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -29,9 +29,10 @@ def merge(run: str | Path) -> Path:
     the data, one bucket in memory. Raises OutputError where there is nothing to merge.
     """
     run_dir = RunDir(run)
-    if run_dir.journals() and Claim(run_dir.task_directory).is_held() is False:
-        with claimed(run_dir), writing(run_dir.parts):
-            finish_journals(run_dir)
+    for task in run_dir.all_tasks():
+        if task.journals() and Claim(task.task_directory).is_held() is False:
+            with claimed(task), writing(task.parts):
+                finish_journals(task)
     parts = part_files(run_dir.parts)
     if not parts:
         raise OutputError(f"{run}: no parts to merge: not a run's output path, or nothing has finished yet")

@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyroaring import BitMap64
+
 from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_done, read_run_json
 from batchrunner.dataset import Dataset, shown
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.plan import selected_rows
 from batchrunner.prompt import Renderer
-from batchrunner.storage import RunDir
+from batchrunner.shard import shard_of
+from batchrunner.storage import MAIN_TASK, RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pyroaring import BitMap64
-
     from batchrunner.job import Job
     from batchrunner.records import Outcome, Request
+    from batchrunner.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Prepared:
     dataset: Dataset
     renderer: Renderer
     run_dir: RunDir
+    shard: Shard | None = None
 
     def batches(self, rows: BitMap64) -> Iterator[list[Request | Outcome]]:
         """Read and render these rows, a bounded batch at a time."""
@@ -45,19 +48,29 @@ class Prepared:
             )
         return selected
 
+    def share_of(self, selected: BitMap64) -> BitMap64:
+        """Return those of the selected rows that this task is to do."""
+        if self.shard is None:
+            return selected.copy()
+        rows = self.shard.rows(self.dataset.total_rows, self.dataset.row_group_ends())
+        mine = BitMap64()
+        mine.add_range(rows.start, rows.stop)
+        return mine & selected
 
-def prepare(job: Job) -> Prepared:
-    """Check everything that can be checked without an engine.
+
+def prepare(job: Job, shard: Shard | None = None) -> Prepared:
+    """Check everything that can be checked without an engine, for one task of several or for all.
 
     Raises JobError, InputError or OutputError, each one clear line.
     """
     dataset = Dataset(job.input.path)
     if not dataset.total_rows:
         raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
-    _check_apart(dataset, run_dir := RunDir(job.output.path))
+    run_dir = RunDir(job.output.path, shard.task if shard else MAIN_TASK)
+    _check_apart(dataset, run_dir)
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
     run_dir.check_writable()
-    return Prepared(job, dataset, renderer, run_dir)
+    return Prepared(job, dataset, renderer, run_dir, shard)
 
 
 def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
@@ -73,6 +86,19 @@ def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
             )
 
 
+def _check_parting(run_dir: RunDir, shard: Shard | None) -> None:
+    """Refuse a start that parts the rows in another way than those before: some would be done twice."""
+    for other in run_dir.all_tasks():
+        theirs = shard_of(other.task)
+        if (theirs and theirs.count) != (shard and shard.count):
+            how = (
+                f"in {theirs.count} shards: --shard i/{theirs.count}"
+                if theirs
+                else "in one piece: no --shard"
+            )
+            raise ResumeError(f"{run_dir.path}: this run is done {how}; or take another output.path")
+
+
 def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:
     """Read what earlier starts did; `model` None leaves the model out of the comparison.
 
@@ -86,6 +112,7 @@ def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = F
                 f"{run_dir.path} has results but no run.json: take another output.path, or --fresh"
             )
         return Done()
+    _check_parting(run_dir, prepared.shard)
     new = fingerprint(prepared.job, prepared.dataset, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
     return read_done(run_dir, without_failed=without_failed)

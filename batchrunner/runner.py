@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from batchrunner.progress import Display
     from batchrunner.records import EngineInfo, Outcome, Signals
     from batchrunner.report import Report
+    from batchrunner.shard import Shard
     from batchrunner.storage import RunDir
 
 log = logging.getLogger(__name__)
@@ -78,15 +79,17 @@ async def execute(
     info: EngineInfo | None = None,
     fresh: bool = False,
     retry_failed: bool = False,
+    shard: Shard | None = None,
     display: Display | None = None,
     control: Control | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     `engine` is an open engine to use, with its `info`; without one the job's own is opened and closed.
+    `shard` is the share of the rows that this task is to do.
     Raises BatchrunError where the run could not start or not go on; finished rows are kept.
     """
-    prepared = await asyncio.to_thread(prepare, job)
+    prepared = await asyncio.to_thread(prepare, job, shard)
     control, display = control or Control(), display or Silent()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(contextlib.closing(display))
@@ -98,12 +101,13 @@ async def execute(
             done = await asyncio.to_thread(find_done, prepared, model, without_failed=retry_failed)
             with writing(prepared.run_dir.parts):
                 await asyncio.to_thread(finish_journals, prepared.run_dir)
-        todo = await asyncio.to_thread(prepared.selected)
+        selected = await asyncio.to_thread(prepared.selected)
+        todo = prepared.share_of(selected)
         total = len(todo)
         todo -= done.rows
         if engine is None or info is None:
             engine = make_engine(
-                job.engine, log_dir=prepared.run_dir.path, request_timeout_s=job.limits.request_timeout
+                job.engine, log_dir=prepared.run_dir.own, request_timeout_s=job.limits.request_timeout
             )
             stack.push_async_callback(engine.close)
             if todo or fresh:
@@ -115,8 +119,10 @@ async def execute(
         if fresh:
             prepared.run_dir.discard()
         elif retry_failed:  # only now: a start that was refused changes nothing
-            await asyncio.to_thread(drop_failed, prepared.run_dir.parts)
-        return await _Run(prepared, engine, info, done, todo, total, display, control, claim).go()
+            await asyncio.to_thread(drop_failed, prepared.run_dir)
+        return await _Run(
+            prepared, engine, info, done, todo, total, len(selected), display, control, claim
+        ).go()
 
 
 async def _open(engine: Engine, control: Control) -> EngineInfo | None:
@@ -171,11 +177,13 @@ class _Run:
         done: Done,
         todo: BitMap64,
         total: int,
+        rows_of_run: int,
         display: Display,
         control: Control,
         claim: Claim,
     ) -> None:
         self._claim = claim
+        self._rows_of_run = rows_of_run
         self._prepared, self._engine, self._info = prepared, engine, info
         self._done, self._todo, self._total = done, todo, total
         self._display, self._control = display, control
@@ -197,7 +205,6 @@ class _Run:
 
     async def go(self) -> Report:
         run_dir = self._prepared.run_dir
-        run_dir.path.mkdir(parents=True, exist_ok=True)
         if self._todo:
             run_dir.discard_merged()
         self._earlier_starts, self._earlier_s = earlier_wall_s(run_dir.events)
@@ -315,10 +322,11 @@ class _Run:
                 "format": FORMAT,
                 "job": _without_secrets(prepared.job),
                 "fingerprint": new.as_dict(),
-                "rows_total": self._total,
+                "rows_total": self._rows_of_run,
                 "engine": asdict(self._info),
                 "versions": versions(self._info),
             },
+            writer=prepared.run_dir.task,
         )
 
     def _make_sink(self) -> Sink:

@@ -82,7 +82,7 @@ class Sink:
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
-            for torn in run_dir.parts.glob(f"*{TEMPORARY}"):
+            for torn in run_dir.parts.glob(f"part-{run_dir.task}-*{TEMPORARY}"):
                 torn.unlink()
         self._run_dir = run_dir
         self._schema = schema

@@ -11,7 +11,7 @@ from batchrunner.errors import OutputError
 from batchrunner.events import last_sample
 from batchrunner.progress import load_line
 from batchrunner.report import duration
-from batchrunner.storage import RunDir
+from batchrunner.storage import MAIN_TASK, RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,21 +23,34 @@ def status(run: str | Path) -> dict[str, Any]:
     facts = read_run_json(run_dir)
     if facts is None:
         raise OutputError(f"{run}: not a run's output path (no run.json)")
-    done = read_done(run_dir)
-    sample = last_sample(run_dir.events)
-    claim = Claim(run_dir.task_directory)
-    holder = None if claim.is_held() is False else str(claim.holder())
+    tasks = [_task(task) for task in run_dir.all_tasks()]
+    on_disk = sum(task["rows_on_disk"] for task in tasks)
+    running = [task["running"] for task in tasks if task["running"]]
     return {
         "path": str(run_dir.path),
-        "running": holder,
+        "running": ", ".join(running) or None,
         "model": facts["engine"]["model"],
         "simulated": facts["engine"]["simulated"],
         "rows_total": facts["rows_total"],
+        "rows_on_disk": on_disk,
+        "rows_failed": sum(task["rows_failed"] for task in tasks),
+        "output_tokens": sum(task["output_tokens"] for task in tasks),
+        "finished": not running and on_disk >= facts["rows_total"],
+        "tasks": tasks,
+    }
+
+
+def _task(run_dir: RunDir) -> dict[str, Any]:
+    done = read_done(run_dir)
+    claim = Claim(run_dir.task_directory)
+    holder = None if claim.is_held() is False else str(claim.holder())
+    return {
+        "task": run_dir.task,
+        "running": holder,
         "rows_on_disk": len(done.rows),
         "rows_failed": done.failed,
         "output_tokens": done.output_tokens,
-        "last_sample": sample if holder else None,
-        "finished": not holder and len(done.rows) >= facts["rows_total"],
+        "last_sample": last_sample(run_dir.events) if holder else None,
     }
 
 
@@ -53,12 +66,13 @@ def status_lines(state: dict[str, Any]) -> list[str]:
             f"{state['output_tokens']:,} output tokens"
         ),
     ]
-    sample = state["last_sample"]
-    if state["running"]:
-        lines.append(f"running: {state['running']}")
-        if sample:
-            lines.append(_sample_line(sample))
-    else:
+    for task in state["tasks"]:
+        if task["task"] != MAIN_TASK:
+            lines.append(f"{task['task']}: {task['rows_on_disk']} rows on disk, {task['rows_failed']} failed")
+        if task["running"]:
+            lines.append(f"running: {task['running']}")
+            lines += [_sample_line(task["last_sample"])] if task["last_sample"] else []
+    if not state["running"]:
         lines.append("finished" if state["finished"] else "not running: run the same command again to go on")
     return lines
 

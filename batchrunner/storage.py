@@ -35,8 +35,16 @@ class RunDir:
         self.parts = self.path / "parts"
         self.merged = self.path / "merged"
         self.run_json = self.path / "run.json"
-        self.report_json = self.path / "report.json"
-        self.events = self.path / "events.jsonl"
+        self.own = self.path if task == MAIN_TASK else self.task_directory
+        """Where the task's account lies: its events, its report, its engine's log."""
+        self.report_json = self.own / "report.json"
+        self.events = self.own / "events.jsonl"
+
+    def all_tasks(self) -> list[RunDir]:
+        """Return the run as each of its tasks sees it: those with a directory, and those with parts."""
+        names = {path.name for path in self.tasks.glob("*") if any(path.iterdir())}
+        names |= {path.stem[len("part-") : -len("-000000")] for path in self.parts.glob("part-*.parquet")}
+        return [RunDir(self.path, name) for name in sorted(names)]
 
     def part(self, number: int) -> Path:
         """Return the path of a part of this task."""
@@ -90,9 +98,12 @@ class RunDir:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`; on success it is synced and renamed to it, else removed."""
-    temporary = path.with_name(path.name + TEMPORARY)
+def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
+    """Give a temporary path beside `path`; on success it is synced and renamed to it, else removed.
+
+    `writer` tells several that may write the same file at the same time apart.
+    """
+    temporary = path.with_name(f"{path.name}{writer and '.'}{writer}{TEMPORARY}")
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -143,7 +154,7 @@ def number_of(path: Path) -> int:
     return int(path.stem.rsplit("-", 1)[1])
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object, writer: str = "") -> None:
     """Write JSON, whole or not at all; raises StorageError."""
-    with writing(path), whole_file(path) as temporary:
+    with writing(path), whole_file(path, writer) as temporary:
         temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")

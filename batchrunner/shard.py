@@ -1,0 +1,64 @@
+"""A share of the input for one of several tasks: contiguous rows, by the task's number. Pure."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchrunner.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+UNEVEN = 0.1
+"""A shard's end is moved to the end of a row group that is not farther away than this share of a shard: then
+each row group is read by one task only."""
+
+_SLURM = ("ID", "MIN", "STEP", "COUNT")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Task `index` of `count`, counted from 0."""
+
+    index: int
+    count: int
+
+    @property
+    def task(self) -> str:
+        """Name of the task's directory and of its parts."""
+        return f"shard-{self.index:05d}-of-{self.count:05d}"
+
+    def rows(self, total: int, group_ends: Sequence[int]) -> range:
+        """Return the ordinals of this share of `total` rows; `group_ends`, sorted, end the row groups."""
+        return range(self._cut(self.index, total, group_ends), self._cut(self.index + 1, total, group_ends))
+
+    def _cut(self, number: int, total: int, group_ends: Sequence[int]) -> int:
+        even = round(total * number / self.count)
+        if number in {0, self.count}:
+            return even
+        at = bisect_left(group_ends, even)
+        near = min(group_ends[max(0, at - 1) : at + 1], key=lambda end: abs(end - even), default=even)
+        return near if abs(near - even) <= UNEVEN * total / self.count else even
+
+
+def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
+    """Read `3/16`, or for `slurm` what Slurm tells the task of an array; raises JobError."""
+    if text == "slurm":
+        try:
+            index, first, step, count = (int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in _SLURM)
+        except (KeyError, ValueError) as failure:
+            raise JobError(f"--shard slurm: not the task of a Slurm array: {failure} is not set") from None
+        return Shard((index - first) // step, count)
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
+    if not match or int(match[1]) >= int(match[2]):
+        raise JobError(f"--shard {text}: write it as i/n, from 0/n to (n-1)/n")
+    return Shard(int(match[1]), int(match[2]))
+
+
+def shard_of(task: str) -> Shard | None:
+    """Return the shard that a task's name tells of, or None."""
+    match = re.fullmatch(r"shard-(\d+)-of-(\d+)", task)
+    return Shard(int(match[1]), int(match[2])) if match else None
