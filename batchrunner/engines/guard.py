@@ -54,6 +54,15 @@ class Guard:
 
     async def watch(self) -> None:
         """Start the program again whenever it has ended; returns when it is lost."""
+        try:
+            await self._watch()
+        except Exception as failure:  # nobody may wait for ever
+            self.lost = EngineLostError(f"{self._process.name}: {type(failure).__name__}: {failure}")
+            raise
+        finally:
+            self._settled.set()
+
+    async def _watch(self) -> None:
         quick_deaths, began = 0, time.monotonic()
         while True:
             await self._process.ended()
@@ -64,7 +73,6 @@ class Guard:
             cause = self._process.obituary(f"{self._process.name} died")
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
-                self._settled.set()
                 return
             log.warning(
                 "%s: %s (%d of at most %d times in a row)", cause, self._then, quick_deaths, MOST_QUICK_DEATHS
