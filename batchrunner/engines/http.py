@@ -179,9 +179,9 @@ class HttpEngine:
         """
         text = str(error)
         named = next((url for url in self.urls if f"{url}/" in text), None)
-        if named is None:
-            return error
-        return AttemptFailedError(text) if await self._is_alive(named) else EngineDiedError(text)
+        if named is not None and await self._is_alive(named):
+            return AttemptFailedError(text)
+        return error  # whether it died with the row, or was dead before, the gateway does not tell
 
     async def _is_alive(self, url: str) -> bool:
         """Tell whether a replica answers; one question for all rows that were cut off together."""
