@@ -149,7 +149,7 @@ class Claim:
         """Raise ClaimLostError where somebody else has taken over, OSError where that cannot be read."""
         for _ in range(3):
             content = _content(self._owner, needed=True)
-            if self._me.token.encode() in content:
+            if f'"token":"{self._me.token}"'.encode() in content:
                 return
             self._sleep(SHORTLY_S)  # one that came late puts our name back at once, see `_steal`
         raise ClaimLostError(

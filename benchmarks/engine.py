@@ -91,7 +91,7 @@ def serve(
 ) -> Iterator[Server]:
     """Run SGLang on a free loopback port until the block ends; it cannot outlive this process."""
     port = free_port()
-    key, log = key or secrets.token_urlsafe(16), folder / f"{name}.log"
+    key, log = key or secrets.token_hex(16), folder / f"{name}.log"
     argv = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
     argv += to_argv(server_args(dict(args), cpu=True))
     environment = dict(os.environ)

@@ -60,7 +60,7 @@ def measured(servers: list[Server], jobs: dict[str, Path], side: str) -> dict[st
 
 
 def measure(model: Path | None, tokenizer: Path, rows: int, pairs: int) -> dict[str, Any]:
-    key = secrets.token_urlsafe(16)
+    key = secrets.token_hex(16)
     os.environ[KEY_VARIABLE] = key
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as scratch, ExitStack() as stack:
         folder = Path(scratch)

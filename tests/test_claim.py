@@ -110,7 +110,7 @@ def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
     def contend(number: int) -> None:
         clock = Clock()
         clock.each = lambda: time.sleep(0.0002 * (number % 3))
-        claim = claim_of(tmp_path, on_host(f"host {turn}.{number}"), clock)
+        claim = claim_of(tmp_path, on_host(f"host {turn}.{number:02d}"), clock)
         ready.wait()
         try:
             claim.take()

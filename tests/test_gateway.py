@@ -74,7 +74,7 @@ class RealGateway:
     """The real gateway in a process of its own, with whatever workers a test gives it."""
 
     def __init__(self, log_dir: Path) -> None:
-        self.key = secrets.token_urlsafe(8)
+        self.key = secrets.token_hex(8)
         spec = GatewayEngine(kind="gateway", model="of/the/fakes")
         self.process, self.url = gateway_process(spec, key=self.key, log_dir=log_dir, request_timeout_s=60)
 

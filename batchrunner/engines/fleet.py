@@ -45,7 +45,7 @@ class LaunchedGateway:
         self._spec = spec
         self._log_dir = log_dir
         self._timeout_s = request_timeout_s
-        self._key = secrets.token_urlsafe(24)
+        self._key = secrets.token_hex(24)  # a - at its head would read as an option
         self._client: HttpEngine | None = None
         self._servers: list[SGLangServer] = []
         self._gateway: LaunchedProcess | None = None

@@ -46,7 +46,7 @@ class LaunchedServer:
         spec = self._spec
         check_model(spec.model)
         cpu = on_cpu(spec.device)
-        key, port = secrets.token_urlsafe(24), free_port()
+        key, port = secrets.token_hex(24), free_port()  # a - at its head would read as an option
         self._server = SGLangServer(spec, spec.model, port=port, key=key, log_path=self._log_path, cpu=cpu)
         await self._server.start()
         self._guard = Guard(self._server.process, self._server.start)
