@@ -149,13 +149,14 @@ class Sink:
     async def _write(self, outcomes: list[Outcome], *, last: bool) -> None:
         part = self._part
         if outcomes:
-            table = await asyncio.to_thread(_table, outcomes, self._schema, samples=self._samples)
-            await self._disk.do(part.path, functools.partial(self._ours, part.add, table))
+            part.take(await asyncio.to_thread(_table, outcomes, self._schema, samples=self._samples))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
             await self._published()  # the part before: two are in memory at most
             self._publishing = asyncio.ensure_future(self._publish(part))
             self._part = _Part(self._run_dir, part.number + 1)
+        elif outcomes:
+            await self._disk.do(part.path, functools.partial(self._ours, part.keep))
         self._set_timer()
 
     async def _publish(self, part: _Part) -> None:
@@ -197,16 +198,19 @@ class _Part:
         self._journal: Journal | None = None
         self._tables: list[pa.Table] = []
 
-    def add(self, table: pa.Table) -> None:
-        """Make rows durable."""
-        if self._journal is None:
-            make_directory(self._journal_path.parent)
-            self._journal = Journal(self._journal_path)
-        self._journal.append(table)
+    def take(self, table: pa.Table) -> None:
+        """Add rows, which are then to be kept, or published."""
         self.began = self.began or time.monotonic()
         self._tables.append(table)
         self.rows += table.num_rows
         self.bytes += table.nbytes
+
+    def keep(self) -> None:
+        """Make the rows that were taken last durable."""
+        if self._journal is None:
+            make_directory(self._journal_path.parent)
+            self._journal = Journal(self._journal_path)
+        self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
         """Write the part, which from now on stands for its journal."""
