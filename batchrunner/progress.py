@@ -169,11 +169,8 @@ class Bar:
                 bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
             )  # fmt: skip
         left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
-        shown = [
-            f"{left} left",
-            f"{snapshot.rows_per_s:.1f} rows/s",
-        ]  # what a narrow terminal cuts comes last
-        shown += [f"failed {snapshot.rows_failed}"] if snapshot.rows_failed else []
+        # what a narrow terminal cuts comes last
+        shown = [f"{left} left", f"{snapshot.rows_per_s:.1f} rows/s", f"failed {snapshot.rows_failed}"]
         shown += [f"retry {snapshot.resting}"] if snapshot.resting else []
         shown += [snapshot.load(short=True), f"window {snapshot.window}"]
         shown += [f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
