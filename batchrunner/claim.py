@@ -108,10 +108,7 @@ class Claim:
 
     def holder(self) -> Holder | None:
         """Return who is named in `owner`; None where there is no such file, or no name in it."""
-        try:
-            return Holder(**orjson.loads(self._owner.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
+        return _holder_in(_content(self._owner))
 
     def is_held(self) -> bool | None:
         """Tell whether a living process holds it; None where only its heartbeat could tell, with time."""
@@ -148,8 +145,8 @@ class Claim:
     def verify(self) -> None:
         """Raise ClaimLostError where somebody else has taken over, OSError where that cannot be read."""
         for _ in range(3):
-            content = _content(self._owner, needed=True)
-            if f'"token":"{self._me.token}"'.encode() in content:
+            holder = _holder_in(_content(self._owner, needed=True))
+            if holder is not None and holder.token == self._me.token:
                 return
             self._sleep(SHORTLY_S)  # one that came late puts our name back at once, see `_steal`
         raise ClaimLostError(
@@ -176,11 +173,11 @@ class Claim:
         """Return what `owner` holds once its holder is known to be dead; raises OutputError if it lives."""
         began, seen, told = self._clock(), self._signs_of_life(), False
         while True:
-            holder = self.holder()
+            signs = self._signs_of_life()
+            holder = _holder_in(signs[0])  # not read again: by now it may be another's
             dead = holder.is_dead(self._me) if holder else None
             if dead is False:
                 raise self._held_by(holder)
-            signs = self._signs_of_life()
             stood_s = self._clock() - began
             if dead or stood_s > (DEAD_AFTER_S if holder else HALF_WRITTEN_S):
                 return signs[0]
@@ -274,6 +271,13 @@ def _link(path: str) -> str:
     with contextlib.suppress(OSError):
         return str(Path(path).readlink())
     return ""
+
+
+def _holder_in(content: bytes) -> Holder | None:
+    try:
+        return Holder(**orjson.loads(content))
+    except (ValueError, TypeError):
+        return None
 
 
 def _content(path: Path, *, needed: bool = False) -> bytes:
