@@ -73,6 +73,15 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
     return done
 
 
+def rows_of_others(run_dir: RunDir) -> BitMap64:
+    """Return what the run's other tasks have done: shares move when the input grows, and rows must not."""
+    rows = BitMap64()
+    for task in run_dir.all_tasks():
+        if task.task != run_dir.task:
+            rows |= read_done(task).rows
+    return rows
+
+
 def _journals_in(run_dir: RunDir) -> dict[Path, list[pa.Table]]:
     """Return what the journals hold, by the part that each is to become."""
     found = {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
 from batchrunner.admission import Admission
-from batchrunner.checkpoint import FORMAT, Done, drop_failed, fingerprint
+from batchrunner.checkpoint import FORMAT, Done, drop_failed, fingerprint, rows_of_others
 from batchrunner.claim import claimed
 from batchrunner.control import Control
 from batchrunner.controller import Band
@@ -102,8 +102,8 @@ async def execute(
             with writing(prepared.run_dir.parts):
                 await asyncio.to_thread(finish_journals, prepared.run_dir)
         selected = await asyncio.to_thread(prepared.selected)
-        todo = prepared.share_of(selected)
-        total = len(todo)
+        todo = prepared.share_of(selected) - await asyncio.to_thread(rows_of_others, prepared.run_dir)
+        total = len(todo | done.rows)
         todo -= done.rows
         if engine is None or info is None:
             engine = make_engine(

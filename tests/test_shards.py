@@ -130,3 +130,17 @@ def test_slurm_tells_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refused = batchrun(file, "--shard", "slurm")
     assert refused.exit_code == 2
     assert "SLURM_ARRAY_TASK_ID" in refused.stderr
+
+
+def test_an_input_that_grows(tmp_path: Path, server: FakeSGLang) -> None:
+    """New files move the shares; rows that another task has done are not done again."""
+    write_rows(tmp_path / "in" / "day1.parquet", 30)
+    job = job_of(tmp_path, server, input={"path": str(tmp_path / "in")})
+    file = write_job(job, tmp_path)
+    for shard in ("0/2", "1/2"):
+        assert batchrun(file, "-q", "--shard", shard).exit_code == 0
+    write_rows(tmp_path / "in" / "day2.parquet", 50, first=30)
+    for shard in ("1/2", "0/2"):
+        assert batchrun(file, "-q", "--shard", shard).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(80))
+    assert len(server.sent) == 80
