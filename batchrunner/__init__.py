@@ -9,10 +9,11 @@ The map; a file imports only from lines above its own (this one excepted), and a
     job              the job: what to run, on what, with which engine
     jobfile          YAML, environment, --set → job
     templates        Jinja2 in a sandbox
+    rows             sets of rows, by their ordinals
     dataset          Parquet → rows with stable ordinals
     prompt           rows → requests
-    shard            a share of the input for one of several tasks
-    plan             which rows are sent, in which order
+    shard            what one of several tasks does
+    plan             which rows are sent, in which order, in which leases
     gate             the in-flight windows, resizable
     window           how wide they are at the start
     controller       the window of one scheduler, moved by its own load
@@ -55,12 +56,17 @@ The map; a file imports only from lines above its own (this one excepted), and a
     tally            what became of the rows, in numbers
     sink             outcomes → journal → parts
     checkpoint       what is durable, and of which job
+    leases           ranges of rows that tasks take: free, held or done
+    takeover         what dead tasks left
     merge            parts → one dataset in input order
     events           the run's story as JSON lines
     report           the account of a run
     progress         what is shown while it goes on
     control          how a run is stopped from outside
     prepare          what is checked and read before an engine is needed
+    source           where a start's rows come from: its own, or leases
+    join             the plan of a run that several tasks do
+    begin            what a start has before it
     account          tally → report, verdict and exit code
     suspects         rows that an engine had when it died
     submit           requests → engine → outcomes

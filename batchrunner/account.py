@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from batchrunner.checkpoint import read_run_json
 from batchrunner.events import earlier_wall_s
 from batchrunner.report import EXIT_DONE, EXIT_FAILED_ROWS, Report, tolerated
+from batchrunner.shard import Joint
 from batchrunner.tally import Tally
 
 if TYPE_CHECKING:
+    from batchrunner.begin import Start
     from batchrunner.checkpoint import Done
     from batchrunner.job import Job
     from batchrunner.prepare import Prepared
@@ -52,10 +54,12 @@ def verdict_of_done(report: Report, job: Job) -> tuple[int, str]:
     return EXIT_DONE, "done"
 
 
-def finished_before(prepared: Prepared, done: Done, total: int) -> Report:
+def finished_before(prepared: Prepared, start: Start) -> Report:
     """Make the report of a start that found nothing to do."""
-    report = make_report(prepared, done, total, Tally())
+    report = make_report(prepared, start.done, start.source.total, Tally())
     exit_code, reason = verdict_of_done(report, prepared.job)
+    if report.rows_left:
+        reason = "nothing is free: other tasks do the rest"
     starts, wall_s = earlier_wall_s(prepared.run_dir.events)
     old = read_run_json(prepared.run_dir) or {}
     engine = old.get("engine", {})
@@ -63,7 +67,8 @@ def finished_before(prepared: Prepared, done: Done, total: int) -> Report:
         report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
         engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
     )  # fmt: skip
-    if not prepared.run_dir.report_json.exists():  # that of the last start says more than this one's zeros
+    has_none = not prepared.run_dir.report_json.exists()  # that of the last start says more than these zeros
+    if has_none and not isinstance(prepared.part, Joint):
         report.save(prepared.run_dir.report_json)
     return report
 

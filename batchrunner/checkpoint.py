@@ -73,6 +73,18 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
     return done
 
 
+def done_by_all(run_dir: RunDir) -> Done:
+    """Return what all tasks of the run have done together."""
+    together = Done()
+    for task in run_dir.all_tasks():
+        done = read_done(task)
+        together.rows |= done.rows
+        together.failed += done.failed
+        together.failures = together.failures.merged(done.failures)
+        together.output_tokens += done.output_tokens
+    return together
+
+
 def rows_of_others(run_dir: RunDir) -> BitMap64:
     """Return what the run's other tasks have done: shares move when the input grows, and rows must not."""
     rows = BitMap64()

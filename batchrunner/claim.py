@@ -88,6 +88,45 @@ def this_process() -> Holder:
     )
 
 
+class Watch:
+    """Tells from outside whether a task's holder lives; across machines that takes time."""
+
+    def __init__(
+        self, directory: Path, me: Holder | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._owner, self._heartbeat = directory / "owner", directory / "heartbeat"
+        self._me = me or this_process()
+        self._clock = clock
+        self._signs = (b"", b"")
+        self._since = clock()
+        self._moved = False  # while we looked
+        self.named = b""
+        """What `owner` held when it was looked at last."""
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who was named in it."""
+        return _holder_in(self.named)
+
+    def look(self) -> bool | None:
+        """Tell whether the holder lives; None while that cannot be told yet.
+
+        One that let go, or has no whole name after some seconds, does not.
+        """
+        before, now = self._signs, self._clock()
+        self._signs = (_content(self._owner), _content(self._heartbeat))
+        self.named = self._signs[0]
+        if self._signs != before:
+            self._moved = bool(before[0] and self.named)  # it was there all the time
+            self._since = now
+        dead = self.holder.is_dead(self._me) if self.holder else None
+        if dead is not None:
+            return not dead
+        if now - self._since > (DEAD_AFTER_S if self.holder else HALF_WRITTEN_S):
+            return False
+        return True if self._moved else None
+
+
 class Claim:
     """A task directory that is ours, or is to become so."""
 
@@ -105,6 +144,7 @@ class Claim:
         self._me = me or this_process()
         self._clock, self._sleep = clock, sleep
         self._beats = 0
+        self.is_left = False
 
     def holder(self) -> Holder | None:
         """Return who is named in `owner`; None where there is no such file, or no name in it."""
@@ -118,16 +158,18 @@ class Claim:
         dead = holder.is_dead(self._me)
         return None if dead is None else not dead
 
-    def take(self) -> None:
+    def take(self, of_the_dead: bytes = b"") -> None:
         """Become the holder, which after one on another machine may take a minute.
 
+        `of_the_dead` is what `owner` holds of somebody whose end was seen before.
         Raises OutputError where another one lives, OSError where nothing can be written.
         """
         while True:
             try:
                 self._create()
             except FileExistsError:
-                self._steal(self._wait_for_its_end())
+                self._steal(of_the_dead or self._wait_for_its_end())
+                of_the_dead = b""
             else:
                 self.beat()
                 return
@@ -153,8 +195,14 @@ class Claim:
             f"{self._directory}: {self.holder() or 'somebody'} took this task over: what is on disk is kept"
         )
 
+    def leave(self) -> None:
+        """Keep the name when we end: others are to find what we could not bring to its end."""
+        self.is_left = True
+
     def release(self) -> None:
         """Let go, so that the next start need not look whether we live."""
+        if self.is_left:
+            return
         with contextlib.suppress(OSError, ClaimLostError):
             self.verify()
             self._heartbeat.unlink(missing_ok=True)
@@ -171,29 +219,18 @@ class Claim:
 
     def _wait_for_its_end(self) -> bytes:
         """Return what `owner` holds once its holder is known to be dead; raises OutputError if it lives."""
-        began, seen, told = self._clock(), self._signs_of_life(), False
-        while True:
-            signs = self._signs_of_life()
-            holder = _holder_in(signs[0])  # not read again: by now it may be another's
-            dead = holder.is_dead(self._me) if holder else None
-            if dead is False:
-                raise self._held_by(holder)
-            stood_s = self._clock() - began
-            if dead or stood_s > (DEAD_AFTER_S if holder else HALF_WRITTEN_S):
-                return signs[0]
-            if signs != seen:
-                if seen[0] and signs[0]:  # it was there all the time, and moved
-                    raise self._held_by(holder)
-                began, seen = self._clock(), signs  # it came or went while we looked
-            if holder and not told:
+        watch, told = Watch(self._directory, self._me, clock=self._clock), False
+        while (lives := watch.look()) is not False:
+            if lives:
+                raise self._held_by(watch.holder)
+            if watch.holder and not told:
                 told = True
                 log.warning(
-                    "%s: waiting %.0f s to see whether %s still lives", self._directory, DEAD_AFTER_S, holder
-                )
+                    "%s: waiting %.0f s to see whether %s still lives",
+                    self._directory, DEAD_AFTER_S, watch.holder,
+                )  # fmt: skip
             self._sleep(LOOK_S)
-
-    def _signs_of_life(self) -> tuple[bytes, bytes]:
-        return _content(self._owner), _content(self._heartbeat)
+        return watch.named
 
     def _held_by(self, holder: Holder | None) -> OutputError:
         return OutputError(
@@ -218,18 +255,25 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claimed(run_dir: RunDir, sleep: Callable[[float], None] = time.sleep) -> Iterator[Claim]:
-    """Be the only writer of this task; raises OutputError with the holder where there is one.
+def claimed(
+    run_dir: RunDir,
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    directory: Path | None = None,
+    of_the_dead: bytes = b"",
+) -> Iterator[Claim]:
+    """Be the only writer of this task (or `directory`); raises OutputError with the holder if there is one.
 
-    `sleep` is called between looks at a holder of which only time can tell whether it lives.
+    `sleep` is called between looks at a holder of which only time can tell whether it lives; `of_the_dead`
+    is what one's `owner` holds of whom it is known.
     Directories that were made for the claim and stayed empty are taken away again.
     """
-    directory = run_dir.task_directory
+    directory = directory or run_dir.task_directory
     made = [p for p in (directory, *directory.parents) if not p.exists()]
     claim = Claim(directory, sleep=sleep)
     try:
         make_directory(directory)
-        claim.take()
+        claim.take(of_the_dead)
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
         why = getattr(failure, "strerror", None) or failure
         raise OutputError(f"output.path {run_dir.path}: cannot be written: {why}") from None

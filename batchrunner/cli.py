@@ -78,6 +78,12 @@ def run(
             metavar="I/N", help="Do one of N shares of the rows, 0/N to N-1/N; `slurm`: this array task's."
         ),
     ] = None,
+    join: Annotated[
+        bool,
+        typer.Option(
+            "--join", help="Share the rows with all other starts that say --join; each takes what is left."
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -96,6 +102,7 @@ def run(
             fresh=fresh,
             retry_failed=retry_failed,
             shard=shard,
+            join=join,
             quiet=quiet,
             as_json=as_json,
         )

@@ -6,6 +6,7 @@ at every start.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import re
@@ -21,6 +22,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from batchrunner.errors import InputError
+from batchrunner.rows import between
 from batchrunner.templates import unknown_column
 
 if TYPE_CHECKING:
@@ -124,34 +126,26 @@ class Dataset:
 
         Row groups without a wanted row are not read. Raises InputError where a file breaks off.
         """
-        for file in self.files:
-            if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
-                continue
-            try:
-                yield from self._read_file(file, wanted, columns)
-            except (OSError, pa.ArrowException) as failure:
-                raise InputError(f"{file.path}: cannot be read: {_first_line(failure)}") from None
+        with contextlib.closing(Reader(self, columns)) as reader:
+            yield from reader.read(wanted)
 
-    def _read_file(self, file: InputFile, wanted: BitMap64, columns: Sequence[str]) -> Iterator[Batch]:
-        stored = [name for name in columns if name not in self._partition_types]
-        with pq.ParquetFile(
+    def open_group(
+        self, file: InputFile, group: int, columns: Sequence[str]
+    ) -> tuple[pq.ParquetFile, Iterator[pa.RecordBatch]]:
+        """Open a file, which is to be closed, and stream the stored ones of these columns of a row group."""
+        rows, size = file.row_groups[group]
+        parquet = pq.ParquetFile(
             self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
-        ) as parquet:
-            at = file.first_row
-            for group, (rows, size) in enumerate(file.row_groups):
-                if wanted.range_cardinality(at, at + rows):
-                    batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
-                    start = at
-                    for data in parquet.iter_batches(
-                        batch_size=batch_rows, row_groups=[group], columns=stored, use_threads=False
-                    ):
-                        batch = _pick(start, data, wanted)
-                        start += data.num_rows
-                        if batch:
-                            yield self._with_partitions(batch, file, columns)
-                at += rows
+        )
+        return parquet, parquet.iter_batches(
+            batch_size=max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1))),
+            row_groups=[group],
+            columns=[name for name in columns if name not in self._partition_types],
+            use_threads=False,
+        )
 
-    def _with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
+    def with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
+        """Add those of the columns that stand in the file's path."""
         missing = [name for name in columns if name in self._partition_types]
         if not missing:
             return batch
@@ -173,6 +167,64 @@ class Dataset:
                 return parquet.metadata, parquet.schema_arrow, digest
         except (OSError, pa.ArrowException) as failure:
             raise InputError(f"{path}: not a readable Parquet file: {_first_line(failure)}") from None
+
+
+class Reader:
+    """Reads wanted rows again and again; where they lie ahead in the open row group, it goes on from there.
+
+    So what is asked for in small ranges, one after the other, is decoded once.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
+        self._dataset = dataset
+        self._columns = columns
+        self._parquet: pq.ParquetFile | None = None
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._group: tuple[str, int] | None = None
+        self._start = 0  # ordinal of the first row of the batch that was decoded last
+        self._data: pa.RecordBatch | None = None
+
+    def read(self, wanted: BitMap64) -> Iterator[Batch]:
+        """Yield the wanted rows in order, as `Dataset.read` does."""
+        for file in self._dataset.files:
+            if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
+                continue
+            try:
+                start = file.first_row
+                for group, (rows, _) in enumerate(file.row_groups):
+                    if wanted.range_cardinality(start, start + rows):
+                        yield from self._read_group(file, group, start, between(wanted, start, start + rows))
+                    start += rows
+            except (OSError, pa.ArrowException) as failure:
+                raise InputError(f"{file.path}: cannot be read: {_first_line(failure)}") from None
+
+    def close(self) -> None:
+        """Close the open file."""
+        self._group = None
+        if self._parquet is not None:
+            self._parquet.close()
+
+    def _read_group(self, file: InputFile, group: int, start: int, wanted: BitMap64) -> Iterator[Batch]:
+        last = wanted.max()
+        if self._group != (file.path, group) or wanted.min() < self._start:
+            self.close()
+            self._parquet, self._batches = self._dataset.open_group(file, group, self._columns)
+            self._start, self._data = start, self._next()
+            self._group = file.path, group
+        while True:
+            assert self._data is not None
+            batch = _pick(self._start, self._data, wanted)
+            if batch:
+                yield self._dataset.with_partitions(batch, file, self._columns)
+            if last < self._start + self._data.num_rows:
+                return
+            self._start += self._data.num_rows
+            self._data = self._next()
+
+    def _next(self) -> pa.RecordBatch:
+        for data in self._batches:
+            return data
+        raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:

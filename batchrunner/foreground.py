@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
+import socket
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -17,13 +19,14 @@ from batchrunner.jobfile import load_job
 from batchrunner.progress import Bar, make_display
 from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED
 from batchrunner.runner import execute
-from batchrunner.shard import parse_shard
+from batchrunner.shard import joint_task, parse_shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.progress import Display
     from batchrunner.report import Report
+    from batchrunner.shard import Joint, Shard
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +46,16 @@ def run_in_foreground(
     quiet: bool,
     as_json: bool,
     shard: str | None = None,
+    join: bool = False,
 ) -> Report:
     """Run a job file; the first SIGINT or SIGTERM drains, the second stops now.
 
     Raises BatchrunError.
     """
     loaded = load_job(job, overrides=overrides)
-    share = parse_shard(shard, os.environ) if shard else None
-    if share and fresh:
-        raise JobError("--fresh would discard what the other shards have done: delete the directory instead")
+    part = _part_of(shard, join=join)
+    if part and fresh:
+        raise JobError("--fresh would discard what other tasks have done: delete the directory instead")
 
     async def supervised() -> Report:
         control = Control()
@@ -64,7 +68,7 @@ def run_in_foreground(
                 loaded,
                 fresh=fresh,
                 retry_failed=retry_failed,
-                shard=share,
+                part=part,
                 display=display,
                 control=control,
             )
@@ -77,6 +81,14 @@ def run_in_foreground(
     finally:  # uvloop leaves its own behind, and then nothing in this process hears a Ctrl-C
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _part_of(shard: str | None, *, join: bool) -> Shard | Joint | None:
+    if shard and join:
+        raise JobError("--shard and --join: a task has a share of its own or takes what is left, not both")
+    if join:
+        return joint_task(socket.gethostname(), secrets.token_hex(3), os.environ)
+    return parse_shard(shard, os.environ) if shard else None
 
 
 def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:

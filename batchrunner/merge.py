@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.claim import Claim, claimed
 from batchrunner.errors import OutputError
-from batchrunner.sink import finish_journals, part_files
+from batchrunner.sink import part_files, tidy
 from batchrunner.storage import RunDir, sync_directory, writing
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def merge(run: str | Path) -> Path:
     run_dir = RunDir(run)
     for task in run_dir.all_tasks():
         if task.journals() and Claim(task.task_directory).is_held() is False:
-            with claimed(task), writing(task.parts):
-                finish_journals(task)
+            with claimed(task) as claim, writing(task.parts):
+                tidy(task, claim)
     parts = part_files(run_dir.parts)
     if not parts:
         raise OutputError(f"{run}: no parts to merge: not a run's output path, or nothing has finished yet")

@@ -1,4 +1,4 @@
-"""Which rows are sent, in which order. Today: input order."""
+"""Which rows are sent, in which order, and in which ranges several tasks share them. Today: input order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,45 @@ from batchrunner.errors import RowRefusedError
 from batchrunner.prompt import UnreadableValue, values_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchrunner.dataset import Dataset
     from batchrunner.templates import Predicate
+
+MOST_LEASES, FEWEST_LEASES = 1000, 64
+"""Of a usual run: the last ones are small beside what a task holds anyway. Of a small one: few tasks idle."""
+LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
+"""Below, where there are enough of them, taking one costs more than reading it; above, tasks would end at
+very different times."""
+
+
+def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
+    """Return the ordinals that bound the leases, from 0 to the end of the input.
+
+    They hold about the same number of `rows` each, at most 8,192; row groups (`group_ends`, sorted, the last
+    is the end of the input) are put together or parted evenly, so that few are read by two tasks.
+    """
+    least = min(LEAST_LEASE_ROWS, -(-len(rows) // FEWEST_LEASES))
+    size = max(1, min(max(len(rows) // MOST_LEASES, least), MOST_LEASE_ROWS))
+    cuts, gathered, begin, before = [0], 0, 0, 0
+    for end in group_ends:
+        count = rows.range_cardinality(begin, end)
+        if gathered and gathered + count > size:
+            cuts.append(begin)
+            gathered = 0
+        pieces = -(-count // size)
+        if pieces > 1:
+            cuts += [rows[before + count * piece // pieces] for piece in range(1, pieces)]
+            cuts.append(end)
+        else:
+            gathered += count
+        begin, before = end, before + count
+    if cuts[-1] != group_ends[-1]:
+        if gathered or len(cuts) == 1:
+            cuts.append(group_ends[-1])
+        else:
+            cuts[-1] = group_ends[-1]
+    return cuts
 
 
 def selected_rows(dataset: Dataset, predicate: Predicate | None, limit: int | None) -> BitMap64:

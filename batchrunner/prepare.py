@@ -6,22 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyroaring import BitMap64
-
 from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_done, read_run_json
 from batchrunner.dataset import Dataset, shown
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.plan import selected_rows
 from batchrunner.prompt import Renderer
-from batchrunner.shard import shard_of
+from batchrunner.rows import between
+from batchrunner.shard import Shard, parted
 from batchrunner.storage import MAIN_TASK, RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pyroaring import BitMap64
+
     from batchrunner.job import Job
     from batchrunner.records import Outcome, Request
-    from batchrunner.shard import Shard
+    from batchrunner.shard import Joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Prepared:
     dataset: Dataset
     renderer: Renderer
     run_dir: RunDir
-    shard: Shard | None = None
+    part: Shard | Joint | None = None
 
     def batches(self, rows: BitMap64) -> Iterator[list[Request | Outcome]]:
         """Read and render these rows, a bounded batch at a time."""
@@ -50,15 +51,13 @@ class Prepared:
 
     def share_of(self, selected: BitMap64) -> BitMap64:
         """Return those of the selected rows that this task is to do."""
-        if self.shard is None:
+        if not isinstance(self.part, Shard):
             return selected.copy()
-        rows = self.shard.rows(self.dataset.total_rows, self.dataset.row_group_ends())
-        mine = BitMap64()
-        mine.add_range(rows.start, rows.stop)
-        return mine & selected
+        rows = self.part.rows(self.dataset.total_rows, self.dataset.row_group_ends())
+        return between(selected, rows.start, rows.stop)
 
 
-def prepare(job: Job, shard: Shard | None = None) -> Prepared:
+def prepare(job: Job, part: Shard | Joint | None = None) -> Prepared:
     """Check everything that can be checked without an engine, for one task of several or for all.
 
     Raises JobError, InputError or OutputError, each one clear line.
@@ -66,11 +65,11 @@ def prepare(job: Job, shard: Shard | None = None) -> Prepared:
     dataset = Dataset(job.input.path)
     if not dataset.total_rows:
         raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
-    run_dir = RunDir(job.output.path, shard.task if shard else MAIN_TASK)
+    run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
     _check_apart(dataset, run_dir)
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
     run_dir.check_writable()
-    return Prepared(job, dataset, renderer, run_dir, shard)
+    return Prepared(job, dataset, renderer, run_dir, part)
 
 
 def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
@@ -86,17 +85,19 @@ def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
             )
 
 
-def _check_parting(run_dir: RunDir, shard: Shard | None) -> None:
-    """Refuse a start that parts the rows in another way than those before: some would be done twice."""
+def _check_parting(run_dir: RunDir) -> None:
+    """Refuse a start that parts the rows in another way than those before: some would be done twice.
+
+    A run in one piece may be joined: whoever makes the plan waits for its end, and leaves out what it did.
+    """
+    mine = parted(run_dir.task)
     for other in run_dir.all_tasks():
-        theirs = shard_of(other.task)
-        if (theirs and theirs.count) != (shard and shard.count):
-            how = (
-                f"in {theirs.count} shards: --shard i/{theirs.count}"
-                if theirs
-                else "in one piece: no --shard"
+        theirs = parted(other.task)
+        if theirs != mine and (theirs, mine) != ("", "--join"):
+            raise ResumeError(
+                f"{run_dir.path}: this run is done with {theirs or 'neither --shard nor --join'}: "
+                "do so too, or take another output.path"
             )
-            raise ResumeError(f"{run_dir.path}: this run is done {how}; or take another output.path")
 
 
 def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:
@@ -112,7 +113,7 @@ def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = F
                 f"{run_dir.path} has results but no run.json: take another output.path, or --fresh"
             )
         return Done()
-    _check_parting(run_dir, prepared.shard)
+    _check_parting(run_dir)
     new = fingerprint(prepared.job, prepared.dataset, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
     return read_done(run_dir, without_failed=without_failed)

@@ -67,7 +67,8 @@ class Report:
         """Return what a person reads at the end."""
         done = f"{self.rows_ok} of {self.rows_total} rows ok, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
-        extra += [f"{self.rows_left} left: run the same command again"] if self.rows_left else []
+        again = ": run the same command again" if self.exit_code else ""
+        extra += [f"{self.rows_left} left{again}"] if self.rows_left else []
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
         if self.rows_ok + self.rows_failed > self.rows_resumed:
             lines.append(

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
 from batchrunner.admission import Admission
-from batchrunner.checkpoint import FORMAT, Done, drop_failed, fingerprint, rows_of_others
+from batchrunner.begin import begin
+from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint
 from batchrunner.claim import claimed
 from batchrunner.control import Control
 from batchrunner.controller import Band
@@ -26,17 +27,17 @@ from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
 from batchrunner.prepare import find_done, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
-from batchrunner.sink import Sink, finish_journals, result_schema
-from batchrunner.storage import write_json, writing
+from batchrunner.shard import Joint
+from batchrunner.sink import Sink, result_schema
+from batchrunner.storage import write_json
 from batchrunner.submit import Patience, Submitter
 from batchrunner.tally import Tally
 from batchrunner.window import tokens_a_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pyroaring import BitMap64
-
+    from batchrunner.begin import Start
     from batchrunner.claim import Claim
     from batchrunner.engines.base import Engine
     from batchrunner.job import Job
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
     from batchrunner.records import EngineInfo, Outcome, Signals
     from batchrunner.report import Report
     from batchrunner.shard import Shard
-    from batchrunner.storage import RunDir
+    from batchrunner.source import Source
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEAST_ROWS_TO_ABORT = 100
 """`abort_failed_share` looks at a run once so many rows have ended."""
@@ -79,50 +81,54 @@ async def execute(
     info: EngineInfo | None = None,
     fresh: bool = False,
     retry_failed: bool = False,
-    shard: Shard | None = None,
+    part: Shard | Joint | None = None,
     display: Display | None = None,
     control: Control | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     `engine` is an open engine to use, with its `info`; without one the job's own is opened and closed.
-    `shard` is the share of the rows that this task is to do.
+    `part` is what this task is to do of a run that several do; without it all is its own.
     Raises BatchrunError where the run could not start or not go on; finished rows are kept.
     """
-    prepared = await asyncio.to_thread(prepare, job, shard)
+    prepared = await asyncio.to_thread(prepare, job, part)
     control, display = control or Control(), display or Silent()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(rare_collections())
-        claim = await _claim(stack, prepared.run_dir, control)
+        sleeper = _Sleeper(control)
+        claim = await sleeper.run(lambda: stack.enter_context(claimed(prepared.run_dir, sleeper.sleep)))
         model = info.model if info else model_of(job.engine)
-        done = Done()
-        if not fresh:
-            done = await asyncio.to_thread(find_done, prepared, model, without_failed=retry_failed)
-            with writing(prepared.run_dir.parts):
-                await asyncio.to_thread(finish_journals, prepared.run_dir)
-        selected = await asyncio.to_thread(prepared.selected)
-        todo = prepared.share_of(selected) - await asyncio.to_thread(rows_of_others, prepared.run_dir)
-        total = len(todo | done.rows)
-        todo -= done.rows
+        start = await sleeper.run(
+            lambda: begin(prepared, claim, model, sleeper.sleep, fresh=fresh, retry_failed=retry_failed)
+        )
+        stack.push_async_callback(_give_back, start.source, claim)
         if engine is None or info is None:
             engine = make_engine(
                 job.engine, log_dir=prepared.run_dir.own, request_timeout_s=job.limits.request_timeout
             )
             stack.push_async_callback(engine.close)
-            if todo or fresh:
+            if start.source.unread or fresh:
                 info = await _open(engine, control)
         if info is None:  # nothing to do and nobody to ask
-            return finished_before(prepared, done, total)
+            return finished_before(prepared, start)
         if model is None and not fresh:
             await asyncio.to_thread(find_done, prepared, info.model)
         if fresh:
             prepared.run_dir.discard()
         elif retry_failed:  # only now: a start that was refused changes nothing
             await asyncio.to_thread(drop_failed, prepared.run_dir)
-        return await _Run(
-            prepared, engine, info, done, todo, total, len(selected), display, control, claim
-        ).go()
+        return await _Run(prepared, engine, info, start, display, control, claim).go()
+
+
+async def _give_back(source: Source, claim: Claim) -> None:
+    """Let other tasks have what was not done, unless it is not known what is on disk: they can find out."""
+    if not claim.is_left:
+        try:
+            await asyncio.to_thread(source.give_back)
+        except OSError as failure:
+            claim.leave()
+            log.warning("leases were not given back: %s", failure)
 
 
 async def _open(engine: Engine, control: Control) -> EngineInfo | None:
@@ -142,22 +148,28 @@ async def _open(engine: Engine, control: Control) -> EngineInfo | None:
         await asyncio.gather(opening, stopped, return_exceptions=True)
 
 
-async def _claim(stack: contextlib.AsyncExitStack, run_dir: RunDir, control: Control) -> Claim:
-    """Become the only writer; a stop ends the wait for another one's end."""
-    stopped = threading.Event()
-    control.listen(stopped.set)
+class _Sleeper:
+    """Sleeps in threads; a stop ends that."""
 
-    def sleep(seconds: float) -> None:
-        if stopped.wait(seconds):
-            raise _interrupted(control, "while waiting for the end of another start")
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._stopped = threading.Event()
+        control.listen(self._stopped.set)
 
-    taking = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, claimed(run_dir, sleep)))
-    try:
-        return await asyncio.shield(taking)
-    except asyncio.CancelledError:
-        stopped.set()
-        await asyncio.wait([taking])  # a thread that were left behind could still become the writer
-        raise
+    def sleep(self, seconds: float) -> None:
+        """Sleep, or raise BatchrunError when the run is stopped."""
+        if self._stopped.wait(seconds):
+            raise _interrupted(self._control, "while waiting for another start")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do work that sleeps in a thread; where we are cancelled, wait for its end."""
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self._stopped.set()
+            await asyncio.wait([working])  # a thread that were left behind could still become the writer
+            raise
 
 
 def _interrupted(control: Control, when: str) -> BatchrunError:
@@ -174,18 +186,14 @@ class _Run:
         prepared: Prepared,
         engine: Engine,
         info: EngineInfo,
-        done: Done,
-        todo: BitMap64,
-        total: int,
-        rows_of_run: int,
+        start: Start,
         display: Display,
         control: Control,
         claim: Claim,
     ) -> None:
         self._claim = claim
-        self._rows_of_run = rows_of_run
         self._prepared, self._engine, self._info = prepared, engine, info
-        self._done, self._todo, self._total = done, todo, total
+        self._done, self._source, self._rows_of_run = start.done, start.source, start.rows_of_run
         self._display, self._control = display, control
         job = prepared.job
         self._job = job
@@ -205,7 +213,7 @@ class _Run:
 
     async def go(self) -> Report:
         run_dir = self._prepared.run_dir
-        if self._todo:
+        if self._source.unread:
             run_dir.discard_merged()
         self._earlier_starts, self._earlier_s = earlier_wall_s(run_dir.events)
         self._events = EventLog(run_dir.events)
@@ -215,16 +223,22 @@ class _Run:
             for note in self._info.notes:
                 log.info("%s", note)
             self._events.write(
-                "start", rows_total=self._total, rows_done=len(self._done.rows), engine=asdict(self._info)
+                "start",
+                rows_total=self._source.total,
+                rows_done=len(self._done.rows),
+                engine=asdict(self._info),
             )
             await self._open_gate()
+            self._source.begin(self._events.write, lambda: self._gate.in_flight > 0)
             return await self._send_all()
         finally:
             self._events.close()
 
     async def _open_gate(self) -> None:
         """Set the first windows by what the schedulers say of themselves."""
-        first = self._admission.begin(await self._engine.signals(), time.monotonic(), unsent=len(self._todo))
+        first = self._admission.begin(
+            await self._engine.signals(), time.monotonic(), unsent=self._source.unread
+        )
         self._gate = Gate(self._admission.windows)
         self._feedback = Feedback(self._engine, self._admission, self._gate, self._events)
         self._submitter = Submitter(self._engine, self._gate, self._patience, self._deliver, self._feedback)
@@ -235,14 +249,12 @@ class _Run:
             why = first[0].reason + (f"; {len(first)} schedulers" if len(first) > 1 else "")
         log.info(
             "%d rows to do, %d done before; window %d (%s)",
-            len(self._todo), len(self._done.rows), self._gate.window, why,
+            self._source.unread, len(self._done.rows), self._gate.window, why,
         )  # fmt: skip
 
     async def _send_all(self) -> Report:
         failure: BatchrunError | None = None
-        sending = asyncio.ensure_future(
-            self._submitter.run(self._prepared.batches(self._todo), len(self._todo))
-        )
+        sending = asyncio.ensure_future(self._submitter.run(self._source))
         watching = asyncio.ensure_future(
             self._feedback.watch(self._submitter, self._snapshot, self._display, self._check_limits)
         )
@@ -266,7 +278,10 @@ class _Run:
             try:
                 await self._sink.close()
             except BatchrunError as error:
+                if isinstance(self._prepared.part, Joint):
+                    self._claim.leave()
                 failure = failure or error
+            await _give_back(self._source, self._claim)
             report = self._finish(failure)
         if failure is not None:
             failure.report = report
@@ -275,6 +290,7 @@ class _Run:
 
     def _obey(self, sending: asyncio.Future[None]) -> None:
         self._submitter.stop()
+        self._source.stop()
         if self._control.at_once:
             sending.cancel()
 
@@ -299,7 +315,7 @@ class _Run:
         self._last_signals = tuple(signals)
         rows_s, tokens_s = self._rates.update(time.monotonic(), self._tally.done, self._tally.output_tokens)
         return Snapshot(
-            rows_total=self._total,
+            rows_total=self._source.total,
             rows_done=len(self._done.rows) + self._tally.done,
             rows_failed=self._done.failed + self._tally.failed,
             rows_per_s=rows_s,
@@ -342,12 +358,13 @@ class _Run:
             samples=samples,
             durable_s=self._job.output.durable,
             still_ours=self._claim.verify,
+            landed=self._source.landed,
             disk=Disk(self._job.limits.disk_wait, lambda: self._control.at_once),
         )
 
     def _finish(self, failure: BatchrunError | None) -> Report:
         wall_s = time.monotonic() - self._began
-        report = make_report(self._prepared, self._done, self._total, self._tally)
+        report = make_report(self._prepared, self._done, self._source.total, self._tally)
         exit_code, reason = self._verdict(report, failure)
         report = replace(
             report,

@@ -1,4 +1,4 @@
-"""A share of the input for one of several tasks: contiguous rows, by the task's number. Pure."""
+"""What one of several tasks does: a share of the rows by its number, or what is left. Pure."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ class Shard:
         return near if abs(near - even) <= UNEVEN * total / self.count else even
 
 
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A task that takes leases; each start has a name of its own."""
+
+    task: str
+
+
+def joint_task(host: str, token: str, environ: Mapping[str, str]) -> Joint:
+    """Name a start by its host and, under Slurm, by job, array task and restart; `token` makes it its own."""
+    job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
+    index = environ.get("SLURM_ARRAY_TASK_ID")
+    restart = environ.get("SLURM_RESTART_COUNT")
+    parts = ["join", host, job, index and f"t{index}", restart and f"r{restart}", token]
+    return Joint("-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part))
+
+
 def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
     """Read `3/16`, or for `slurm` what Slurm tells the task of an array; raises JobError."""
     if text == "slurm":
@@ -58,7 +74,9 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
     return Shard(int(match[1]), int(match[2]))
 
 
-def shard_of(task: str) -> Shard | None:
-    """Return the shard that a task's name tells of, or None."""
-    match = re.fullmatch(r"shard-(\d+)-of-(\d+)", task)
-    return Shard(int(match[1]), int(match[2])) if match else None
+def parted(task: str) -> str:
+    """Return how a run is parted that has a task of this name, as one says it on the command line."""
+    match = re.fullmatch(r"shard-\d+-of-(\d+)", task)
+    if match:
+        return f"--shard i/{int(match[1])}"
+    return "--join" if task.startswith("join-") else ""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyroaring import BitMap64
 
 from batchrunner.job import RESULT_COLUMNS
 from batchrunner.journal import Journal, read_journal
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from batchrunner.claim import Claim
     from batchrunner.disk import Disk
     from batchrunner.records import Outcome, RowRef
     from batchrunner.storage import RunDir
@@ -74,16 +76,15 @@ class Sink:
         samples: int,
         durable_s: float,
         still_ours: Callable[[], None],
+        landed: Callable[[BitMap64], None],
         disk: Disk,
     ) -> None:
-        """Remove what is torn; `still_ours` raises where somebody else has become the writer.
+        """`still_ours` raises where somebody else has become the writer; `landed` is told of rows in parts.
 
         Raises StorageError.
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
-            for torn in run_dir.parts.glob(f"part-{run_dir.task}-*{TEMPORARY}"):
-                torn.unlink()
         self._run_dir = run_dir
         self._schema = schema
         self._part_rows = part_rows
@@ -91,9 +92,10 @@ class Sink:
         self._disk = disk
         self._durable_s = durable_s
         self._still_ours = still_ours
+        self._landed = landed
         self._buffer: list[Outcome] = []
         self._bytes = 0
-        self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1))
+        self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), still_ours)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -154,23 +156,20 @@ class Sink:
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
             await self._published()  # the part before: two are in memory at most
             self._publishing = asyncio.ensure_future(self._publish(part))
-            self._part = _Part(self._run_dir, part.number + 1)
+            self._part = _Part(self._run_dir, part.number + 1, self._still_ours)
         elif outcomes:
-            await self._disk.do(part.path, functools.partial(self._ours, part.keep))
+            await self._disk.do(part.path, part.keep)
         self._set_timer()
 
     async def _publish(self, part: _Part) -> None:
         """Write a part, while the rows that end meanwhile go into the next one's journal."""
-        await self._disk.do(part.path, functools.partial(self._ours, part.publish))
+        await self._disk.do(part.path, part.publish)
+        await self._disk.do(part.path, functools.partial(self._landed, part.row_numbers()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
     async def _published(self) -> None:
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
-
-    def _ours(self, write: Callable[..., None], *values: object) -> None:
-        self._still_ours()
-        write(*values)
 
     def _set_timer(self) -> None:
         """Look again when the first of the buffer's rows is due to be durable, or the part to be written."""
@@ -186,9 +185,14 @@ class Sink:
 
 
 class _Part:
-    """The rows of one part to come: in its journal, and in memory. Its methods block, and may be repeated."""
+    """The rows of one part to come: in its journal, and in memory. Its methods block, and may be repeated.
 
-    def __init__(self, run_dir: RunDir, number: int) -> None:
+    One that was stopped for a while may have lost its task meanwhile, to somebody who tidied up after it. So
+    that nothing of it appears later, it asks when its file is there and before that file counts.
+    """
+
+    def __init__(self, run_dir: RunDir, number: int, still_ours: Callable[[], None]) -> None:
+        self._still_ours = still_ours
         self.number = number
         self.path = run_dir.part(number)
         self.rows = 0
@@ -210,13 +214,18 @@ class _Part:
         if self._journal is None:
             make_directory(self._journal_path.parent)
             self._journal = Journal(self._journal_path)
+        self._still_ours()
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
         """Write the part, which from now on stands for its journal."""
-        write_part(self.path, self._tables)
+        write_part(self.path, self._tables, self._still_ours)
         self.close()
         self._journal_path.unlink(missing_ok=True)
+
+    def row_numbers(self) -> BitMap64:
+        """Return the rows in it."""
+        return BitMap64(row for table in self._tables for row in table.column("row").to_pylist())
 
     def close(self) -> None:
         """Let go of the journal."""
@@ -234,20 +243,26 @@ def part_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.parquet"))
 
 
-def write_part(path: Path, tables: Sequence[pa.Table]) -> None:
+def write_part(path: Path, tables: Sequence[pa.Table], still_ours: Callable[[], None]) -> None:
     """Write one part, its rows in input order; raises OSError, and then leaves no trace."""
     table = pa.concat_tables(tables).sort_by("row")
     with whole_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
+        still_ours()
 
 
-def finish_journals(run_dir: RunDir) -> None:
-    """Make parts of the journals that a start has left which did not come to its end; raises OSError."""
+def tidy(run_dir: RunDir, claim: Claim) -> None:
+    """Clear up after a start that did not come to its end: torn parts go, and journals become parts.
+
+    `claim` is held on the task. Raises OSError.
+    """
+    for torn in run_dir.parts.glob(f"part-{run_dir.task}-*{TEMPORARY}"):
+        torn.unlink()
     for path in run_dir.journals():
         part = run_dir.part(number_of(path))
         if not part.exists() and (tables := list(read_journal(path))):
             make_directory(part.parent)
-            write_part(part, tables)
+            write_part(part, tables, claim.verify)
         path.unlink()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
         self.parts = self.path / "parts"
+        self.leases = self.path / "leases"
         self.merged = self.path / "merged"
         self.run_json = self.path / "run.json"
         self.own = self.path if task == MAIN_TASK else self.task_directory
@@ -88,9 +90,10 @@ class RunDir:
     def discard(self) -> None:
         """Delete what earlier starts left, and nothing that somebody else put beside it."""
         self.discard_merged()
-        for file in (*self.parts.glob("part-*.parquet"), *self.tasks.glob("*/journal-*")):
+        ours = (self.parts.glob("part-*"), self.tasks.glob("*/journal-*"), self.leases.glob("*"))
+        for file in chain.from_iterable(ours):
             file.unlink()
-        for directory in (self.parts, *self.tasks.glob("*"), self.tasks):
+        for directory in (self.parts, self.leases, *self.tasks.glob("*"), self.tasks):
             with contextlib.suppress(OSError):  # it is not there, or holds what is not ours
                 directory.rmdir()
         for file in (self.run_json, self.report_json, self.events):
@@ -113,6 +116,28 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def create_file(path: Path, content: bytes, writer: str) -> bool:
+    """Create a file, whole when it appears, unless there is one; tell whether it is ours.
+
+    Of several `writer`s one succeeds, on NFS too: a hard link is made by the server, once, and where its
+    reply was lost the number of links tells. Raises OSError.
+    """
+    temporary = path.with_name(f"{path.name}.{writer}{TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            return temporary.stat().st_nlink > 1
+        sync_directory(path.parent)
+        return True
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def make_directory(path: Path) -> None:

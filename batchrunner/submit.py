@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from batchrunner.engines.base import Engine
     from batchrunner.gate import Gate
+    from batchrunner.source import Source
 
 READ_AHEAD_ROWS = 512
 """Rendered rows that wait for a place; the reader goes on when there are fewer."""
@@ -86,7 +87,7 @@ class Submitter:
         self._ready: deque[_Work] = deque()
         self._suspects: Suspects[_Work] = Suspects()
         self._resting = 0
-        self._unread = 0  # rows still to be read from the input
+        self._source: Source | None = None
         self._unended = 0  # rows read from it that have not come to an end
         self._exhausted = False
         self._stopping = False
@@ -102,7 +103,10 @@ class Submitter:
     @property
     def unsent(self) -> int:
         """Rows that are to be sent and not in flight: those that wait for another try among them."""
-        return 0 if self._stopping else max(0, self._unread + self._unended - self._gate.in_flight)
+        if self._stopping:
+            return 0
+        unread = 0 if self._source is None or self._exhausted else self._source.unread
+        return max(0, unread + self._unended - self._gate.in_flight)
 
     def wake(self) -> None:
         """Look again: a window has grown."""
@@ -113,16 +117,16 @@ class Submitter:
         self._stopping = True
         self._notify()
 
-    async def run(self, batches: Iterator[list[Request | Outcome]], rows: int) -> None:
-        """Send everything that `batches` holds, so many rows; it is read in a thread.
+    async def run(self, source: Source) -> None:
+        """Send all rows of a source, which is read in a thread.
 
-        Raises EngineLostError, StorageError, or what `batches` raises; then, or when cancelled, the rows
+        Raises EngineLostError, StorageError, or what reading raises; then, or when cancelled, the rows
         in flight are cancelled, and a later run sends them again.
         """
-        self._unread = rows
+        self._source = source
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read(batches))
+                reader = group.create_task(self._read(source.batches()))
                 while not self._over():
                     route = self._gate.take(time.monotonic()) if self._has_next() else None
                     if route is not None:
@@ -140,7 +144,6 @@ class Submitter:
                 batch = await asyncio.to_thread(next, batches, None)
                 if batch is None:
                     break
-                self._unread -= len(batch)
                 for item in batch:
                     if isinstance(item, Outcome):  # the row failed before it could be sent
                         await self._deliver(item)

@@ -86,9 +86,11 @@ def _on_disk(run: Path) -> int:
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        (["--shard", "0/2"], ["--shard", "0/3"], "done in 2 shards: --shard i/2"),
-        (["--shard", "0/2"], [], "done in 2 shards: --shard i/2"),
-        ([], ["--shard", "0/2"], "done in one piece: no --shard"),
+        (["--shard", "0/2"], ["--shard", "0/3"], "done with --shard i/2"),
+        (["--shard", "0/2"], [], "done with --shard i/2"),
+        ([], ["--shard", "0/2"], "done with neither --shard nor --join"),
+        (["--join"], [], "done with --join"),
+        (["--join"], ["--shard", "0/2"], "done with --join"),
     ],
 )
 def test_another_parting_is_refused(tmp_path: Path, first: list[str], second: list[str], told: str) -> None:

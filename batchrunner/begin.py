@@ -1,0 +1,63 @@
+"""What a start has before it: the rows that it is to do, and those that were done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
+
+from batchrunner.checkpoint import Done, done_by_all, rows_of_others
+from batchrunner.join import join
+from batchrunner.prepare import find_done
+from batchrunner.shard import Joint
+from batchrunner.sink import tidy
+from batchrunner.source import OwnRows, Source
+from batchrunner.storage import writing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchrunner.claim import Claim
+    from batchrunner.prepare import Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start's work."""
+
+    source: Source
+    done: Done
+    """What earlier starts of this task did."""
+    rows_of_run: int
+
+
+def begin(
+    prepared: Prepared,
+    claim: Claim,
+    model: str | None,
+    sleep: Callable[[float], None],
+    *,
+    fresh: bool,
+    retry_failed: bool,
+) -> Start:
+    """Find out what is to be done, and clear up after the start before; `claim` is held.
+
+    Raises InputError, OutputError, ResumeError or StorageError.
+    """
+    if isinstance(prepared.part, Joint):
+        find_done(prepared, model)
+        leased, rows_of_run = join(prepared, sleep, retry_failed=retry_failed)
+        if leased.has_rows():
+            return Start(leased, Done(), rows_of_run)
+        return Start(OwnRows(prepared, BitMap64(), rows_of_run), done_by_all(prepared.run_dir), rows_of_run)
+    done = Done()
+    if not fresh:
+        done = find_done(prepared, model, without_failed=retry_failed)
+        with writing(prepared.run_dir.parts):
+            tidy(prepared.run_dir, claim)
+    selected = prepared.selected()
+    todo = prepared.share_of(selected) - rows_of_others(prepared.run_dir)
+    total = len(todo | done.rows)
+    todo -= done.rows
+    return Start(OwnRows(prepared, todo, total), done, len(selected))

@@ -1,0 +1,103 @@
+"""Joining a run that several tasks do together: whoever comes first plans it, the others find the plan."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
+
+from batchrunner.checkpoint import check_same_run, drop_failed, fingerprint, read_done
+from batchrunner.claim import DEAD_AFTER_S, LOOK_S, claimed
+from batchrunner.errors import OutputError, ResumeError
+from batchrunner.leases import Leases, Plan
+from batchrunner.plan import cut_into_leases
+from batchrunner.sink import tidy
+from batchrunner.source import LeasedRows
+from batchrunner.storage import RunDir, writing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchrunner.prepare import Prepared
+
+log = logging.getLogger(__name__)
+
+
+def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bool) -> tuple[LeasedRows, int]:
+    """Return the rows that this task will take, and how many the whole run has.
+
+    The plan is made by the first task, and again by the first one that comes after its end: of new rows, of
+    failed ones that are to be tried again, of those whose part was moved away. `sleep` is called while
+    another task is at it. Raises InputError, OutputError or ResumeError.
+    """
+    run_dir = prepared.run_dir
+    leases = Leases(run_dir.leases, run_dir.task)
+    with writing(run_dir.leases):
+        leases.refresh()
+        if leases.is_done():
+            _wait_and_plan(prepared, leases, sleep, retry_failed=retry_failed)
+        elif retry_failed:
+            raise ResumeError(
+                f"{run_dir.path}: --retry-failed: other tasks are still at it: wait for their end"
+            )
+    assert leases.plan is not None
+    new = fingerprint(prepared.job, prepared.dataset, "")
+    check_same_run(leases.plan.fingerprint, new, run_dir.path, model_known=False)
+    return LeasedRows(prepared, leases), leases.plan.rows_total
+
+
+def _wait_and_plan(
+    prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool
+) -> None:
+    """Make the plan; while another task makes it, wait."""
+    known = len(leases.plans)
+    while len(leases.plans) == known:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(claimed(prepared.run_dir, sleep, directory=leases.directory))
+            except OutputError:
+                sleep(LOOK_S)
+                leases.refresh()
+                continue
+            leases.refresh()
+            if leases.is_done():
+                _plan(prepared, leases, sleep, retry_failed=retry_failed)
+            return
+
+
+def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool) -> None:
+    main = RunDir(prepared.run_dir.path)
+    with claimed(main, sleep) as claim:  # a start that shares with nobody may not be at it
+        tidy(main, claim)
+        done = _done_by_all(main, leases, sleep)
+        if retry_failed:
+            for task in main.all_tasks():
+                drop_failed(task)
+            done = _done_by_all(main, None, sleep)
+        selected = prepared.selected()
+        rows = selected - done
+        if rows or leases.plan is None:
+            ends = prepared.dataset.row_group_ends()
+            new = fingerprint(prepared.job, prepared.dataset, "")
+            leases.make_plan(Plan(rows, cut_into_leases(rows, ends), len(selected), new.as_dict()))
+
+
+def _done_by_all(run_dir: RunDir, leases: Leases | None, sleep: Callable[[float], None]) -> BitMap64:
+    """Return the rows in all parts; those that another host has just written may take a while to be seen."""
+    expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
+    waited_s = 0.0
+    while True:
+        done = BitMap64()
+        for task in run_dir.all_tasks():
+            done |= read_done(task).rows
+        if len(done) >= expected or waited_s > DEAD_AFTER_S:
+            return done
+        if not waited_s:
+            log.warning(
+                "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
+                run_dir.parts, expected - len(done), DEAD_AFTER_S,
+            )  # fmt: skip
+        sleep(LOOK_S)
+        waited_s += LOOK_S

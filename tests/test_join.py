@@ -1,0 +1,292 @@
+"""Tasks that join a run take its rows lease by lease: whatever becomes of them, every row is done once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import tempfile
+from collections import Counter
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyroaring import BitMap64
+
+from batchrunner.checkpoint import read_done
+from batchrunner.claim import Claim, this_process
+from batchrunner.events import read_events
+from batchrunner.jobfile import load_job
+from batchrunner.join import join
+from batchrunner.leases import Leases, next_lease
+from batchrunner.plan import MOST_LEASE_ROWS, cut_into_leases
+from batchrunner.prepare import prepare
+from batchrunner.shard import joint_task
+from batchrunner.sink import write_part
+from batchrunner.storage import RunDir
+from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
+
+if TYPE_CHECKING:
+    from tests.fake_sglang import FakeSGLang
+
+
+@given(groups=st.lists(st.integers(1, 30_000), min_size=1, max_size=30), data=st.data())
+def test_leases_part_the_rows(groups: list[int], data: st.DataObject) -> None:
+    """They cover the input without gaps, and none is larger than allowed."""
+    ends = [sum(groups[: n + 1]) for n in range(len(groups))]
+    rows = BitMap64()
+    for end in data.draw(st.lists(st.sampled_from(ends), max_size=5)):
+        rows.add_range(max(0, end - data.draw(st.integers(1, 9000))), end)
+    cuts = cut_into_leases(rows, ends)
+    assert (cuts[0], cuts[-1]) == (0, ends[-1])
+    assert cuts == sorted(set(cuts))
+    counts = [rows.range_cardinality(start, stop) for start, stop in pairwise(cuts)]
+    assert sum(counts) == len(rows)
+    assert max(counts) <= MOST_LEASE_ROWS
+
+
+def test_leases_follow_row_groups() -> None:
+    """Small row groups are put together, large ones parted evenly, and none is needlessly read by two."""
+    rows = BitMap64()
+    rows.add_range(0, 64_000)
+    assert cut_into_leases(rows, range(100, 64_001, 100))[:4] == [0, 100, 200, 300]
+    assert cut_into_leases(rows, range(10, 64_001, 10))[:3] == [0, 120, 240]
+    assert cut_into_leases(rows, [300, 64_000])[:4] == [0, 100, 200, 300]
+
+
+def test_tasks_meet_late() -> None:
+    """The first begins at the beginning, each goes on where it is, a new one in the middle of the rest."""
+    assert next_lease(range(100), None) == 0
+    assert next_lease(range(1, 100), 0) == 1
+    assert next_lease(range(1, 100), None) == 50
+    assert next_lease([*range(10, 20), *range(40, 100)], 19) == 70
+    assert next_lease([], 3) is None
+
+
+class Task:
+    """One task of a run in this process, that does its rows when it is told to."""
+
+    def __init__(self, job: dict[str, Any], name: str) -> None:
+        self.prepared = prepare(load_job(job), joint_task("host", name, {}))
+        self.run_dir = self.prepared.run_dir
+        self.run_dir.task_directory.mkdir(parents=True)
+        self.claim = Claim(self.run_dir.task_directory)
+        self.claim.take()
+        self.rows, _ = join(self.prepared, lambda _: None, retry_failed=False)
+        self._batches = self.rows.batches()
+        self._parts = 0
+        self.read: list[int] = []
+
+    def work(self, batches: int) -> None:
+        """Read some batches and write their rows to a part."""
+        items = [item.ref.row for batch in islice(self._batches, batches) for item in batch]
+        if items:
+            self.run_dir.parts.mkdir(exist_ok=True)
+            table = pa.table(
+                {"row": items, "error": pa.nulls(len(items), pa.string()), "completion_tokens": items}
+            )
+            write_part(self.run_dir.part(self._parts), [table], self.claim.verify)
+            self._parts += 1
+            self.rows.landed(BitMap64(items))
+
+    def end(self) -> None:
+        """End as a task that was told to stop."""
+        self.rows.give_back()
+        self.claim.release()
+
+    def die(self) -> None:
+        """End as one that was killed: its name stays, of a process that is no more."""
+        self.claim.release()
+        Claim(self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")).take()
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
+    """In any sequence of starts, work, stops and deaths, all rows end up in parts, none of them twice."""
+    with tempfile.TemporaryDirectory() as directory:
+        rows = data.draw(st.integers(1, 2000))
+        job = job_of(Path(directory), rows=rows)
+        tasks: list[Task] = []
+        for number in range(data.draw(st.integers(1, 25))):
+            what = data.draw(st.sampled_from(["start", "work", "work", "work", "end", "die"]))
+            if what == "start" or not tasks:
+                tasks.append(Task(job, f"n{number}"))
+            elif what == "work":
+                data.draw(st.sampled_from(tasks)).work(data.draw(st.integers(1, 3)))
+            else:
+                task = tasks.pop(data.draw(st.integers(0, len(tasks) - 1)))
+                task.end() if what == "end" else task.die()
+        for task in tasks:
+            task.end()
+        Task(job, "last").work(10_000)
+        found = Counter(row for part in parts_of(Path(directory) / "run") for row in part["row"].to_pylist())
+        assert found == Counter(range(rows))
+
+
+def test_sixteen_take_the_same(tmp_path: Path) -> None:
+    """A lease that several want at the same time goes to one of them, also where its directory looks old."""
+    first = Task(job_of(tmp_path, rows=100), "first")
+    boards = [Leases(first.run_dir.leases, f"task-{n}") for n in range(16)]
+    for board in boards:
+        board.refresh()
+    taken = [board.take(5) for board in boards]
+    assert [lease is not None for lease in taken] == [True] + [False] * 15
+
+
+def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
+    """Four starts at the same time write one dataset: every row once, and status tells of the whole."""
+    write_rows(tmp_path / "input.parquet", 400)
+    job = job_of(tmp_path, server, input={"columns": ["id"], "filter": "id != 50"})
+    file = write_job(job, tmp_path)
+    with contextlib.ExitStack() as stack:
+        tasks = [stack.enter_context(started(file, "--join")) for _ in range(4)]
+        assert [task.end() for task in tasks] == [0, 0, 0, 0]
+    assert [row["row"] for row in results_of(job)] == [n for n in range(400) if n != 50]
+    assert len(server.sent) == 399
+    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+    assert (state["rows_total"], state["rows_on_disk"], state["finished"]) == (399, 399, True)
+    again = batchrun(file, "--join")
+    assert again.exit_code == 0
+    assert "done: 399 of 399 rows ok" in again.stderr
+
+
+def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
+    """What a killed task held is done by one that lives, and what it had finished is not done again."""
+    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 10 == 9 else "answer"
+    job = job_of(tmp_path, server, rows=200, output={"durable": 0.1}, window=64)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first, started(file, "--join") as second:
+        eventually(lambda: len(server.sent) >= 128)
+        eventually(lambda: _rows_on_disk(tmp_path / "run") > 90)
+        kept = {row for task in RunDir(tmp_path / "run").all_tasks() for row in read_done(task).rows}
+        first.process.kill()
+        first.process.wait()
+        server.answer_held()
+        second.wait_for_line("took over from")
+        assert second.end() == 0
+    assert [row["row"] for row in results_of(job)] == list(range(200))
+    prompts = Counter(int(prompt.split()[1]) for prompt in server.prompts)
+    assert all(prompts[row] == 1 for row in kept)
+    events = {
+        event["event"]
+        for log in (tmp_path / "run").glob("tasks/*/events.jsonl")
+        for event in read_events(log)
+    }
+    assert {"lease", "lease_end", "takeover"} <= events
+
+
+def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
+    """A task that is told to stop ends what is in flight and leaves the rest to the others, at once."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=100, window=8)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first:
+        eventually(lambda: len(server.sent) == 8)
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_for_line("interrupted")
+        server.answer_held()
+        assert first.end() == 143, "".join(first.lines)
+    assert batchrun(file, "--join").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(100))
+    assert len(server.sent) == 100
+
+
+def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
+    """A start that finds all rows held by a task that lives starts no engine and ends, well."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=20, window=20)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first:
+        eventually(lambda: len(server.sent) == 20)
+        second = batchrun(file, "--join")
+        assert second.exit_code == 0
+        assert "nothing is free: other tasks do the rest: 0 of 20 rows ok, 0 failed, 20 left" in second.stderr
+        refused = batchrun(file)
+        assert refused.exit_code == 2
+        assert "done with --join" in refused.stderr
+        server.answer_held()
+        assert first.end() == 0
+
+
+def test_what_is_added_later(tmp_path: Path, server: FakeSGLang) -> None:
+    """After the end of a run a start does what has been added, failed rows if asked to, and lost parts."""
+    write_rows(tmp_path / "in" / "day1.parquet", 30)
+    server.script = lambda sent: "too long" if sent.prompt == "row 7" and sent.tries == 1 else "answer"
+    job = job_of(tmp_path, server, input={"path": str(tmp_path / "in")}, limits={"max_failed_rows": 1})
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--join").exit_code == 0
+    write_rows(tmp_path / "in" / "day2.parquet", 50, first=30)
+    assert batchrun(file, "--join").exit_code == 0
+    assert len(server.sent) == 80
+    assert batchrun(file, "--join", "--retry-failed").exit_code == 0
+    assert [row["error"] for row in results_of(job)] == [None] * 80
+    assert len(server.sent) == 81
+    next((tmp_path / "run" / "parts").glob("*.parquet")).unlink()
+    task = Task(job, "later")  # in this process, where nobody waits for another host's parts to be seen
+    task.work(10_000)
+    assert [row["row"] for row in results_of(job)] == list(range(80))
+
+
+def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
+    """What one start has done of a run is left out when several go on with it."""
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 20 else "hold"
+    job = job_of(tmp_path, server, rows=60, window=8, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    with started(file) as alone:
+        eventually(lambda: _rows_on_disk(tmp_path / "run") == 20)
+        refused = batchrun(file, "--join")
+        assert refused.exit_code == 2
+        assert "is writing this run" in refused.stderr
+        alone.process.kill()
+        alone.process.wait()
+    server.answer_held()
+    server.forget()
+    assert batchrun(file, "--join").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(60))
+    assert len(server.sent) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--fresh"], "--fresh would discard"),
+        (["--shard", "0/2"], "a share of its own or takes what is left"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, options: list[str], told: str) -> None:
+    """A start that joins can neither begin anew nor have a fixed share."""
+    refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--join", *options)
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+
+
+def test_another_job_is_refused(tmp_path: Path) -> None:
+    """A start whose job differs from that of the run does not join it."""
+    job = job_of(tmp_path)
+    assert batchrun(write_job(job, tmp_path), "-q", "--join").exit_code == 0
+    other = write_job({**job, "sampling": {"temperature": 0.5}}, tmp_path)
+    refused = batchrun(other, "--join")
+    assert refused.exit_code == 2
+    assert "sampling.temperature" in refused.stderr
+
+
+def test_names_of_tasks() -> None:
+    """A task's name says host, job, array task and restart, in letters that a file may have."""
+    slurm = {"SLURM_ARRAY_JOB_ID": "812", "SLURM_JOB_ID": "815", "SLURM_ARRAY_TASK_ID": "3"}
+    assert joint_task("gpu07.hpc", "ab12", slurm).task == "join-gpu07.hpc-812-t3-ab12"
+    assert (
+        joint_task("gpu 07", "ab12", {**slurm, "SLURM_RESTART_COUNT": "1"}).task
+        == "join-gpu_07-812-t3-r1-ab12"
+    )
+    assert joint_task("laptop", "ab12", {}).task == "join-laptop-ab12"
+
+
+def _rows_on_disk(run: Path) -> int:
+    found = batchrun("status", run, "--json")
+    return int(json.loads(found.stdout)["rows_on_disk"]) if found.exit_code == 0 else -1
