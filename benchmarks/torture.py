@@ -7,6 +7,8 @@ there once, with the very output of an undisturbed run. On the way nothing that 
 what is done again may only have ended in the last second (by default; here `durable` is 0.2 s, to have more
 kills a minute).
 
+In half of the rounds several starts join the run (`--join`), and each that is killed is replaced by another.
+
 The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
 tiny random model at temperature 0, in which the runner and the engine are killed.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import math
 import os
 import random
 import signal
@@ -44,9 +47,11 @@ if TYPE_CHECKING:
     from batchrunner.records import Outcome
 
 Strike: TypeAlias = "Callable[[subprocess.Popen[bytes]], None]"
-CALLS = ("fsync", "pwrite", "replace", "rename", "unlink", "open", "ftruncate", "mkdir", "rmdir")
+CALLS = ("fsync", "pwrite", "replace", "rename", "link", "unlink", "open", "ftruncate", "mkdir", "rmdir")
 MOMENTS = ("before", "torn", "after")
 ROWS = 300
+TOGETHER = 3
+"""Starts that join a run at the same time."""
 DURABLE_S = 0.2
 LATE_S = 0.8
 """More than `durable`, by what a busy machine's fsync and scheduling take."""
@@ -68,14 +73,16 @@ class Totals:
     by_moment: Counter[str] = field(default_factory=Counter)
 
 
-def child(job_file: str, told: str, call: str, moment: str, number: int) -> None:
+def child(job_file: str, told: str, call: str, moment: str, number: int, *, join: bool) -> None:
     """Run the job as the command does, and die at the chosen call."""
     _tell_of_every_row(told)
     if call in CALLS:
         _die_at(call, moment, number)
     elif call == "count":
         _count_calls(Path(told).with_name("calls.json"))
-    report = run_in_foreground(job_file, [], fresh=False, retry_failed=False, quiet=True, as_json=False)
+    report = run_in_foreground(
+        job_file, [], fresh=False, retry_failed=False, join=join, quiet=True, as_json=False
+    )
     sys.exit(report.exit_code)
 
 
@@ -84,7 +91,7 @@ def _tell_of_every_row(told: str) -> None:
     put = Sink.put
 
     async def tell_and_put(self: Sink, outcome: Outcome) -> None:
-        os.write(file, b"%d %f\n" % (outcome.ref.row, time.monotonic()))
+        os.write(file, b"%d %f %d\n" % (outcome.ref.row, time.monotonic(), os.getpid()))
         await put(self, outcome)
 
     Sink.put = tell_and_put  # type: ignore[method-assign]
@@ -125,6 +132,15 @@ def _count_calls(path: Path) -> None:
     atexit.register(lambda: path.write_text(json.dumps(counts)))
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """A start that joined the run."""
+
+    process: subprocess.Popen[bytes]
+    where: str
+    dies_at: float
+
+
 @dataclass
 class Round:
     """One job, from its first start to its end."""
@@ -158,14 +174,8 @@ class Round:
         undisturbed: bool = False,
     ) -> bool:
         """Start the runner once; tell whether it came to its end."""
-        call, moment = self.made.choice(sorted(self.calls)), self.made.choice(MOMENTS)
-        number = self.made.randint(1, max(1, self.calls[call] // 2))
         by_time = undisturbed or strike is not None or self.made.random() < 0.3
-        if by_time:
-            call, moment = "none", "at a random moment"
-        command = [sys.executable, "-m", "benchmarks.torture", "--child", str(job_file)]
-        command += ["--told", str(self.folder / "told"), "--at", call, moment, str(number)]
-        told_before = len(self._told())
+        command, where = self._command(job_file, at_a_call=not by_time)
         with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
             try:
                 if strike is not None and not undisturbed:
@@ -176,23 +186,67 @@ class Round:
                 _, errors = process.communicate(timeout=LONGEST_START_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise SystemExit(f"a start hangs: {call} {moment} {number} in {self.folder}") from None
+                raise SystemExit(f"a start hangs: {where} in {self.folder}") from None
         died_at = time.monotonic()
         if process.returncode == -signal.SIGKILL:
             self.totals.kills += 1
-            self.totals.by_moment[f"{call} {moment}" if call != "none" else moment] += 1
-            self._look(died_at, self._told()[told_before:])
+            self.totals.by_moment[where] += 1
+            self._look(died_at, process.pid)
             return False
         if process.returncode != 0:
             raise SystemExit(f"exit {process.returncode} in {self.folder}: {errors.decode()[-2000:]}")
         return True
 
-    def _look(self, died_at: float, told: list[list[bytes]]) -> None:
+    def _command(self, job_file: Path, *, at_a_call: bool, join: bool = False) -> tuple[list[str], str]:
+        """Return a start's command, and where it is to die."""
+        call, moment = self.made.choice(sorted(self.calls)), self.made.choice(MOMENTS)
+        number = self.made.randint(1, max(1, self.calls[call] // 2))
+        if not at_a_call:
+            call, moment = "none", "at a random moment"
+        command = [sys.executable, "-m", "benchmarks.torture", "--child", str(job_file)]
+        command += ["--told", str(self.folder / "told"), "--at", call, moment, str(number)]
+        return command + [
+            "--join"
+        ] * join, f"{'joined: ' * join}{moment if call == 'none' else f'{call} {moment}'}"
+
+    def go_together(self, kills: int) -> None:
+        """Let several starts join the run; kill so many of them, and let another one come for each."""
+        job_file = self.folder / "job.yaml"
+        job_file.write_text(json.dumps(self.job))
+        running = [self._spawn(job_file, kill=True) for _ in range(TOGETHER)]
+        while running:
+            time.sleep(0.05)
+            cut_off = time.monotonic()
+            for each in [each for each in running if each.process.poll() is not None]:
+                running.remove(each)
+                if each.process.returncode == 0:
+                    continue
+                if each.process.returncode != -signal.SIGKILL:
+                    raise SystemExit(f"exit {each.process.returncode} in {self.folder}")
+                kills -= 1
+                self.totals.kills += 1
+                self.totals.by_moment[each.where] += 1
+                self._look(cut_off, each.process.pid)
+                running.append(self._spawn(job_file, kill=kills > 0))
+            for each in running:
+                if time.monotonic() > each.dies_at:
+                    each.process.kill()
+        self._spawn(job_file, kill=False).process.wait(LONGEST_START_S)  # what the last dead have left
+        self._judge()
+
+    def _spawn(self, job_file: Path, *, kill: bool) -> _Joined:
+        by_time = not kill or self.made.random() < 0.3
+        command, where = self._command(job_file, at_a_call=not by_time, join=True)
+        dies_at = time.monotonic() + self.made.uniform(0.7, 3.0) if by_time and kill else math.inf
+        return _Joined(subprocess.Popen(command), where, dies_at)
+
+    def _look(self, died_at: float, pid: int) -> None:
         """See that what was durable still is, and that all that ended more than a moment ago is."""
-        durable = set(read_done(RunDir(self.job["output"]["path"])).rows)
+        tasks = RunDir(self.job["output"]["path"]).all_tasks()
+        durable = {row for task in tasks for row in read_done(task).rows}
         self.totals.vanished += len(self.durable - durable)
         self.durable = durable
-        ended = {int(row): float(at) for row, at in told}
+        ended = {int(row): float(at) for row, at, of in self._told() if int(of) == pid}
         late = [row for row, at in ended.items() if row not in durable and died_at - at > DURABLE_S + LATE_S]
         self.totals.redone_too_late += len(late)
 
@@ -209,7 +263,7 @@ class Round:
         self.totals.doubled += len(rows) - len(found)
         self.totals.different += sum(found.get(row) != output for row, output in self.expected.items())
         told = self._told()
-        self.totals.redone += len(told) - len({row for row, _ in told})
+        self.totals.redone += len(told) - len({row for row, *_ in told})
 
 
 def job_for(folder: Path, source: Path, engine: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +296,8 @@ def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals:
     while totals.kills < kills:
         folder = scratch / f"round-{number}"
         folder.mkdir()
-        Round(folder, job_for(folder, source, engine), expected, totals, made, calls).go(kills=12)
+        one = Round(folder, job_for(folder, source, engine), expected, totals, made, calls)
+        one.go_together(kills=12) if number % 2 else one.go(kills=12)
         number += 1
         print(f"round {number}: {totals.kills} kills", file=sys.stderr, flush=True)
 
@@ -298,9 +353,10 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--told", help=argparse.SUPPRESS)
     parser.add_argument("--at", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--join", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.told, args.at[0], args.at[1], int(args.at[2]))
+        child(args.child, args.told, args.at[0], args.at[1], int(args.at[2]), join=args.join)
         return
     totals, began = Totals(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torture-") as scratch:
