@@ -1,13 +1,13 @@
 # make run    the main job on real input with a real engine      make demo   the same screen without an engine
 # make test   all tests, the real engine's included              make check  lint and types
 # make install  the light part: .venv/bin/batchrun without SGLang     make torture  kill runs by the hundred
-# make bench-client bench-journal bench-memory bench-engine bench-control bench-gateway bench-simulation
-#      bench-control-simulated: what they measure stands at the head of each file in benchmarks/
+# make bench-client bench-journal bench-memory bench-resume bench-engine bench-control bench-gateway
+#      bench-simulation bench-control-simulated: what they measure stands at the head of each file in benchmarks/
 
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated torture clean
+.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated torture clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -61,6 +61,9 @@ bench-client: .venv/.light
 
 bench-memory: .venv/.light
 	.venv/bin/python -m benchmarks.memory
+
+bench-resume: .venv/.light
+	.venv/bin/python -m benchmarks.resume
 
 bench-journal: .venv/.light
 	.venv/bin/python -m benchmarks.journal
