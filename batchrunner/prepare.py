@@ -101,7 +101,14 @@ def _check_parting(run_dir: RunDir) -> None:
 
 
 def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:
-    """Read what earlier starts did; `model` None leaves the model out of the comparison.
+    """Read what earlier starts of this run did; raises ResumeError as `check_resumes` does."""
+    if not check_resumes(prepared, model):
+        return Done()
+    return read_done(prepared.run_dir, without_failed=without_failed)
+
+
+def check_resumes(prepared: Prepared, model: str | None) -> bool:
+    """Tell whether the run was started before; `model` None leaves the model out of the comparison.
 
     Raises ResumeError where the output path holds another run, or parts of nobody knows what.
     """
@@ -112,8 +119,8 @@ def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = F
             raise ResumeError(
                 f"{run_dir.path} has results but no run.json: take another output.path, or --fresh"
             )
-        return Done()
+        return False
     _check_parting(run_dir)
     new = fingerprint(prepared.job, prepared.dataset, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
-    return read_done(run_dir, without_failed=without_failed)
+    return True

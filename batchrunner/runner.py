@@ -25,7 +25,7 @@ from batchrunner.errors import BatchrunError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
 from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
-from batchrunner.prepare import find_done, prepare
+from batchrunner.prepare import check_resumes, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
 from batchrunner.shard import Joint
 from batchrunner.sink import Sink, result_schema
@@ -113,7 +113,7 @@ async def execute(
         if info is None:  # nothing to do and nobody to ask
             return finished_before(prepared, start)
         if model is None and not fresh:
-            await asyncio.to_thread(find_done, prepared, info.model)
+            await asyncio.to_thread(check_resumes, prepared, info.model)
         if fresh:
             prepared.run_dir.discard()
         elif retry_failed:  # only now: a start that was refused changes nothing

@@ -41,10 +41,9 @@ class Failures:
         kept = dict(self.rows.most_common(MOST_GROUPS))
         rest = self.rows.total() - sum(kept.values())
         first = next(group for group in self.rows if group not in kept)
-        return Failures(
-            Counter({**kept, OTHER: kept.get(OTHER, 0) + rest}),
-            {OTHER: self.examples[first], **self.examples},
-        )
+        examples = {OTHER: self.examples[first], **self.examples}
+        groups = Counter({**kept, OTHER: kept.get(OTHER, 0) + rest})
+        return Failures(groups, {group: examples[group] for group in groups})
 
     def summary(self) -> list[dict[str, object]]:
         """Return the groups, largest first, as report.json has them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,11 +194,20 @@ def test_a_broken_run_file_is_refused(tmp_path: Path, server: FakeSGLang) -> Non
         batchrunner.run(job)
 
 
-def test_a_damaged_part(tmp_path: Path, server: FakeSGLang) -> None:
+def cut_off(part: Path) -> None:
+    part.write_bytes(part.read_bytes()[:-20])
+
+
+def leave_out_the_errors(part: Path) -> None:
+    pq.write_table(pq.read_table(part).drop_columns("error"), part)
+
+
+@pytest.mark.parametrize("damage", [cut_off, leave_out_the_errors])
+def test_a_damaged_part(tmp_path: Path, server: FakeSGLang, damage: Callable[[Path], None]) -> None:
     """A part that cannot be read is named, and moved away its rows are done again."""
     job = some_done(tmp_path, server)
     (part,) = (tmp_path / "run" / "parts").iterdir()
-    part.write_bytes(part.read_bytes()[:-20])
+    damage(part)
     with pytest.raises(ResumeError) as caught:
         batchrunner.run(job)
     assert f"{part}: is damaged: move it away, and its rows will be done again" in str(caught.value)
@@ -302,6 +312,18 @@ def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
     assert (second.output_tokens, second.output_tokens_all_starts) == (30, 50)
     third = batchrunner.run(job)
     assert third.wall_s_all_starts == pytest.approx(second.wall_s_all_starts, abs=0.05)
+
+
+def test_times_of_killed_starts_add_up(tmp_path: Path) -> None:
+    """A start that was killed, its last line torn, counts up to the last event that it wrote."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    log = tmp_path / "run" / "events.jsonl"
+    *others, last = log.read_bytes().splitlines(keepends=True)
+    lasts = [re.sub(rb'"elapsed_s":[0-9.]+', b'"elapsed_s":%d.5' % s, last) for s in (100, 200, 300)]
+    log.write_bytes(b"".join([*others, lasts[0], *others, lasts[1], *others, lasts[2], last[:20]]))
+    report = batchrunner.run(job)
+    assert (report.starts, report.wall_s_all_starts) == (3, 601.5)
 
 
 # --- interrupts ---
