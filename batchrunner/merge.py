@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BUCKET_ROWS = 100_000
 MOST_BUCKETS = 256
 """Files that are open for writing at once."""
+_LIGHTLY = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 def merge(run: str | Path) -> Path:
@@ -41,8 +42,9 @@ def merge(run: str | Path) -> Path:
     work.mkdir()
     try:
         _deal_out(parts, work)
-        for index, bucket in enumerate(sorted(work.glob("bucket-*.parquet"))):
-            table = pq.read_table(bucket).sort_by("row")
+        for index, bucket in enumerate(sorted(work.glob("bucket-*.arrows"))):
+            with pa.OSFile(str(bucket)) as file, pa.ipc.open_stream(file) as reader:
+                table = reader.read_all().sort_by("row")
             pq.write_table(table, work / f"merged-{index:06d}.parquet", compression="zstd")
             bucket.unlink()
         shutil.rmtree(run_dir.merged, ignore_errors=True)
@@ -56,15 +58,16 @@ def merge(run: str | Path) -> Path:
 def _deal_out(parts: list[Path], work: Path) -> None:
     last = max(_last_row(part) for part in parts)
     size = max(BUCKET_ROWS, -(-(last + 1) // MOST_BUCKETS))
-    writers: dict[int, pq.ParquetWriter] = {}
+    writers: dict[int, pa.ipc.RecordBatchStreamWriter] = {}
     try:
         for part in parts:
-            table = pq.read_table(part)
+            with pq.ParquetFile(part) as file:
+                table = file.read()
             buckets = pc.divide(table.column("row"), size)
             for bucket in pc.unique(buckets).to_pylist():
                 if bucket not in writers:
-                    path = work / f"bucket-{bucket:06d}.parquet"
-                    writers[bucket] = pq.ParquetWriter(path, table.schema, compression="zstd")
+                    path = work / f"bucket-{bucket:06d}.arrows"
+                    writers[bucket] = pa.ipc.new_stream(path, table.schema, options=_LIGHTLY)
                 writers[bucket].write_table(table.filter(pc.equal(buckets, pa.scalar(bucket, pa.int64()))))
     finally:
         for writer in writers.values():
@@ -72,5 +75,6 @@ def _deal_out(parts: list[Path], work: Path) -> None:
 
 
 def _last_row(part: Path) -> int:
-    rows = pq.read_table(part, columns=["row"]).column("row")
+    with pq.ParquetFile(part) as file:
+        rows = file.read(["row"]).column("row")
     return int(pc.max(rows).as_py() or 0)
