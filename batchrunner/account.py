@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from batchrunner.checkpoint import read_run_json
-from batchrunner.events import earlier_wall_s
-from batchrunner.report import EXIT_DONE, EXIT_FAILED_ROWS, Report, tolerated
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchrunner.checkpoint import done_by_all, read_run_json
+from batchrunner.errors import OutputError
+from batchrunner.events import earlier_wall_s, span
+from batchrunner.job import LimitsSpec
+from batchrunner.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
 from batchrunner.shard import Joint
+from batchrunner.sink import part_files
+from batchrunner.storage import MAIN_TASK, RunDir
 from batchrunner.tally import Tally
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batchrunner.begin import Start
     from batchrunner.checkpoint import Done
-    from batchrunner.job import Job
     from batchrunner.prepare import Prepared
     from batchrunner.records import EngineInfo
 
 
-def make_report(prepared: Prepared, done: Done, total: int, tally: Tally) -> Report:
+def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report:
     """Sum up the rows; what ended the run, its times and its engine are still to be filled in."""
     failures = done.failures.merged(tally.failures)
     return Report(
-        path=str(prepared.run_dir.path),
+        path=str(run_dir.path),
         exit_code=EXIT_DONE,
         reason="",
         rows_total=total,
@@ -47,17 +57,17 @@ def make_report(prepared: Prepared, done: Done, total: int, tally: Tally) -> Rep
     )
 
 
-def verdict_of_done(report: Report, job: Job) -> tuple[int, str]:
+def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
     """Return exit code and reason of a run without rows left."""
-    if report.rows_failed > tolerated(job.limits.max_failed_rows, report.rows_total):
+    if report.rows_failed > tolerated(max_failed_rows, report.rows_total):
         return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
     return EXIT_DONE, "done"
 
 
 def finished_before(prepared: Prepared, start: Start) -> Report:
     """Make the report of a start that found nothing to do."""
-    report = make_report(prepared, start.done, start.source.total, Tally())
-    exit_code, reason = verdict_of_done(report, prepared.job)
+    report = make_report(prepared.run_dir, start.done, start.source.total, Tally())
+    exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
     if report.rows_left:
         reason = "nothing is free: other tasks do the rest"
     starts, wall_s = earlier_wall_s(prepared.run_dir.events)
@@ -71,6 +81,55 @@ def finished_before(prepared: Prepared, start: Start) -> Report:
     if has_none and not isinstance(prepared.part, Joint):
         report.save(prepared.run_dir.report_json)
     return report
+
+
+def report_of_all(run: str | Path) -> Report:
+    """Make the report of a whole run from its files; where several tasks did it, it is its report.json.
+
+    Its time is that from the first start to the last event. Raises OutputError where the path holds no run,
+    ResumeError where a part is damaged, StorageError.
+    """
+    run_dir = RunDir(run)
+    facts = read_run_json(run_dir)
+    if facts is None:
+        raise OutputError(f"{run}: not a run's output path (no run.json)")
+    spans = [found for task in run_dir.all_tasks() if (found := span(task.events))]
+    wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
+    report = make_report(run_dir, done_by_all(run_dir), facts["rows_total"], Tally())
+    limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
+    exit_code, reason = verdict_of_done(report, limit)
+    if report.rows_left:
+        exit_code, reason = EXIT_STOPPED, "not finished"
+    report = replace(
+        report,
+        **_sums(run_dir.parts),
+        exit_code=exit_code, reason=reason, rows_resumed=0,
+        wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
+        starts=sum(earlier_wall_s(task.events)[0] for task in run_dir.all_tasks()),
+        output_tokens=report.output_tokens_all_starts,
+        output_tokens_per_s=round(report.output_tokens_all_starts / max(wall_s, 1e-3), 1),
+        rows_per_s=round(report.rows_resumed / max(wall_s, 1e-3), 2),
+        engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
+    )  # fmt: skip
+    if any(task.task != MAIN_TASK for task in run_dir.all_tasks()):
+        report.save(run_dir.report_json)
+    return report
+
+
+def _sums(parts: Path) -> dict[str, Any]:
+    """Add up what parts say of their rows beyond their number."""
+    sums, reasons = Counter[str](), Counter[str]()
+    for path in part_files(parts):
+        table = pq.read_table(path, columns=["prompt_tokens", "cached_tokens", "attempts", "finish_reason"])
+        for name in ("prompt_tokens", "cached_tokens"):
+            sums[name] += pc.sum(table.column(name)).as_py() or 0
+        again = pc.max_element_wise(pc.subtract(table.column("attempts"), 1), 0)
+        sums["retries"] += pc.sum(again).as_py() or 0
+        column = table.column("finish_reason")
+        reasons.update((pc.list_flatten(column) if pa.types.is_list(column.type) else column).to_pylist())
+    del reasons[None]  # of failed rows
+    names = ("prompt_tokens", "cached_tokens", "retries")
+    return {**{name: sums[name] for name in names}, "finish_reasons": dict(reasons)}
 
 
 def versions(info: EngineInfo) -> dict[str, str | None]:

@@ -141,20 +141,16 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def merge(run: RunArgument) -> None:
-    """Write a run's parts as one dataset in input order, under RUN/merged.
+    """Write a run's parts as one dataset in input order, under RUN/merged; of several tasks' the report too.
 
     Example: batchrun merge out/summarize
     """
+    from batchrunner.account import report_of_all  # noqa: PLC0415
     from batchrunner.merge import merge as merge_parts  # noqa: PLC0415
-    from batchrunner.status import status as status_of  # noqa: PLC0415
 
     merged: Path = _or_exit(merge_parts, run)
-    state = _or_exit(status_of, run)
-    if state["rows_on_disk"] < state["rows_total"]:
-        print(  # noqa: T201
-            f"batchrun: only {state['rows_on_disk']} of {state['rows_total']} rows: the run has not finished",
-            file=sys.stderr,
-        )
+    report: Report = _or_exit(report_of_all, run)
+    print("\n".join(report.lines()), file=sys.stderr)  # noqa: T201
     _print([str(merged)])
 
 

@@ -83,19 +83,29 @@ def earlier_wall_s(path: Path) -> tuple[int, float]:
     return starts, total + last
 
 
+def span(path: Path) -> tuple[float, float] | None:
+    """Return when a log's first and last events were written (seconds since the epoch); None without any."""
+    first, last = next(read_events(path), None), next(_last_events(path), None)
+    return (first["time"], last["time"]) if first and last else None
+
+
 def last_sample(path: Path) -> dict[str, Any] | None:
-    """Return the newest sample of a log, read from its end."""
+    """Return the newest sample of a log."""
+    return next((event for event in _last_events(path) if event["event"] == "sample"), None)
+
+
+def _last_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events at the end of a log, newest first."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return None
+        return
     for line in reversed(lines):
         try:
             event = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
-        if isinstance(event, dict) and event.get("event") == "sample":
-            return event
-    return None
+        if isinstance(event, dict) and "event" in event:
+            yield event

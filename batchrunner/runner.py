@@ -364,7 +364,7 @@ class _Run:
 
     def _finish(self, failure: BatchrunError | None) -> Report:
         wall_s = time.monotonic() - self._began
-        report = make_report(self._prepared, self._done, self._source.total, self._tally)
+        report = make_report(self._prepared.run_dir, self._done, self._source.total, self._tally)
         exit_code, reason = self._verdict(report, failure)
         report = replace(
             report,
@@ -394,7 +394,7 @@ class _Run:
             return failure.exit_code, str(failure)
         if report.rows_left:
             return self._control.exit_code, self._control.reason or "stopped"
-        return verdict_of_done(report, self._job)
+        return verdict_of_done(report, self._job.limits.max_failed_rows)
 
 
 def _without_secrets(job: Job) -> dict[str, Any]:

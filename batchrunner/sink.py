@@ -107,7 +107,8 @@ class Sink:
         """
         self._buffer.append(outcome)
         self._bytes += _text_bytes(outcome)
-        self._set_timer()
+        if len(self._buffer) == 1:
+            self._set_timer()
         if self._is_full():
             await self._wait()
             if self._is_full():
@@ -173,10 +174,14 @@ class Sink:
 
     def _set_timer(self) -> None:
         """Look again when the first of the buffer's rows is due to be durable, or the part to be written."""
-        if self._timer is None and (self._buffer or self._part.rows):
-            due = self._part.began + PART_S - time.monotonic() if self._part.rows else PART_S
-            wait_s = min(self._durable_s * EARLY, due) if self._buffer else due
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._start_writing)
+        if not self._buffer and not self._part.rows:
+            return
+        due = self._part.began + PART_S - time.monotonic() if self._part.rows else PART_S
+        wait_s = max(0.0, min(self._durable_s * EARLY, due) if self._buffer else due)
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._timer.when() > loop.time() + wait_s:
+            self._drop_timer()
+            self._timer = loop.call_later(wait_s, self._start_writing)
 
     def _drop_timer(self) -> None:
         if self._timer is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.checkpoint import read_done, read_run_json
 from batchrunner.claim import Claim
 from batchrunner.errors import OutputError
 from batchrunner.events import last_sample
-from batchrunner.progress import load_line
+from batchrunner.leases import Leases
+from batchrunner.progress import MOST_NAMED, load_line
 from batchrunner.report import duration
 from batchrunner.storage import MAIN_TASK, RunDir
 
@@ -24,6 +26,9 @@ def status(run: str | Path) -> dict[str, Any]:
     if facts is None:
         raise OutputError(f"{run}: not a run's output path (no run.json)")
     tasks = [_task(task) for task in run_dir.all_tasks()]
+    leases = Leases(run_dir.leases)
+    leases.refresh()
+    rate = sum(task["last_sample"]["rows_per_s"] for task in tasks if task["last_sample"])
     on_disk = sum(task["rows_on_disk"] for task in tasks)
     running = [task["running"] for task in tasks if task["running"]]
     return {
@@ -36,7 +41,20 @@ def status(run: str | Path) -> dict[str, Any]:
         "rows_failed": sum(task["rows_failed"] for task in tasks),
         "output_tokens": sum(task["output_tokens"] for task in tasks),
         "finished": not running and on_disk >= facts["rows_total"],
+        "rows_per_s": rate,
+        "time_left_s": (facts["rows_total"] - on_disk) / rate if rate else None,
+        "leases": _count(leases) if leases.plan else None,
         "tasks": tasks,
+    }
+
+
+def _count(leases: Leases) -> dict[str, Any]:
+    free, held = len(leases.free()), leases.held()
+    return {
+        "total": len(leases),
+        "free": free,
+        "done": len(leases) - free - len(held),
+        "held": dict(Counter(held.values())),
     }
 
 
@@ -66,14 +84,34 @@ def status_lines(state: dict[str, Any]) -> list[str]:
             f"{state['output_tokens']:,} output tokens"
         ),
     ]
+    leases = state["leases"]
+    if leases:
+        held = sum(leases["held"].values())
+        lines.append(f"{leases['total']} leases: {leases['done']} done, {held} held, {leases['free']} free")
+    ended = [task for task in state["tasks"] if not task["running"] and task["task"] != MAIN_TASK]
+    if len(ended) > MOST_NAMED:
+        rows, failed = (sum(task[name] for task in ended) for name in ("rows_on_disk", "rows_failed"))
+        lines.append(f"{len(ended)} tasks that ended: {rows} rows on disk, {failed} failed")
     for task in state["tasks"]:
-        if task["task"] != MAIN_TASK:
-            lines.append(f"{task['task']}: {task['rows_on_disk']} rows on disk, {task['rows_failed']} failed")
-        if task["running"]:
-            lines.append(f"running: {task['running']}")
-            lines += [_sample_line(task["last_sample"])] if task["last_sample"] else []
+        if task["running"] or len(ended) <= MOST_NAMED:
+            lines += _task_lines(task, leases["held"].get(task["task"], 0) if leases else 0)
+    if len(state["tasks"]) > 1 and state["time_left_s"] is not None:
+        lines.append(f"together: {state['rows_per_s']:.1f} rows/s, {duration(state['time_left_s'])} left")
     if not state["running"]:
         lines.append("finished" if state["finished"] else "not running: run the same command again to go on")
+    return lines
+
+
+def _task_lines(task: dict[str, Any], held: int) -> list[str]:
+    lines = []
+    if task["task"] != MAIN_TASK:
+        leases = f", holds {held} leases" if held else ""
+        lines.append(
+            f"{task['task']}: {task['rows_on_disk']} rows on disk, {task['rows_failed']} failed{leases}"
+        )
+    if task["running"]:
+        lines.append(f"running: {task['running']}")
+        lines += [_sample_line(task["last_sample"])] if task["last_sample"] else []
     return lines
 
 

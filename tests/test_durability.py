@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.journal import Journal, read_journal
+from batchrunner.sink import PART_S
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -72,6 +73,20 @@ def test_a_kill_loses_a_second_at_most(tmp_path: Path, server: FakeSGLang) -> No
     assert report.rows_resumed == 30
     rows_once(job, 100)
     assert list((tmp_path / "run" / "tasks" / "main").glob("journal-*")) == []
+
+
+def test_rows_that_trickle_in(tmp_path: Path, server: FakeSGLang) -> None:
+    """A row that ends after a quiet while is durable as soon as any other, and not only with its part."""
+    ready = 4
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < ready else "busy 503"
+    job = job_of(tmp_path, server, rows=40, window=4)
+    with started(write_job(job, tmp_path)) as running:
+        for ready in (4, 8, 12):
+            began = time.monotonic()
+            eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ready)  # noqa: B023
+            assert time.monotonic() - began < PART_S / 2
+        assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
+        running.process.kill()
 
 
 def test_a_killed_run_merges(tmp_path: Path, server: FakeSGLang) -> None:
