@@ -177,7 +177,7 @@ class Claim:
     def beat(self) -> None:
         """Show that we live."""
         self._beats += 1
-        file = os.open(self._heartbeat, os.O_WRONLY | os.O_CREAT, 0o644)
+        file = os.open(self._heartbeat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             os.pwrite(file, f"{self._me.token} {self._beats:012d}".encode(), 0)
             os.fsync(file)

@@ -271,6 +271,8 @@ class AttachEngine(_Spec):
 def _checked_url(url: str) -> str:
     if not re.match(r"https?://[^/]+", url):
         raise ValueError(f"an address starts with http:// or https:// (got {url!r})")
+    if "@" in url.split("/")[2]:
+        raise ValueError("an address has no user and password in it: name the key's variable in api_key_env")
     return url.rstrip("/")
 
 

@@ -30,6 +30,7 @@ def merge(run: str | Path) -> Path:
     the data, one bucket in memory. Raises OutputError where there is nothing to merge.
     """
     run_dir = RunDir(run)
+    run_dir.refuse_links()
     for task in run_dir.all_tasks():
         if task.journals() and Claim(task.task_directory).is_held() is False:
             with claimed(task) as claim, writing(task.parts):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import re
 import sys
 import threading
 import time
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
+"""An argument of this name is not written down: `admin-api-key`, say, and not `tokenizer-path`."""
 
 LEAST_ROWS_TO_ABORT = 100
 """`abort_failed_share` looks at a run once so many rows have ended."""
@@ -400,6 +403,8 @@ class _Run:
 def _without_secrets(job: Job) -> dict[str, Any]:
     """Return the job as run.json keeps it: what `engine.env` holds (tokens, often) is nobody's business."""
     spec = job.model_dump(mode="json", exclude_unset=True)
-    if "env" in spec["engine"]:
-        spec["engine"]["env"] = dict.fromkeys(spec["engine"]["env"], "***")
+    for section in ("env", "args", "gateway_args"):
+        values = spec["engine"].get(section, {})
+        masked = [name for name in values if section == "env" or _SECRET.search(name)]
+        values.update(dict.fromkeys(masked, "***"))
     return spec

@@ -76,9 +76,19 @@ class RunDir:
             raise OutputError(f"output.path {self.path}: {place} is a file: give a directory")
         if not os.access(place, os.W_OK | os.X_OK):
             raise OutputError(f"output.path {self.path}: {place} is not writable")
+        self.refuse_links()
         disk = shutil.disk_usage(place)
         if disk.total and disk.free < LEAST_FREE_BYTES:  # /proc and its like have no size at all
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
+
+    def refuse_links(self) -> None:
+        """Raise OutputError where what we write here would land elsewhere, behind a link."""
+        own = (self.parts, self.tasks, self.leases, self.merged, self.merged.with_name("merged.tmp"))
+        for path in (*own, *self.tasks.glob("*"), *self.own.glob("*.log"), self.events):
+            if path.is_symlink():
+                raise OutputError(
+                    f"{path}: is a symbolic link, and results are written into output.path only: remove it"
+                )
 
     def discard_merged(self) -> None:
         """Delete a merged dataset, which new rows make a thing of the past."""
@@ -107,6 +117,7 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
     `writer` tells several that may write the same file at the same time apart.
     """
     temporary = path.with_name(f"{path.name}{writer and '.'}{writer}{TEMPORARY}")
+    temporary.unlink(missing_ok=True)  # it may be a link to elsewhere
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -125,8 +136,9 @@ def create_file(path: Path, content: bytes, writer: str) -> bool:
     reply was lost the number of links tells. Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.{writer}{TEMPORARY}")
+    temporary.unlink(missing_ok=True)  # it may be a link to elsewhere
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -17,7 +17,7 @@ import yaml
 
 import batchrunner
 from batchrunner.errors import InputError
-from tests.conftest import INSTANT, batchrun, job_of, report_of, write_job, write_rows
+from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
 from tests.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:
@@ -472,3 +472,34 @@ def test_rows_that_are_no_table(rows: Any) -> None:
     """The library refuses rows that make no table with the same kind of error."""
     with pytest.raises(InputError, match="rows: "):
         batchrunner.generate(rows, prompt="{{ a }}", engine=INSTANT)
+
+
+@pytest.mark.parametrize(
+    "name", ["parts", "tasks", "tasks/main", "leases", "merged", "events.jsonl", "engine.log"]
+)
+def test_links_in_the_output(tmp_path: Path, name: str) -> None:
+    """A link that somebody planted in the output directory leads no file of ours elsewhere."""
+    outside, planted = tmp_path / "outside", tmp_path / "run" / name
+    outside.mkdir()
+    planted.parent.mkdir(parents=True)
+    planted.symlink_to(outside)
+    for command in ([write_job(job_of(tmp_path), tmp_path)], ["merge", tmp_path / "run"]):
+        refused = batchrun(*command)
+        assert refused.exit_code == 2
+        told(refused.stderr, str(planted), "is a symbolic link", "remove it")
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json.main.tmp", "report.json.tmp", "parts/part-main-000000.parquet.tmp"]
+)
+def test_links_instead_of_temporary_files(tmp_path: Path, name: str) -> None:
+    """A link under the name of a temporary file is replaced and not followed."""
+    victim, planted = tmp_path / "victim", tmp_path / "run" / name
+    victim.write_text("mine")
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.symlink_to(victim)
+    job = job_of(tmp_path)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert victim.read_text() == "mine"
+    assert len(results_of(job)) == 10

@@ -29,6 +29,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.fake_sglang import FakeSGLang, Sent
+from tests.launchable import launchable
 
 UTC = dt.timezone.utc  # noqa: UP017 - as pyarrow returns it
 
@@ -411,6 +412,25 @@ def test_no_secret_is_written_down(
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if b"s3cret-key" in path.read_bytes()]
+
+
+ANSWERS = """
+class Handler(Server):
+    known = {"/ready": {}, "/model_info": {"model_path": "answers"}, "/server_info": {"version": "0.5.23"}}
+    def asked(self, body):
+        self.answer("to " + body["text"])
+"""
+
+
+def test_no_secret_of_the_engine_is_written_down(tmp_path: Path) -> None:
+    """What the engine gets in its environment, and arguments that are named as secrets are, stay unwritten."""
+    engine = launchable(tmp_path, ANSWERS, HF_TOKEN="s3cret-1")
+    engine["args"] = {"admin-api-key": "s3cret-2", "tokenizer-path": "shown"}
+    assert batchrunner.run(job_of(tmp_path, engine)).rows_ok == 10
+    run = (tmp_path / "run" / "run.json").read_text()
+    assert "shown" in run
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]
 
 
 # --- while it runs, and afterwards ---
