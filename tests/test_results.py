@@ -423,7 +423,7 @@ class Handler(Server):
 
 
 def test_no_secret_of_the_engine_is_written_down(tmp_path: Path) -> None:
-    """What the engine gets in its environment, and arguments that are named as secrets are, stay unwritten."""
+    """What the engine gets in its environment, and in arguments named as secrets are, stays unwritten."""
     engine = launchable(tmp_path, ANSWERS, HF_TOKEN="s3cret-1")
     engine["args"] = {"admin-api-key": "s3cret-2", "tokenizer-path": "shown"}
     assert batchrunner.run(job_of(tmp_path, engine)).rows_ok == 10
