@@ -156,14 +156,14 @@ def merge(run: RunArgument) -> None:
 
 @app.command()
 def plot(run: RunArgument) -> None:
-    """Draw a run over time (queue, running, token usage, window, output rate) into RUN/run.png.
+    """Draw a run (or each of its tasks) over time into run.png: queue, running, token usage, window, rate.
 
     Example: batchrun plot out/summarize
     """
     from batchrunner.picture import draw  # noqa: PLC0415
 
-    picture: Path = _or_exit(draw, run)
-    _print([str(picture)])
+    pictures: list[Path] = _or_exit(draw, run)
+    _print([str(picture) for picture in pictures])
 
 
 @app.command()

@@ -33,20 +33,32 @@ class _Story:
             self._every *= 2
 
 
-def draw(run: str | Path) -> Path:
-    """Draw the last start of a run into `run.png` of its directory; return the path.
+def draw(run: str | Path) -> list[Path]:
+    """Draw the last start of a run, or of each of its tasks, into `run.png` beside its events.
 
     Raises OutputError where there is nothing to draw, JobError where matplotlib is not installed.
     """
-    run_dir = RunDir(run)
+    tasks = {task.own: task for task in (RunDir(run), *RunDir(run).all_tasks())}
+    stories = {own: _read_story(task) for own, task in tasks.items()}
+    drawn = [
+        _draw(story.samples, own / "run.png") for own, story in stories.items() if len(story.samples) > 1
+    ]
+    if not drawn:
+        raise OutputError(f"{run}: no samples to draw in {RunDir(run).events.name}")
+    return drawn
+
+
+def _read_story(run_dir: RunDir) -> _Story:
     story = _Story()
     for event in read_events(run_dir.events):
         if event["event"] == "start":
             story = _Story()
         elif event["event"] == "sample":
             story.add(event)
-    if len(story.samples) < 2:  # noqa: PLR2004 - a line has two ends
-        raise OutputError(f"{run}: no samples to draw in {run_dir.events.name}")
+    return story
+
+
+def _draw(samples: list[dict[str, Any]], path: Path) -> Path:
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra, and heavy
     except ImportError:
@@ -57,7 +69,6 @@ def draw(run: str | Path) -> Path:
     figure, (queue, usage, window, rate) = plt.subplots(
         4, 1, sharex=True, figsize=(9, 8), layout="constrained"
     )
-    samples = story.samples
     times = [sample["elapsed_s"] for sample in samples]
     for number, name in enumerate(_schedulers(samples)):
         label = f" {number}" if number or len(_schedulers(samples)) > 1 else ""
@@ -82,7 +93,6 @@ def draw(run: str | Path) -> Path:
         if axes.get_legend_handles_labels()[0]:  # an engine that tells no load leaves two of them empty
             axes.legend(loc="upper right", fontsize="small", ncols=3)
         axes.grid(visible=True, alpha=0.3)
-    path = run_dir.path / "run.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import batchrunner
-from tests.conftest import batchrun, job_of
+from tests.conftest import batchrun, job_of, write_job
 from tests.fake_sglang import FakeSGLang
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -35,6 +32,17 @@ def test_a_run_of_a_silent_engine_is_drawn(tmp_path: Path) -> None:
         server.polls = "gone"
         batchrunner.run(job_of(tmp_path, server, rows=300))
     assert batchrun("plot", tmp_path / "run").exit_code == 0
+
+
+def test_each_task_is_drawn(tmp_path: Path) -> None:
+    """Of a run that several tasks did, each has its picture beside its events."""
+    with FakeSGLang(max_running=32, delay_s=0.05) as server:
+        file = write_job(job_of(tmp_path, server, rows=2000), tmp_path)
+        for shard in ("0/2", "1/2"):
+            assert batchrun(file, "-q", "--shard", shard).exit_code == 0
+    drawn = batchrun("plot", tmp_path / "run").stdout.split()
+    assert [Path(path).parent.name for path in drawn] == ["shard-00000-of-00002", "shard-00001-of-00002"]
+    assert all(Path(path).read_bytes().startswith(PNG) for path in drawn)
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
