@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -373,6 +375,41 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
             assert batchrun(write_job(job, tmp_path), "--set", urls).exit_code == 0
         assert report_of(job)["rows_ok"] == 100
         assert 0 < report_of(job)["rows_resumed"] < 100
+
+
+def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None:
+    """While nothing can be created under the output path the run pauses, and goes on when it can again."""
+    run = Path(tempfile.mkdtemp(prefix="batchrunner-disk-"))  # as for a small disk
+    with mounted_read_only(run):
+        pass  # or this test is skipped
+    job = job_of(tmp_path, server, rows=100, output={"path": str(run), "part_rows": 10}, window=2)
+    with contextlib.ExitStack() as stack:
+
+        def turn_read_only(_: object) -> Any:
+            if len(server.sent) == 30:
+                stack.enter_context(mounted_read_only(run))
+                threading.Timer(2.0, stack.close).start()
+            return "answer"
+
+        server.script = turn_read_only
+        result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 0, result.stderr
+    told(result.stderr, "Read-only file system: the run pauses until it can be written", "written after")
+    assert [row["row"] for row in results_of(job)] == list(range(100))
+    shutil.rmtree(run)
+
+
+@contextlib.contextmanager
+def mounted_read_only(place: Path) -> Iterator[None]:
+    """Mount a directory over itself, read-only; skips where that is not allowed."""
+    for options in (["--bind", str(place), str(place)], ["-o", "remount,ro,bind", str(place)]):
+        made = subprocess.run(["mount", *options], check=False, capture_output=True, text=True, timeout=30)
+        if made.returncode:
+            pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
 
 
 # --- the engine ---
