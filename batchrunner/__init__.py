@@ -28,9 +28,12 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.model    a model's name and whether it is there
     engines.device   GPU or CPU, and what SGLang needs for a CPU
     engines.deadline   one timer for all requests
-    engines.http     servers that run already
+    engines.hang     when a server does nothing for too long
+    engines.route    where requests are sent
+    engines.http     the client of one or more servers
     engines.workerlist  what a gateway passes rows on to
     engines.gateway  a gateway that runs already
+    engines.attached   servers that run already
     engines.serverlog  why an engine died, from its log
     engines.launcher   a script of its own: runs a server that cannot outlive us
     engines.process  a program that we start, through the launcher

@@ -68,8 +68,14 @@ class Feedback:
             if now >= next_sample:
                 next_sample = now + min(SAMPLE_S, (now - began) / 50)
                 write_sample(self._events, state)
+            self.write_incidents()
             on_tick()
             await asyncio.sleep(POLL_S)
+
+    def write_incidents(self) -> None:
+        """Write what befell the engine to the event log."""
+        for incident in self._engine.incidents():
+            self._events.write(f"engine_{incident.what}", who=incident.who, why=incident.why)
 
     def write_decisions(self, decisions: Iterable[Decision]) -> None:
         """Write decisions to the event log."""

@@ -421,6 +421,9 @@ class LimitsSpec(_Spec):
     """Longest wait for one answer."""
     engine_wait: Duration = 300.0
     """How long an engine that takes no row at all is waited for before the run stops (exit 1)."""
+    hang: Duration = 60.0
+    """Shortest silence of an engine with rows in flight that counts as a hang: it learns how slow it is, and
+    is given five times as long at the start. One that we launched is started again."""
     disk_wait: Duration = 600.0
     """How long a disk that is full, or takes nothing, is waited for before the run stops (exit 1)."""
 

@@ -110,7 +110,7 @@ def open_engine(
     spec = parse_engine(engine)
     logs = Path(log_dir) if log_dir is not None else Path(tempfile.gettempdir()) / f"batchrunner-{id(spec):x}"
     with _portal() as portal:
-        made = make_engine(spec, log_dir=logs, request_timeout_s=request_timeout_s)
+        made = make_engine(spec, log_dir=logs, limits=LimitsSpec(request_timeout=request_timeout_s))
         try:
             yield OpenEngine(portal, spec, made, portal.call(made.open))
         finally:

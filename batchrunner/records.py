@@ -102,3 +102,25 @@ class Signals:
     """The route that leads to it."""
     taken_at: float | None = None
     """When the scheduler wrote it down, by its own clock: two polls may bring the same reading."""
+    work: float | None = None
+    """Grows with the forward passes that the scheduler has made; None where it does not count them."""
+
+    @property
+    def server(self) -> str:
+        """The replica's URL, or what stands for it."""
+        return self.scheduler.partition("#")[0]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the scheduler has requests."""
+        return self.running + self.queue > 0
+
+
+class Incident(NamedTuple):
+    """What befell an engine's server in mid-run, for the event log."""
+
+    what: Literal["died", "hangs", "back", "lost", "out", "in"]
+    """`out` and `in`: of a gateway's list."""
+    who: str
+    """The server, as log lines call it, or its URL."""
+    why: str = ""

@@ -107,9 +107,7 @@ async def execute(
         )
         stack.push_async_callback(_give_back, start.source, claim)
         if engine is None or info is None:
-            engine = make_engine(
-                job.engine, log_dir=prepared.run_dir.own, request_timeout_s=job.limits.request_timeout
-            )
+            engine = make_engine(job.engine, log_dir=prepared.run_dir.own, limits=job.limits)
             stack.push_async_callback(engine.close)
             if start.source.unread or fresh:
                 info = await _open(engine, control)
@@ -386,6 +384,7 @@ class _Run:
         )
         last = self._snapshot(self._last_signals)
         self._display.show(last)
+        self._feedback.write_incidents()
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
             write_sample(self._events, last)
             self._events.write("end", exit_code=exit_code, reason=reason)

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from typer.testing import CliRunner
 
 from batchrunner.cli import app
+from batchrunner.events import read_events
 from tests.fake_sglang import PATIENCE_S, FakeSGLang
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ settings.load_profile("patient")
 
 SMALL_MODEL = Path(__file__).parent.parent / "data" / "smollm2-135m-instruct"
 INSTANT = {"kind": "simulated", "step_s": 0}
+
+needs_gateway = pytest.mark.skipif(
+    importlib.util.find_spec("sglang_router") is None and not os.environ.get("CI"),
+    reason="skipped: no sglang_router (make .venv/.engine)",
+)
 
 
 @pytest.fixture
@@ -104,6 +110,12 @@ def report_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return what report.json says."""
     report: dict[str, Any] = json.loads((Path(job["output"]["path"]) / "report.json").read_text())
     return report
+
+
+def events_of(job: Mapping[str, Any], what: str = "engine_") -> list[str]:
+    """Return the names of a run's events that begin so, in order."""
+    names = [event["event"] for event in read_events(Path(job["output"]["path"]) / "events.jsonl")]
+    return [name for name in names if name.startswith(what)]
 
 
 def eventually(condition: Callable[[], object]) -> None:

@@ -39,6 +39,7 @@ class Server(BaseHTTPRequestHandler):
 """
 _SERVE = """
 port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer.request_queue_size = 128
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 

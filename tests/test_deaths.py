@@ -14,10 +14,11 @@ from batchrunner.engines import guard
 from batchrunner.engines.guard import MOST_QUICK_DEATHS, Guard
 from batchrunner.errors import EngineLostError
 from batchrunner.suspects import MOST_DEATHS, Suspects
-from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
 from tests.launchable import launchable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from batchrunner.engines.process import LaunchedProcess
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FRAGILE = """
 class Handler(Server):
     known = {
-        "/ready": {}, "/model_info": {"model_path": "fragile"},
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "fragile"},
         "/server_info": {"version": "0.5.23", "max_running_requests": 8},
         "/v1/loads": {"loads": [{
             "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
@@ -33,7 +34,8 @@ class Handler(Server):
     }
     def asked(self, body):
         time.sleep(0.02)
-        if body["text"] in os.environ["POISON"].split(","):
+        broken = os.path.exists(os.environ.get("BROKEN_BY_IT", "/no"))
+        if body["text"] in os.environ["POISON"].split(",") and not broken:
             print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
             open(os.environ.get("BROKEN_BY_IT", os.devnull), "w").close()
             os._exit(1)
@@ -52,8 +54,11 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
 
 
-def fragile_job(directory: Path, rows: int, *, poison: str, **environ: str) -> dict[str, Any]:
-    return job_of(directory, launchable(directory, FRAGILE, POISON=poison, **environ), rows=rows)
+def fragile_job(
+    directory: Path, rows: int, *, poison: str, limits: Mapping[str, Any] = {}, **environ: str
+) -> dict[str, Any]:
+    engine = launchable(directory, FRAGILE, POISON=poison, **environ)
+    return job_of(directory, engine, rows=rows, limits=limits)
 
 
 @pytest.mark.usefixtures("quick_restarts")
@@ -77,6 +82,37 @@ def test_two_poisonous_rows_far_apart(tmp_path: Path) -> None:
     job = fragile_job(tmp_path, 1200, poison="row 3,row 1100")
     assert batchrunner.run(job).rows_failed == 2
     assert [row["row"] for row in results_of(job) if row["error"]] == [3, 1100]
+
+
+@needs_gateway
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
+    """It kills replicas here and there; the row is found as with one server, and no other row is blamed."""
+    job = fragile_job(tmp_path, 400, poison="row 117", limits={"max_attempts": 1})
+    job["engine"] |= {"kind": "gateway", "replicas": 2}
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 3, result.stderr
+    assert [row["row"] for row in results_of(job)] == list(range(400))
+    failed = [row for row in results_of(job) if row["error"]]
+    assert [row["row"] for row in failed] == [117]
+    assert f"the engine died {MOST_DEATHS} times while it had this row" in failed[0]["error"]
+    events = events_of(job)
+    assert [event for event in events if event == "engine_died"] == ["engine_died"] * MOST_DEATHS
+    assert {"engine_out", "engine_back", "engine_in"} <= set(events)
+
+
+@needs_gateway
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_replica_in_a_crash_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be started any more is left out, and the run goes on with the other."""
+    monkeypatch.setattr(guard, "MOST_QUICK_DEATHS", 1)
+    job = fragile_job(tmp_path, 1000, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"))
+    job["engine"] |= {"kind": "gateway", "replicas": 2}
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 0, result.stderr
+    assert [row["row"] for row in results_of(job)] == list(range(1000))
+    assert "no CUDA GPUs are available" in result.stderr
+    assert events_of(job).count("engine_lost") == 1
 
 
 @pytest.mark.usefixtures("quick_restarts")
@@ -119,7 +155,7 @@ async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(guard, "QUICK_S", 0.0)
     mortal = Mortal()
     process: LaunchedProcess = mortal  # type: ignore[assignment]
-    watched = Guard(process, mortal.start)
+    watched = Guard(process, mortal.start, print)
     watching = asyncio.create_task(watched.watch())
     for death in range(1, 3 * MOST_QUICK_DEATHS):
         mortal.end.set()
@@ -135,7 +171,7 @@ async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.0)
     mortal = Mortal()
     process: LaunchedProcess = mortal  # type: ignore[assignment]
-    watched = Guard(process, mortal.start)
+    watched = Guard(process, mortal.start, print)
     watching = asyncio.create_task(watched.watch())
     while not watching.done():
         mortal.end.set()

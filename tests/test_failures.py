@@ -219,7 +219,7 @@ def test_an_engine_that_dies(tmp_path: Path, server: FakeSGLang) -> None:
     assert len([line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]) == 1
     assert "the engine took no row for" in result.stderr
     done = {row["row"] for row in results_of(job)}
-    assert 20 <= len(done) <= 34
+    assert 20 <= len(done) < 50  # those in flight at the death may have been answered, and more after them
     assert report_of(job)["exit_code"] == 1
     with FakeSGLang() as another:
         urls = f"engine.urls=[{another.url}]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -41,10 +40,18 @@ from batchrunner.errors import (
     JobError,
     RowRefusedError,
 )
-from batchrunner.job import GATEWAY_DROPS, GatewayEngine, SamplingSpec
+from batchrunner.job import GATEWAY_DROPS, GatewayEngine, LimitsSpec, SamplingSpec
 from batchrunner.jobfile import parse_engine
 from batchrunner.records import Request, RowRef
-from tests.conftest import SMALL_MODEL, batchrun, job_of, require_engine, results_of, write_job
+from tests.conftest import (
+    SMALL_MODEL,
+    batchrun,
+    job_of,
+    needs_gateway,
+    require_engine,
+    results_of,
+    write_job,
+)
 from tests.fake_sglang import FakeSGLang, Sent
 from tests.tiny_model import make_tiny_llama
 
@@ -58,10 +65,6 @@ KEY_VARIABLE = "SGLANG_API_KEY"
 START_S = 300
 
 pytestmark = pytest.mark.filterwarnings("default")
-needs_gateway = pytest.mark.skipif(
-    importlib.util.find_spec("sglang_router") is None and not os.environ.get("CI"),
-    reason="skipped: no sglang_router (make .venv/.engine)",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +161,7 @@ async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path
             engine = make_engine(
                 parse_engine({"kind": "gateway", "url": real_gateway.url}),
                 log_dir=tmp_path,
-                request_timeout_s=30,
+                limits=LimitsSpec(request_timeout=30),
             )
             try:
                 info = await engine.open()
@@ -368,7 +371,7 @@ def test_command_lines(tmp_path: Path) -> None:
     spec = GatewayEngine(
         kind="gateway", model="org/model", replicas=2, tp=2, gateway_args={"log_level": "info"}
     )
-    fleet = LaunchedGateway(spec, log_dir=tmp_path, request_timeout_s=90)
+    fleet = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
         servers = [server.process for server in fleet._make_servers("org/model", cpu=False)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.records import Completion, EngineInfo, Request, Signals
+    from batchrunner.records import Completion, EngineInfo, Incident, Request, Signals
 
 
 class Engine(Protocol):
@@ -31,6 +31,9 @@ class Engine(Protocol):
 
         Never raises for a poll that failed: an empty answer is the sign.
         """
+
+    def incidents(self) -> list[Incident]:
+        """Return what befell the engine's servers since this was last asked, oldest first."""
 
     async def close(self) -> None:
         """Let go of everything. May be called twice, and after a failed open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -45,15 +46,17 @@ class Deadline:
             if task.uncancel() <= 0 and kind is asyncio.CancelledError:
                 raise TimeoutError
 
-    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
-        late = []
-        for task, end in self._ends.items():
-            if end > now:
-                break
-            late.append(task)
+    def expire(self) -> None:
+        """Have it be too late for all that hold it now."""
+        self._end(list(self._ends))
+
+    def _end(self, late: list[asyncio.Task[object]]) -> None:
         for task in late:
             del self._ends[task]
             self._expired.add(task)
             task.cancel()
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        self._end(list(itertools.takewhile(lambda task: self._ends[task] <= now, self._ends)))
         self._timer = loop.call_later(self._tick_s, self._expire, loop) if self._ends else None

@@ -1,4 +1,4 @@
-"""Replicas and a Model Gateway before them, started by us, and started again where one dies."""
+"""Replicas and a Model Gateway before them, started by us, and started again where one dies or hangs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import asyncio
 import dataclasses
 import logging
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.device import CPU_NOTE, gpus, on_cpu
 from batchrunner.engines.guard import Guard
-from batchrunner.engines.http import HttpEngine
+from batchrunner.engines.hang import Vigil
+from batchrunner.engines.http import GATEWAY_ROUTE, HttpEngine
 from batchrunner.engines.launched import SGLangServer
 from batchrunner.engines.model import check_model, model_identity
 from batchrunner.engines.router import gateway_process, start_gateway
 from batchrunner.engines.sockets import free_port, raise_file_limit
 from batchrunner.engines.workerlist import WorkerList
 from batchrunner.errors import EngineStartError
+from batchrunner.records import Incident
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from batchrunner.engines.process import LaunchedProcess
-    from batchrunner.job import GatewayEngine
+    from batchrunner.job import GatewayEngine, LimitsSpec
     from batchrunner.records import Completion, EngineInfo, Request, Signals
 
 log = logging.getLogger(__name__)
@@ -41,17 +44,20 @@ ROUND_ROBIN_NOTE = (
 class LaunchedGateway:
     """Replicas and gateway that live as long as this object is open, and never longer than this process."""
 
-    def __init__(self, spec: GatewayEngine, *, log_dir: Path, request_timeout_s: float) -> None:
+    def __init__(self, spec: GatewayEngine, *, log_dir: Path, limits: LimitsSpec) -> None:
         self._spec = spec
         self._log_dir = log_dir
-        self._timeout_s = request_timeout_s
+        self._limits = limits
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
         self._client: HttpEngine | None = None
         self._servers: list[SGLangServer] = []
         self._gateway: LaunchedProcess | None = None
         self._workers: WorkerList | None = None
         self._ready: set[str] = set()  # what the gateway's list should be
-        self._guards: list[Guard] = []
+        self._guards: dict[str, Guard] = {}
+        """Of each replica by its URL, and of the gateway."""
+        self._vigils: dict[str, Vigil] = {}
+        self._incidents: list[Incident] = []
         self._watching: list[asyncio.Task[None]] = []
 
     async def open(self) -> EngineInfo:
@@ -63,7 +69,7 @@ class LaunchedGateway:
         raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
         self._servers = self._make_servers(spec.model, cpu=cpu)
         self._gateway, url = gateway_process(
-            spec, key=self._key, log_dir=self._log_dir, request_timeout_s=self._timeout_s
+            spec, key=self._key, log_dir=self._log_dir, request_timeout_s=self._limits.request_timeout
         )
         self._workers = WorkerList(url, self._key)
         await _all_or_first_failure([self._start_gateway(), *(server.start() for server in self._servers)])
@@ -71,11 +77,15 @@ class LaunchedGateway:
         self._ready |= set(urls)
         if not await self._workers.bring_to(self._ready):
             raise EngineStartError(self._gateway.obituary("the gateway did not take the replicas"))
-        self._client = HttpEngine(urls, api_key=self._key, request_timeout_s=self._timeout_s, gateway=url)
+        self._client = HttpEngine(
+            urls, api_key=self._key, request_timeout_s=self._limits.request_timeout, gateway=url
+        )
         info = await self._client.open()
-        self._guards = [self._guard(server) for server in self._servers]
-        self._guards.append(Guard(self._gateway, self._start_gateway, up=self._give_workers))
-        self._watching = [asyncio.create_task(guard.watch()) for guard in self._guards]
+        tell = self._incidents.append
+        self._guards = {server.url: self._guard(server) for server in self._servers}
+        self._guards[GATEWAY_ROUTE] = Guard(self._gateway, self._start_gateway, tell, up=self._give_workers)
+        self._vigils = {name: Vigil(self._limits.hang, alone=name not in urls) for name in self._guards}
+        self._watching = [asyncio.create_task(guard.watch()) for guard in self._guards.values()]
         notes = (
             *((CPU_NOTE,) if cpu else ()),
             *((ROUND_ROBIN_NOTE,) if spec.policy == "auto" and len(urls) > 1 else ()),
@@ -92,14 +102,24 @@ class LaunchedGateway:
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         assert self._client is not None
-        for guard in self._guards:
-            if guard.lost is not None:
-                raise guard.lost
+        lost = [guard.lost for guard in self._guards.values() if guard.lost]
+        gateway = self._guards[GATEWAY_ROUTE].lost
+        if gateway or len(lost) == len(self._servers):  # with one replica left the run goes on
+            raise gateway or lost[0]
         return await self._client.generate(request, route)
 
     async def signals(self) -> Sequence[Signals]:
         """Return the load of each replica that answers now."""
-        return await self._client.signals() if self._client else []
+        if self._client is None:
+            return []
+        signals = await self._client.signals()
+        self._watch(signals)
+        return signals
+
+    def incidents(self) -> list[Incident]:
+        """Return what befell the replicas and the gateway; see `Engine.incidents`."""
+        told, self._incidents[:] = self._incidents[:], []
+        return told
 
     async def close(self) -> None:
         """End the gateway, the replicas and everything they started."""
@@ -144,11 +164,30 @@ class LaunchedGateway:
         assert self._workers is not None
         await start_gateway(self._gateway, self._workers.url)
 
+    def _watch(self, signals: Sequence[Signals]) -> None:
+        """Find the replicas that hang, and the gateway: where it has rows, and no replica has."""
+        assert self._client is not None
+        route, now = self._client.routes[GATEWAY_ROUTE], time.monotonic()
+        hangs = {
+            url: self._vigils[url].look(
+                now, [signal for signal in signals if signal.server == url], in_flight=route.in_flight
+            )
+            for url in self._ready
+        }
+        idle = self._ready <= {signal.server for signal in signals} and not any(s.has_work for s in signals)
+        hangs[GATEWAY_ROUTE] = self._vigils[GATEWAY_ROUTE].look(
+            now, signals, in_flight=route.in_flight if idle else 0, answers=route.answers
+        )
+        for name, hang in hangs.items():
+            if hang:
+                self._guards[name].hangs(hang)
+
     def _guard(self, server: SGLangServer) -> Guard:
         """Take a replica that dies out of the gateway, start it again, put it back."""
         return Guard(
             server.process,
             server.start,
+            self._incidents.append,
             down=lambda: self._set_ready(server.url, ready=False),
             up=lambda: self._set_ready(server.url, ready=True),
             then="taken out of the gateway and started again",
@@ -157,7 +196,12 @@ class LaunchedGateway:
     async def _set_ready(self, url: str, *, ready: bool) -> None:
         assert self._workers is not None
         (self._ready.add if ready else self._ready.discard)(url)
-        if not await self._workers.bring_to(self._ready) and ready:
+        self._vigils[url].restarted()
+        assert self._client is not None
+        self._client.saw(url, alive=ready)
+        if await self._workers.bring_to(self._ready):
+            self._incidents.append(Incident("in" if ready else "out", url))
+        elif ready:
             log.warning("the gateway has not taken %s", url)
 
     async def _give_workers(self) -> None:

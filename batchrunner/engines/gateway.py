@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from batchrunner.engines.http import HttpEngine
+from batchrunner.engines.hang import Vigil
+from batchrunner.engines.http import GATEWAY_ROUTE, HttpEngine
 from batchrunner.engines.workerlist import WorkerList
 from batchrunner.errors import EngineStartError
+from batchrunner.records import Incident
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batchrunner.job import LimitsSpec
     from batchrunner.records import Completion, EngineInfo, Request, Signals
+
+log = logging.getLogger(__name__)
 
 REFRESH_S = 15.0
 """Somebody else adds and removes the workers: the list is read again after this time."""
@@ -23,10 +30,12 @@ REFRESH_S = 15.0
 class AttachedGateway:
     """Somebody else's gateway and workers; one route leads to all of them."""
 
-    def __init__(self, url: str, *, api_key: str | None, request_timeout_s: float) -> None:
+    def __init__(self, url: str, *, api_key: str | None, limits: LimitsSpec) -> None:
         self._url = url
         self._key = api_key
-        self._timeout_s = request_timeout_s
+        self._timeout_s = limits.request_timeout
+        self._vigils = defaultdict[str, Vigil](lambda: Vigil(limits.hang, alone=False))
+        self._incidents: list[Incident] = []
         self._workers = WorkerList(url, api_key)
         self._client: HttpEngine | None = None
         self._read_at = 0.0
@@ -57,7 +66,15 @@ class AttachedGateway:
             self._read_at = time.monotonic()
             with contextlib.suppress(EngineStartError):  # it is down: those that we know are what there is
                 self._client.urls = await self._workers.addresses() or self._client.urls
-        return await self._client.signals()
+        signals = await self._client.signals()
+        for url in self._client.urls:
+            self._watch(url, [signal for signal in signals if signal.server == url])
+        return signals
+
+    def incidents(self) -> list[Incident]:
+        """Return which workers hang; see `Engine.incidents`."""
+        told, self._incidents = self._incidents, []
+        return told
 
     async def close(self) -> None:
         """Close all connections."""
@@ -65,3 +82,12 @@ class AttachedGateway:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+    def _watch(self, url: str, told: Sequence[Signals]) -> None:
+        """Tell of a worker that hangs: whether it goes on getting rows is for the gateway to say."""
+        assert self._client is not None
+        route = self._client.routes[GATEWAY_ROUTE]
+        hang = self._vigils[url].look(time.monotonic(), told, in_flight=route.in_flight)
+        if hang:
+            log.warning("%s %s: it is the gateway's to take it out", url, hang.why)
+            self._incidents.append(Incident("hangs", url, hang.why))

@@ -1,4 +1,4 @@
-"""A program of ours that dies is started again, until it is plain that this leads nowhere."""
+"""A program of ours that dies or hangs is started again, until it is plain that this leads nowhere."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import time
 from typing import TYPE_CHECKING
 
 from batchrunner.errors import EngineLostError, EngineStartError
+from batchrunner.records import Incident
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from batchrunner.engines.hang import Hang
     from batchrunner.engines.process import LaunchedProcess
 
 log = logging.getLogger(__name__)
 
 QUICK_S = 120.0
-"""A program that was up for less than this died quickly."""
+"""A program that was up for less than this died quickly; the silence of a hang does not count as life."""
 MOST_QUICK_DEATHS = 8
 """More quick deaths in a row are a crash loop. A row that kills the engine is given up after four: of such
 rows two in a row are borne."""
@@ -32,15 +34,21 @@ class Guard:
         self,
         process: LaunchedProcess,
         start: Callable[[], Awaitable[None]],
+        tell: Callable[[Incident], None],
         *,
         down: Callable[[], Awaitable[None]] | None = None,
         up: Callable[[], Awaitable[None]] | None = None,
         then: str = "started again",
     ) -> None:
-        """`start` starts it and waits until it is ready; `down` and `up` are told; `then` is for the log."""
+        """`start` starts it and waits until it is ready; `down` and `up` are told; `then` is for the log.
+
+        `tell` takes note of what befalls it.
+        """
         self.lost: EngineLostError | None = None
         self._process = process
         self._start = start
+        self._tell = tell
+        self._hung: asyncio.Future[Hang] | None = None
         self._down, self._up = down, up
         self._then = then
         self._settled = asyncio.Event()  # up, or lost
@@ -51,6 +59,11 @@ class Guard:
         await self._settled.wait()
         if self.lost is not None:
             raise self.lost
+
+    def hangs(self, hang: Hang) -> None:
+        """Have it ended and started again; it is up, but does nothing."""
+        if self._hung is not None and not self._hung.done():
+            self._hung.set_result(hang)
 
     async def watch(self) -> None:
         """Start the program again whenever it has ended; returns when it is lost."""
@@ -65,14 +78,15 @@ class Guard:
     async def _watch(self) -> None:
         quick_deaths, began = 0, time.monotonic()
         while True:
-            await self._process.ended()
+            hang = await self._end()
             self._settled.clear()
-            if self._down is not None:
-                await self._down()
-            quick_deaths = quick_deaths + 1 if time.monotonic() - began < QUICK_S else 1
-            cause = self._process.obituary(f"{self._process.name} died")
+            lived_s = time.monotonic() - began - (hang.silent_s if hang else 0)
+            quick_deaths = quick_deaths + 1 if lived_s < QUICK_S else 1
+            cause = await self._bury(hang)
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
+                self._tell(Incident("lost", self._process.name, str(self.lost)))
+                log.warning("%s: not started again", self.lost)
                 return
             log.warning(
                 "%s: %s (%d of at most %d times in a row)", cause, self._then, quick_deaths, MOST_QUICK_DEATHS
@@ -89,4 +103,26 @@ class Guard:
             self._settled.set()
             if self._up is not None:
                 await self._up()
+            self._tell(Incident("back", self._process.name))
             log.warning("%s is back", self._process.name)
+
+    async def _end(self) -> Hang | None:
+        """Return when the program has ended, or hangs: then how."""
+        self._hung = hung = asyncio.get_running_loop().create_future()
+        ended = asyncio.ensure_future(self._process.ended())
+        try:
+            await asyncio.wait({ended, hung}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        return hung.result() if hung.done() else None
+
+    async def _bury(self, hang: Hang | None) -> str:
+        """Take the program out of use, end it where it only hangs, and say why."""
+        name = self._process.name
+        if self._down is not None:
+            await self._down()
+        cause = f"{name} {hang.why}" if hang else self._process.obituary(f"{name} died")
+        self._tell(Incident("hangs" if hang else "died", name, cause))
+        if hang:
+            await self._process.stop()
+        return cause

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
-from yarl import URL
 
 from batchrunner.engines import wire
-from batchrunner.engines.deadline import Deadline
 from batchrunner.engines.model import model_identity, vocabulary_of
+from batchrunner.engines.route import Route
 from batchrunner.engines.signals import from_loads, from_metrics
 from batchrunner.engines.sockets import loopback_sources, open_connections
 from batchrunner.errors import (
@@ -43,12 +44,12 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 
 
-class _Destination:
-    """Where requests are sent."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.paths = {path: URL(url + path) for path in (wire.GENERATE_PATH, wire.CHAT_PATH)}
+class _Reply(NamedTuple):
+    status: int
+    content: bytes
+    retry_after: str | None
+    """The server's own wish for a pause."""
+    sent_at: float
 
 
 class HttpEngine:
@@ -69,16 +70,18 @@ class HttpEngine:
         self.urls = list(urls)
         """The replicas that are polled; those behind a gateway may change."""
         self._gateway = gateway
-        self._routes = (
-            {GATEWAY_ROUTE: _Destination(gateway)} if gateway else {url: _Destination(url) for url in urls}
-        )
+        self.routes = {
+            GATEWAY_ROUTE if gateway else url: Route(url, request_timeout_s)
+            for url in ([gateway] if gateway else urls)
+        }
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = request_timeout_s
-        self._deadline = Deadline(request_timeout_s)
         self._session: aiohttp.ClientSession | None = None
         self._load_path: str | None = None
         self._vocabulary: int | None = None
         self._probes: dict[str, asyncio.Future[bool]] = {}
+        self._dead: set[str] = set()  # replicas that did not answer when last asked
+        self._died_at: dict[str, float] = {}
 
     async def open(self) -> EngineInfo:
         """Connect and read what every replica says of itself; see `Engine.open`."""
@@ -118,7 +121,7 @@ class HttpEngine:
             max_running=_total(servers, "max_running_requests"),
             max_total_tokens=_total(servers, "max_total_num_tokens"),
             context_length=servers[0].get("context_length") or servers[0].get("max_req_input_len"),
-            routes=tuple(self._routes),
+            routes=tuple(self.routes),
             connections=connections,
             notes=self._notes(limited_by),
         )
@@ -132,26 +135,14 @@ class HttpEngine:
         body = orjson.dumps(wire.body_of(request))
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
-        destination = self._routes[route]
-        try:
-            url = destination.paths[wire.path_of(request)]
-            with self._deadline:
-                async with self._session.post(url, data=payload) as response:
-                    content = await response.read()
-        except aiohttp.ClientConnectorError as failure:
-            raise EngineDownError(f"no connection to {destination.url}: {failure.os_error}") from None
-        except TimeoutError:
-            raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as failure:
-            what = f"connection lost: {failure or type(failure).__name__}"
-            if self._gateway:  # it only passes rows on: none of them is why it ended
-                raise EngineDownError(what) from None
-            alive = await self._is_alive(destination.url)
-            raise AttemptFailedError(what) if alive else EngineDiedError(what) from None
-        if response.status != 200:  # noqa: PLR2004
-            error = wire.error_of(response.status, content, response.headers.get("Retry-After"))
-            raise await self._blamed(error) if isinstance(error, EngineDownError) else error
-        return wire.completion_of(request, content)
+        reply = await self._post(self.routes[route], wire.path_of(request), payload)
+        if reply.status == 200:  # noqa: PLR2004
+            return wire.completion_of(request, reply.content)
+        error = wire.error_of(reply.status, reply.content, reply.retry_after)
+        named = next((url for url in self.urls if f"{url}/" in str(error)), None)
+        if named is not None and isinstance(error, EngineDownError):
+            raise await self._blamed(named, reply.sent_at, str(error))
+        raise error
 
     async def signals(self) -> list[Signals]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
@@ -165,23 +156,58 @@ class HttpEngine:
         """Whether the server has told its load when it was opened."""
         return self._load_path is not None
 
+    def saw(self, url: str, *, alive: bool) -> None:
+        """Take note of whether a replica is alive: rows that were sent before it died may be why."""
+        if alive:
+            self._dead.discard(url)
+        elif url not in self._dead:
+            self._dead.add(url)
+            self._died_at[url] = time.monotonic()
+
     async def close(self) -> None:
         """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _blamed(self, error: RequestError) -> RequestError:
-        """Find out whose fault it was that a gateway could not bring a row to its end.
+    async def _post(self, route: Route, path: str, payload: aiohttp.BytesPayload) -> _Reply:
+        """Send a body and wait for the whole reply."""
+        assert self._session is not None
+        if route.closed:
+            raise EngineDownError(route.closed)
+        sent_at = time.monotonic()
+        route.in_flight += 1
+        try:
+            with route.deadline:
+                async with self._session.post(route.paths[path], data=payload) as response:
+                    content = await response.read()
+        except aiohttp.ClientConnectorError as failure:
+            raise EngineDownError(f"no connection to {route.url}: {failure.os_error}") from None
+        except TimeoutError:
+            if route.closed:
+                raise EngineDownError(route.closed) from None
+            raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as failure:
+            what = f"connection lost: {failure or type(failure).__name__}"
+            if self._gateway:  # it only passes rows on: none of them is why it ended
+                raise EngineDownError(what) from None
+            raise await self._blamed(route.url, sent_at, what) from None
+        finally:
+            route.in_flight -= 1
+        route.answers += 1
+        self._dead.discard(route.url)
+        return _Reply(response.status, content, response.headers.get("Retry-After"), sent_at)
 
-        It says the same of a replica that is down, which is not the row's fault, and of one that works and
-        cut the row off, which may be: a row that always is must run out of tries at last.
+    async def _blamed(self, url: str, sent_at: float, what: str) -> RequestError:
+        """Find out why a row was cut off, for a gateway says the same in each case.
+
+        A replica that is alive cut it off, which may be the row's fault: it must run out of tries at last.
+        One that died after the row was sent may have died of it. One that was dead before is nobody's fault.
         """
-        text = str(error)
-        named = next((url for url in self.urls if f"{url}/" in text), None)
-        if named is not None and await self._is_alive(named):
-            return AttemptFailedError(text)
-        return error  # whether it died with the row, or was dead before, the gateway does not tell
+        alive = await self._is_alive(url)
+        if sent_at < self._died_at.get(url, -math.inf):
+            return EngineDiedError(what)
+        return AttemptFailedError(what) if alive else EngineDownError(what)
 
     async def _is_alive(self, url: str) -> bool:
         """Tell whether a replica answers; one question for all rows that were cut off together."""
@@ -195,8 +221,10 @@ class HttpEngine:
         try:
             await self._get(url + "/model_info", POLL_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError, OSError, AssertionError):
-            return False
-        return True
+            self.saw(url, alive=False)
+        else:
+            self.saw(url, alive=True)
+        return url not in self._dead
 
     async def _poll(self, url: str) -> list[Signals]:
         assert self._load_path is not None
@@ -205,6 +233,7 @@ class HttpEngine:
             status, content = await self._get(url + self._load_path, POLL_TIMEOUT_S)
             if status != 200:  # noqa: PLR2004
                 return []
+            self.saw(url, alive=True)
             if self._load_path == "/metrics":
                 return from_metrics(content.decode(errors="replace"), url, route)
             return from_loads(orjson.loads(content), url, route)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from batchrunner.job import InprocessEngine
-    from batchrunner.records import Completion, Request
+    from batchrunner.records import Completion, Incident, Request
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,10 @@ class InprocessSGLang:
             )
             for load in ([] if self._dead else await self._there(self._loads))
         ]
+
+    def incidents(self) -> list[Incident]:
+        """Return nothing: an engine in this process ends with it."""
+        return []
 
     async def close(self) -> None:
         """End the engine's processes, and only those: SGLang's own shutdown ends every child of ours."""

@@ -59,6 +59,7 @@ class LogLoad:
                 max_running=self._limits.get("max_running_requests"),
                 route=self._url,
                 taken_at=pairs["told"],
+                work=pairs["told"],
             )
             for rank, pairs in sorted(self._newest.items())
         ]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 from batchrunner.engines.model import model_identity
-from batchrunner.job import AttachEngine, GatewayEngine, InprocessEngine, ServerEngine, SimulatedEngine
+from batchrunner.job import (
+    AttachEngine,
+    GatewayEngine,
+    InprocessEngine,
+    LimitsSpec,
+    ServerEngine,
+    SimulatedEngine,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,34 +21,33 @@ if TYPE_CHECKING:
     from batchrunner.job import EngineSpec
 
 
-def make_engine(spec: EngineSpec, *, log_dir: Path, request_timeout_s: float) -> Engine:
+def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec) -> Engine:
     """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`."""
     match spec:
         case AttachEngine():
-            from batchrunner.engines.http import HttpEngine, api_key_from  # noqa: PLC0415
+            from batchrunner.engines.attached import AttachedServers  # noqa: PLC0415
+            from batchrunner.engines.http import api_key_from  # noqa: PLC0415
 
             key = api_key_from(spec.api_key_env)
-            return HttpEngine(spec.urls, api_key=key, request_timeout_s=request_timeout_s)
+            return AttachedServers(spec.urls, api_key=key, limits=limits)
         case ServerEngine():
             from batchrunner.engines.server import LaunchedServer  # noqa: PLC0415
 
-            return LaunchedServer(
-                spec, log_path=log_dir / "engine-server.log", request_timeout_s=request_timeout_s
-            )
+            return LaunchedServer(spec, log_path=log_dir / "engine-server.log", limits=limits)
         case GatewayEngine(url=str(url)):
             from batchrunner.engines.gateway import AttachedGateway  # noqa: PLC0415
             from batchrunner.engines.http import api_key_from  # noqa: PLC0415
 
             key = api_key_from(spec.api_key_env)
-            return AttachedGateway(url, api_key=key, request_timeout_s=request_timeout_s)
+            return AttachedGateway(url, api_key=key, limits=limits)
         case GatewayEngine():
             from batchrunner.engines.fleet import LaunchedGateway  # noqa: PLC0415
 
-            return LaunchedGateway(spec, log_dir=log_dir, request_timeout_s=request_timeout_s)
+            return LaunchedGateway(spec, log_dir=log_dir, limits=limits)
         case InprocessEngine():
             from batchrunner.engines.inprocess import InprocessSGLang  # noqa: PLC0415
 
-            return InprocessSGLang(spec, request_timeout_s=request_timeout_s)
+            return InprocessSGLang(spec, request_timeout_s=limits.request_timeout)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
 

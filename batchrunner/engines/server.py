@@ -1,14 +1,16 @@
-"""`sglang.launch_server` started by us on a free loopback port, again if it dies, and ended by us."""
+"""`sglang.launch_server` started by us on a free loopback port, again if it dies or hangs; ended by us."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.device import CPU_NOTE, on_cpu
 from batchrunner.engines.guard import Guard
+from batchrunner.engines.hang import Vigil
 from batchrunner.engines.http import HttpEngine
 from batchrunner.engines.launched import SGLangServer
 from batchrunner.engines.loglines import LogLoad
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from batchrunner.job import ServerEngine
-    from batchrunner.records import Completion, EngineInfo, Request, Signals
+    from batchrunner.job import LimitsSpec, ServerEngine
+    from batchrunner.records import Completion, EngineInfo, Incident, Request, Signals
 
 
 LOG_BYTES = 4 << 20
@@ -30,10 +32,12 @@ LOG_BYTES = 4 << 20
 class LaunchedServer:
     """An SGLang server that lives as long as this object is open, and never longer than this process."""
 
-    def __init__(self, spec: ServerEngine, *, log_path: Path, request_timeout_s: float) -> None:
+    def __init__(self, spec: ServerEngine, *, log_path: Path, limits: LimitsSpec) -> None:
         self._spec = spec
         self._log_path = log_path
-        self._timeout_s = request_timeout_s
+        self._timeout_s = limits.request_timeout
+        self._vigil = Vigil(limits.hang)
+        self._incidents: list[Incident] = []
         self._server: SGLangServer | None = None
         self._client: HttpEngine | None = None
         self._guard: Guard | None = None
@@ -49,7 +53,7 @@ class LaunchedServer:
         key, port = secrets.token_hex(24), free_port()  # a - at its head would read as an option
         self._server = SGLangServer(spec, spec.model, port=port, key=key, log_path=self._log_path, cpu=cpu)
         await self._server.start()
-        self._guard = Guard(self._server.process, self._server.start)
+        self._guard = Guard(self._server.process, self._server.start, self._tell)
         self._watching = asyncio.create_task(self._guard.watch())
         self._client = HttpEngine([self._server.url], api_key=key, request_timeout_s=self._timeout_s)
         info = await self._client.open()
@@ -69,15 +73,19 @@ class LaunchedServer:
 
     async def signals(self) -> Sequence[Signals]:
         """Return the server's load now, out of its log where it tells it nowhere else."""
-        if self._client is None or self._log_load is None:
-            return await self._client.signals() if self._client else []
-        with self._log_path.open("rb") as log:
-            log.seek(self._log_read)
-            text = log.read(LOG_BYTES)
-        whole = text.rfind(b"\n") + 1
-        self._log_read += whole
-        self._log_load.read(text[:whole].decode(errors="replace").splitlines())
-        return self._log_load.signals()
+        if self._client is None or self._guard is None:
+            return []
+        signals = await self._client.signals() if self._log_load is None else self._logged(self._log_load)
+        (route,) = self._client.routes.values()
+        hang = self._vigil.look(time.monotonic(), signals, in_flight=route.in_flight, answers=route.answers)
+        if hang:
+            self._guard.hangs(hang)
+        return signals
+
+    def incidents(self) -> list[Incident]:
+        """Return what befell the server; see `Engine.incidents`."""
+        told, self._incidents = self._incidents, []
+        return told
 
     async def close(self) -> None:
         """End the server and everything it started."""
@@ -89,3 +97,18 @@ class LaunchedServer:
             self._client = None
         if self._server is not None:
             await self._server.process.stop()
+
+    def _tell(self, incident: Incident) -> None:
+        assert self._client is not None
+        assert self._server is not None
+        self._incidents.append(incident)
+        self._client.saw(self._server.url, alive=incident.what == "back")
+
+    def _logged(self, load: LogLoad) -> Sequence[Signals]:
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_read)
+            text = log.read(LOG_BYTES)
+        whole = text.rfind(b"\n") + 1
+        self._log_read += whole
+        load.read(text[:whole].decode(errors="replace").splitlines())
+        return load.signals()

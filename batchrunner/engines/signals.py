@@ -31,6 +31,7 @@ def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> 
             max_running=int(load["max_running_requests"]),
             route=route or url,
             taken_at=load.get("timestamp"),
+            work=_work(load),
         )
         for load in loads
     ]
@@ -65,3 +66,10 @@ def from_metrics(text: str, url: str, route: str | None = None) -> list[Signals]
         )
         for rank, g in sorted(ranks.items())
     ]
+
+
+def _work(load: Mapping[str, Any]) -> float | None:
+    """Return microseconds of prefill + decode steps; None before the release that counts them (0.5.23)."""
+    if "total_prefill_busy_us" not in load:
+        return None
+    return float(load["total_prefill_busy_us"] + (load.get("decode_moments") or [0])[0])

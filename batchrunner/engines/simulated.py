@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.job import SimulatedEngine
-    from batchrunner.records import Request
+    from batchrunner.records import Incident, Request
 
 MARK = "[simulated] "
 """Every answer starts with it, so that none is ever taken for a model's."""
@@ -170,6 +170,10 @@ class Simulator:
                 taken_at=gauges.at_s,
             )
         ]
+
+    def incidents(self) -> list[Incident]:
+        """Return nothing: nothing befalls what is not there."""
+        return []
 
     async def close(self) -> None:
         """Stop decoding."""
