@@ -93,7 +93,7 @@ class Submitter:
         self._stopping = False
         self._wake_dispatch = asyncio.Event()
         self._wake_reader = asyncio.Event()
-        self._answered_at = time.monotonic()
+        self._refused_since: float | None = None
 
     @property
     def resting(self) -> int:
@@ -205,7 +205,7 @@ class Submitter:
         if work.deaths:
             self._suspects.landed(work.deaths)
         if error is None or isinstance(error, RowRefusedError):
-            self._answered_at = now
+            self._refused_since = None
             self._gate.answered(route)
             self._listener.answered(route, completion.retractions if completion else 0)
         else:
@@ -230,13 +230,8 @@ class Submitter:
 
     def _rests(self, work: _Work, error: RequestError, now: float) -> bool:
         """Put the row aside for another try, if it gets one."""
-        waited_s = now - self._answered_at
-        if (
-            isinstance(error, EngineBusyError)
-            and self._gate.in_flight == 1  # we are the last
-            and waited_s > self._patience.engine_wait_s
-        ):
-            raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")
+        if isinstance(error, EngineBusyError):
+            self._wait_for_engine(error, now)
         work.failures += isinstance(error, AttemptFailedError)
         pause_s = pause_before_retry(
             error,
@@ -251,6 +246,14 @@ class Submitter:
             self._resting += 1
             asyncio.get_running_loop().call_later(pause_s, self._back, work)
         return True
+
+    def _wait_for_engine(self, error: EngineBusyError, now: float) -> None:
+        """Raise EngineLostError where the engine has taken no row for longer than it is waited for."""
+        if self._refused_since is None or isinstance(error, EngineDiedError):  # until now it had taken rows
+            self._refused_since = now
+        waited_s = now - self._refused_since
+        if self._gate.in_flight == 1 and waited_s > self._patience.engine_wait_s:  # we are the last
+            raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")
 
     def _back(self, work: _Work) -> None:
         self._resting -= 1

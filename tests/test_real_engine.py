@@ -183,6 +183,15 @@ def _engine_processes(marker: str) -> list[int]:
     return found
 
 
+def _scheduler(tmp_path: Path) -> int:
+    """Return the scheduler's process of the engine whose environment bears this mark."""
+    return next(
+        pid
+        for pid in _engine_processes(f"BATCHRUNNER_TEST_MARK={tmp_path}")
+        if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
 def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: Path) -> None:
     """SIGKILL of the runner ends the server; the next start sends what is missing; no file has the key."""
     command = _tiny_job(tmp_path, tiny, rows=600, tokens=100)
@@ -218,19 +227,30 @@ def test_engine_that_dies_is_started_again(tmp_path: Path, tiny: Path) -> None:
     parts = tmp_path / "run" / "parts"
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
         _wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 1, process)
-        schedulers = [
-            pid
-            for pid in _engine_processes(f"BATCHRUNNER_TEST_MARK={tmp_path}")
-            if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        assert schedulers
-        os.kill(schedulers[0], signal.SIGKILL)
+        os.kill(_scheduler(tmp_path), signal.SIGKILL)
         _, errors = process.communicate(timeout=START_S)
     assert process.returncode == 0, errors[-2000:]
     assert "the engine died" in errors
     assert "the engine is back" in errors
     assert sorted(pq.read_table(parts)["row"].to_pylist()) == list(range(400))
     assert set(pq.read_table(parts)["error"].to_pylist()) == {None}
+
+
+def test_engine_that_hangs_is_started_again(tmp_path: Path, tiny: Path) -> None:
+    """A scheduler that stands still, behind an HTTP side that answers, is found out; no row is lost."""
+    command = [*_tiny_job(tmp_path, tiny, rows=200, tokens=60), "--set", "limits.hang=5"]
+    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
+    parts = tmp_path / "run" / "parts"
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 1, process)
+        os.kill(_scheduler(tmp_path), signal.SIGSTOP)
+        _, errors = process.communicate(timeout=START_S)
+    assert process.returncode == 0, errors[-2000:]
+    assert "the engine did nothing for" in errors
+    assert "the engine is back" in errors
+    assert sorted(pq.read_table(parts)["row"].to_pylist()) == list(range(200))
+    assert set(pq.read_table(parts)["error"].to_pylist()) == {None}
+    assert '"engine_hangs"' in (tmp_path / "run" / "events.jsonl").read_text()
 
 
 def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
