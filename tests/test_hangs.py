@@ -164,7 +164,8 @@ class Handler(Server):
                 open(mark, "w").close()
             stuck.set()
         if stuck.is_set():
-            time.sleep(600)
+            time.sleep(float(os.environ.get("STUCK_S", "600")))
+            stuck.clear()
         self.answer("to " + body["text"])
 """
 HANG_S = 0.3
@@ -224,6 +225,19 @@ def test_a_replica_that_hangs_behind_a_gateway(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert [row["row"] for row in results_of(job) if row["error"] is None] == list(range(2000))
     assert events_of(job) == ["engine_out", "engine_hangs", "engine_in", "engine_back"]
+
+
+@needs_gateway
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_replica_that_stalls_behind_a_gateway(tmp_path: Path) -> None:
+    """It gets no rows until it moves again, long before it is taken to hang, so that the other has work."""
+    job = sticky_job(tmp_path, 2000, "row 117", ONCE=str(tmp_path / "once"), STUCK_S="3")
+    job["engine"] |= {"kind": "gateway", "replicas": 2}
+    job["limits"]["hang"] = 2
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.retries) == (2000, 0)
+    assert events_of(job)[0] == "engine_out"
+    assert set(events_of(job)) <= {"engine_out", "engine_in"}
 
 
 # --- servers of others ---

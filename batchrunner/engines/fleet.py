@@ -53,12 +53,13 @@ class LaunchedGateway:
         self._servers: list[SGLangServer] = []
         self._gateway: LaunchedProcess | None = None
         self._workers: WorkerList | None = None
-        self._ready: set[str] = set()  # what the gateway's list should be
+        self._ready: set[str] = set()  # replicas that are up
+        self._listed: set[str] = set()  # what the gateway's list should be
         self._guards: dict[str, Guard] = {}
         """Of each replica by its URL, and of the gateway."""
         self._vigils: dict[str, Vigil] = {}
         self._incidents: list[Incident] = []
-        self._watching: list[asyncio.Task[None]] = []
+        self._watching: set[asyncio.Task[None]] = set()
 
     async def open(self) -> EngineInfo:
         """Start the replicas and the gateway, all at once, and wait until they are ready."""
@@ -75,7 +76,8 @@ class LaunchedGateway:
         await _all_or_first_failure([self._start_gateway(), *(server.start() for server in self._servers)])
         urls = [server.url for server in self._servers]
         self._ready |= set(urls)
-        if not await self._workers.bring_to(self._ready):
+        self._listed |= self._ready
+        if not await self._workers.bring_to(self._listed):
             raise EngineStartError(self._gateway.obituary("the gateway did not take the replicas"))
         self._client = HttpEngine(
             urls, api_key=self._key, request_timeout_s=self._limits.request_timeout, gateway=url
@@ -85,7 +87,7 @@ class LaunchedGateway:
         self._guards = {server.url: self._guard(server) for server in self._servers}
         self._guards[GATEWAY_ROUTE] = Guard(self._gateway, self._start_gateway, tell, up=self._give_workers)
         self._vigils = {name: Vigil(self._limits.hang, alone=name not in urls) for name in self._guards}
-        self._watching = [asyncio.create_task(guard.watch()) for guard in self._guards.values()]
+        self._watching = {asyncio.create_task(guard.watch()) for guard in self._guards.values()}
         notes = (
             *((CPU_NOTE,) if cpu else ()),
             *((ROUND_ROBIN_NOTE,) if spec.policy == "auto" and len(urls) > 1 else ()),
@@ -168,19 +170,30 @@ class LaunchedGateway:
         """Find the replicas that hang, and the gateway: where it has rows, and no replica has."""
         assert self._client is not None
         route, now = self._client.routes[GATEWAY_ROUTE], time.monotonic()
-        hangs = {
-            url: self._vigils[url].look(
-                now, [signal for signal in signals if signal.server == url], in_flight=route.in_flight
-            )
-            for url in self._ready
-        }
+        for url in self._ready:
+            told = [signal for signal in signals if signal.server == url]
+            hang = self._vigils[url].look(now, told, in_flight=route.in_flight)
+            if hang:
+                self._guards[url].hangs(hang)
+            elif self._vigils[url].stalls == (url in self._listed):
+                self._spare(url)
         idle = self._ready <= {signal.server for signal in signals} and not any(s.has_work for s in signals)
-        hangs[GATEWAY_ROUTE] = self._vigils[GATEWAY_ROUTE].look(
+        hang = self._vigils[GATEWAY_ROUTE].look(
             now, signals, in_flight=route.in_flight if idle else 0, answers=route.answers
         )
-        for name, hang in hangs.items():
-            if hang:
-                self._guards[name].hangs(hang)
+        if hang:
+            self._guards[GATEWAY_ROUTE].hangs(hang)
+
+    def _spare(self, url: str) -> None:
+        """Take a replica that stalls off the gateway's list, if it is not the last, or put it back.
+
+        Else the gateway would go on giving it rows, until all that may be in flight are there.
+        """
+        listed = url not in self._listed
+        if listed or len(self._listed) > 1:
+            change = asyncio.create_task(self._list(url, listed=listed))
+            self._watching.add(change)
+            change.add_done_callback(self._watching.discard)
 
     def _guard(self, server: SGLangServer) -> Guard:
         """Take a replica that dies out of the gateway, start it again, put it back."""
@@ -194,19 +207,25 @@ class LaunchedGateway:
         )
 
     async def _set_ready(self, url: str, *, ready: bool) -> None:
-        assert self._workers is not None
+        assert self._client is not None
         (self._ready.add if ready else self._ready.discard)(url)
         self._vigils[url].restarted()
-        assert self._client is not None
         self._client.saw(url, alive=ready)
-        if await self._workers.bring_to(self._ready):
-            self._incidents.append(Incident("in" if ready else "out", url))
-        elif ready:
-            log.warning("the gateway has not taken %s", url)
+        await self._list(url, listed=ready)
+
+    async def _list(self, url: str, *, listed: bool) -> None:
+        """Put a replica on the gateway's list, or take it off."""
+        assert self._workers is not None
+        changed = listed != (url in self._listed)
+        (self._listed.add if listed else self._listed.discard)(url)
+        if not await self._workers.bring_to(self._listed):
+            log.warning("the gateway's list is not what it should be: %s", ", ".join(sorted(self._listed)))
+        elif changed:
+            self._incidents.append(Incident("in" if listed else "out", url))
 
     async def _give_workers(self) -> None:
         assert self._workers is not None
-        await self._workers.bring_to(self._ready)
+        await self._workers.bring_to(self._listed)
 
 
 def gpu_slices(devices: Sequence[str], tp: int, replicas: int | str) -> list[list[str]]:

@@ -26,6 +26,8 @@ TIMES_LONGEST = 5.0
 WARM_UP = 5.0
 """Until a server has worked for this multiple of `limits.hang`, it is given as much: with the default 300 s,
 what SGLang's own watchdog gives a forward pass."""
+STALL = 0.25
+"""Of a silence that is a hang: from here on a server that can be spared gets no more rows."""
 LONGEST_LOOK_S = 5.0
 """Of the time between two looks, no more counts: if nobody looked, nobody knows."""
 
@@ -57,6 +59,11 @@ class Pulse:
         warm_up_s = WARM_UP * self.shortest_s
         least_s = self.shortest_s if self._worked_s >= warm_up_s else warm_up_s
         return max(least_s, TIMES_LONGEST * self._longest_s) * (2 if self._in_vain else 1)
+
+    @property
+    def stalls(self) -> bool:
+        """Whether it is on its way to a hang."""
+        return self._silent_s > STALL * self.limit_s
 
     def look(self, now: float, work: object, *, busy: bool) -> Hang | None:
         """Take what is seen now; return the silence when it is a hang, and begin to count anew.
@@ -122,6 +129,11 @@ class Vigil:
             pulse = self._schedulers.setdefault(signal.scheduler, Pulse(self.shortest_s))
             hang = pulse.look(now, told[signal.scheduler], busy=in_flight > 0 and signal.has_work) or hang
         return hang
+
+    @property
+    def stalls(self) -> bool:
+        """Whether the server, or one of its schedulers, is on its way to a hang."""
+        return any(pulse.stalls for pulse in (self._server, *self._schedulers.values()))
 
     def restarted(self) -> None:
         """Forget the silence, not what was learned: the server has been started again."""
