@@ -30,6 +30,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.deadline   one timer for all requests
     engines.hang     when a server does nothing for too long
     engines.route    where requests are sent
+    engines.blame    why a row was cut off
     engines.http     the client of one or more servers
     engines.workerlist  what a gateway passes rows on to
     engines.gateway  a gateway that runs already

@@ -46,6 +46,8 @@ from batchrunner.records import Request, RowRef
 from tests.conftest import (
     SMALL_MODEL,
     batchrun,
+    events_of,
+    eventually,
     job_of,
     needs_gateway,
     require_engine,
@@ -221,6 +223,28 @@ def test_row_that_a_living_worker_always_cuts_off(
     bad = results_of(job)[3]
     assert bad["attempts"] == 3
     assert "error sending request" in bad["error"]
+
+
+@needs_gateway
+def test_worker_of_others_that_hangs(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else would say so: the warning and the event name the worker; its rows end when it moves."""
+    with two_workers(real_gateway.key) as (one, two):
+        one.script = lambda _: "hold"
+        job = job_of(tmp_path, behind(one, two), rows=100, window=16, limits={"hang": 0.3})
+
+        def wake() -> None:
+            eventually(lambda: events_of(job))
+            one.answer_held()
+
+        waker = threading.Thread(target=wake)
+        waker.start()
+        report = batchrunner.run(job)
+        waker.join()
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 100, 0)
+    assert f"{one.url} did nothing for" in caplog.text
+    assert f"{two.url} did nothing" not in caplog.text
 
 
 @needs_gateway

@@ -210,7 +210,7 @@ class LaunchedGateway:
         assert self._client is not None
         (self._ready.add if ready else self._ready.discard)(url)
         self._vigils[url].restarted()
-        self._client.saw(url, alive=ready)
+        self._client.blame.saw(url, alive=ready)
         await self._list(url, listed=ready)
 
     async def _list(self, url: str, *, listed: bool) -> None:

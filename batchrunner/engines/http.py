@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,17 +13,15 @@ import aiohttp
 import orjson
 
 from batchrunner.engines import wire
+from batchrunner.engines.blame import Blame
 from batchrunner.engines.model import model_identity, vocabulary_of
 from batchrunner.engines.route import Route
 from batchrunner.engines.signals import from_loads, from_metrics
 from batchrunner.engines.sockets import loopback_sources, open_connections
 from batchrunner.errors import (
-    AttemptFailedError,
-    EngineDiedError,
     EngineDownError,
     EngineStartError,
     NoAnswerError,
-    RequestError,
 )
 from batchrunner.records import EngineInfo, Signals
 
@@ -79,9 +76,7 @@ class HttpEngine:
         self._session: aiohttp.ClientSession | None = None
         self._load_path: str | None = None
         self._vocabulary: int | None = None
-        self._probes: dict[str, asyncio.Future[bool]] = {}
-        self._dead: set[str] = set()  # replicas that did not answer when last asked
-        self._died_at: dict[str, float] = {}
+        self.blame = Blame(self._is_alive)
 
     async def open(self) -> EngineInfo:
         """Connect and read what every replica says of itself; see `Engine.open`."""
@@ -141,7 +136,7 @@ class HttpEngine:
         error = wire.error_of(reply.status, reply.content, reply.retry_after)
         named = next((url for url in self.urls if f"{url}/" in str(error)), None)
         if named is not None and isinstance(error, EngineDownError):
-            raise await self._blamed(named, reply.sent_at, str(error))
+            raise await self.blame.of(named, reply.sent_at, str(error))
         raise error
 
     async def signals(self) -> list[Signals]:
@@ -155,14 +150,6 @@ class HttpEngine:
     def tells_load(self) -> bool:
         """Whether the server has told its load when it was opened."""
         return self._load_path is not None
-
-    def saw(self, url: str, *, alive: bool) -> None:
-        """Take note of whether a replica is alive: rows that were sent before it died may be why."""
-        if alive:
-            self._dead.discard(url)
-        elif url not in self._dead:
-            self._dead.add(url)
-            self._died_at[url] = time.monotonic()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -191,40 +178,19 @@ class HttpEngine:
             what = f"connection lost: {failure or type(failure).__name__}"
             if self._gateway:  # it only passes rows on: none of them is why it ended
                 raise EngineDownError(what) from None
-            raise await self._blamed(route.url, sent_at, what) from None
+            raise await self.blame.of(route.url, sent_at, what) from None
         finally:
             route.in_flight -= 1
         route.answers += 1
-        self._dead.discard(route.url)
+        self.blame.saw(route.url, alive=True)
         return _Reply(response.status, content, response.headers.get("Retry-After"), sent_at)
 
-    async def _blamed(self, url: str, sent_at: float, what: str) -> RequestError:
-        """Find out why a row was cut off, for a gateway says the same in each case.
-
-        A replica that is alive cut it off, which may be the row's fault: it must run out of tries at last.
-        One that died after the row was sent may have died of it. One that was dead before is nobody's fault.
-        """
-        alive = await self._is_alive(url)
-        if sent_at < self._died_at.get(url, -math.inf):
-            return EngineDiedError(what)
-        return AttemptFailedError(what) if alive else EngineDownError(what)
-
     async def _is_alive(self, url: str) -> bool:
-        """Tell whether a replica answers; one question for all rows that were cut off together."""
-        probe = self._probes.get(url)
-        if probe is None:
-            probe = self._probes[url] = asyncio.ensure_future(self._probe(url))
-            probe.add_done_callback(lambda _: self._probes.pop(url, None))
-        return await asyncio.shield(probe)
-
-    async def _probe(self, url: str) -> bool:
         try:
             await self._get(url + "/model_info", POLL_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError, OSError, AssertionError):
-            self.saw(url, alive=False)
-        else:
-            self.saw(url, alive=True)
-        return url not in self._dead
+            return False
+        return True
 
     async def _poll(self, url: str) -> list[Signals]:
         assert self._load_path is not None
@@ -233,7 +199,7 @@ class HttpEngine:
             status, content = await self._get(url + self._load_path, POLL_TIMEOUT_S)
             if status != 200:  # noqa: PLR2004
                 return []
-            self.saw(url, alive=True)
+            self.blame.saw(url, alive=True)
             if self._load_path == "/metrics":
                 return from_metrics(content.decode(errors="replace"), url, route)
             return from_loads(orjson.loads(content), url, route)
