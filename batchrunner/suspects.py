@@ -1,4 +1,4 @@
-"""Rows that an engine had when it died: one of them may be why. Pure.
+"""Rows that an engine had when it died, or hung and was ended: one of them may be why. Pure.
 
 Thousands are in flight at a death, nearly all of them innocent. They are sent again a few at a time, among
 rows that are not suspected, so that the next death leaves fewer: of rows that were there at one death a

@@ -117,12 +117,12 @@ class Guard:
         return hung.result() if hung.done() else None
 
     async def _bury(self, hang: Hang | None) -> str:
-        """Take the program out of use, end it where it only hangs, and say why."""
+        """Say why the program is no use any more, take it out of use, and end it where it only hangs."""
         name = self._process.name
-        if self._down is not None:
-            await self._down()
         cause = f"{name} {hang.why}" if hang else self._process.obituary(f"{name} died")
         self._tell(Incident("hangs" if hang else "died", name, cause))
+        if self._down is not None:
+            await self._down()
         if hang:
             await self._process.stop()
         return cause

@@ -99,12 +99,12 @@ class LaunchedProcess:
             await self._process.wait()
 
     async def stop(self) -> None:
-        """End it and everything it started."""
+        """End it and everything it started; may be called again where that was cancelled."""
         if self._process is not None:
-            process, self._process = self._process, None
-            assert process.stdin is not None
-            process.stdin.close()  # the launcher ends its program when its pipe ends
-            await process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # the launcher ends its program when its pipe ends
+            await self._process.wait()
+            self._process = None
 
     def obituary(self, what: str) -> str:
         """Return `what` with the exit status and the cause from the log."""

@@ -103,6 +103,7 @@ class LaunchedServer:
         assert self._server is not None
         self._incidents.append(incident)
         self._client.blame.saw(self._server.url, alive=incident.what == "back")
+        self._vigil.restarted()
 
     def _logged(self, load: LogLoad) -> Sequence[Signals]:
         with self._log_path.open("rb") as log:
