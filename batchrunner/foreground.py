@@ -17,7 +17,7 @@ from batchrunner.control import Control
 from batchrunner.errors import JobError
 from batchrunner.jobfile import load_job
 from batchrunner.progress import Bar, make_display
-from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED
+from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.runner import execute
 from batchrunner.shard import joint_task, parse_shard
 
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TERM_DRAIN_S = 15.0
+"""SIGTERM announces a SIGKILL, after 30 s by default with Slurm and Kubernetes: the engine has to end too."""
+
 _SIGNALS = {
-    signal.SIGINT: EXIT_INTERRUPTED,
-    signal.SIGTERM: EXIT_TERMINATED,
-    signal.SIGHUP: EXIT_TERMINATED,  # the terminal is gone; under nohup it is ignored, and stays so
+    signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
+    signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
+    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # no terminal; what nohup ignores stays so
+    signal.SIGUSR1: ("time is nearly up", EXIT_TIME_UP),
 }
 
 
@@ -48,7 +52,7 @@ def run_in_foreground(
     shard: str | None = None,
     join: bool = False,
 ) -> Report:
-    """Run a job file; the first SIGINT or SIGTERM drains, the second stops now.
+    """Run a job file; a signal drains, a further SIGINT stops now.
 
     Raises BatchrunError.
     """
@@ -61,7 +65,7 @@ def run_in_foreground(
         control = Control()
         loop = asyncio.get_running_loop()
         for number in before:
-            loop.add_signal_handler(number, _on_signal, control, number)
+            loop.add_signal_handler(number, _on_signal, control, number, bounds.get(number))
         display = make_display(quiet=quiet or as_json)
         with _log_above(display):
             return await execute(
@@ -73,6 +77,7 @@ def run_in_foreground(
                 control=control,
             )
 
+    bounds = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     try:
@@ -100,9 +105,15 @@ def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
     return logging_redirect_tqdm([logging.getLogger("batchrunner")])
 
 
-def _on_signal(control: Control, number: signal.Signals) -> None:
-    if control.reason is None:
-        control.drain("interrupted", _SIGNALS[number])
-        log.warning("interrupted: waiting for the rows in flight; once more stops now")
-    else:
-        control.stop("interrupted", _SIGNALS[number])
+def _on_signal(control: Control, number: signal.Signals, within_s: float | None) -> None:
+    """Drain; only a person's second signal means more: Slurm's comes twice, once through the script."""
+    reason, exit_code = _SIGNALS[number]
+    again = control.reason is not None
+    control.drain(reason, exit_code)
+    if number == signal.SIGINT and again:
+        control.stop(reason)
+    elif within_s is not None:
+        asyncio.get_running_loop().call_later(within_s, control.stop, reason)
+    if not again:
+        limit = "; once more stops now" if within_s is None else f", for {within_s:g} s at most"
+        log.warning("%s: waiting for the rows in flight%s", reason, limit)

@@ -424,6 +424,9 @@ class LimitsSpec(_Spec):
     hang: Duration = 60.0
     """Shortest silence of an engine with rows in flight that counts as a hang: it learns how slow it is, and
     is given five times as long at the start. One that we launched is started again."""
+    drain: Duration = 100.0
+    """After SIGUSR1 (a time limit is near) rows in flight have so long to end; then they are cut, and done
+    again at the next start. `batchrun slurm --grace` sets it. SIGTERM leaves 15 s, Ctrl-C what it takes."""
     disk_wait: Duration = 600.0
     """How long a disk that is full, or takes nothing, is waited for before the run stops (exit 1)."""
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
 """Done · could not go on (resumable) · the job or its input is wrong · more failed rows than tolerated."""
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
-"""128 + SIGINT, 128 + SIGTERM: resumable."""
+EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
+"""128 + SIGINT, SIGUSR1, SIGTERM: resumable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
 from batchrunner.prepare import check_resumes, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
+from batchrunner.report import EXIT_STOPPED, EXIT_TIME_UP
 from batchrunner.shard import Joint
 from batchrunner.sink import Sink, result_schema
 from batchrunner.storage import write_json
@@ -175,7 +176,8 @@ class _Sleeper:
 
 def _interrupted(control: Control, when: str) -> BatchrunError:
     interrupted = BatchrunError(f"{control.reason or 'cancelled'} {when}")
-    interrupted.exit_code = control.exit_code
+    # a task whose engine needs all of its time would be requeued for ever
+    interrupted.exit_code = EXIT_STOPPED if control.exit_code == EXIT_TIME_UP else control.exit_code
     return interrupted
 
 

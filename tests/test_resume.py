@@ -339,6 +339,11 @@ def test_termination_drains(tmp_path: Path, server: FakeSGLang) -> None:
     check_drain(tmp_path, server, signal.SIGTERM, 143)
 
 
+def test_a_warning_of_the_time_limit_drains(tmp_path: Path, server: FakeSGLang) -> None:
+    """SIGUSR1, which batch systems send before a time limit, does the same with exit 138."""
+    check_drain(tmp_path, server, signal.SIGUSR1, 138)
+
+
 def check_drain(directory: Path, server: FakeSGLang, number: signal.Signals, code: int) -> None:
     server.script = held_from(10)
     job = job_of(directory, server, rows=40, window=4)
@@ -346,7 +351,7 @@ def check_drain(directory: Path, server: FakeSGLang, number: signal.Signals, cod
     with started(file) as process:
         server.wait_for(14)
         process.process.send_signal(number)
-        process.wait_for_line("interrupted: waiting for the rows in flight")
+        process.wait_for_line("waiting for the rows in flight")
         server.answer_held()
         assert process.end() == code
     assert rows_in(job) == list(range(14))
@@ -356,6 +361,33 @@ def check_drain(directory: Path, server: FakeSGLang, number: signal.Signals, cod
     assert batchrun(file).exit_code == 0
     assert rows_sent(server) == list(range(14, 40))
     assert rows_in(job) == list(range(40))
+
+
+def test_a_drain_has_an_end(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that do not end within limits.drain of a SIGUSR1 are cut; what had ended is kept."""
+    server.script = held_from(10)
+    job = job_of(tmp_path, server, rows=40, window=4, limits={"drain": 0.2})
+    with started(write_job(job, tmp_path)) as process:
+        server.wait_for(14)
+        process.process.send_signal(signal.SIGUSR1)
+        assert process.end() == 138
+    assert rows_in(job) == list(range(10))
+    assert report_of(job)["reason"] == "time is nearly up"
+
+
+def test_a_second_sigterm_changes_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """Slurm's SIGTERM comes twice, to us and through our script: that is no wish to stop now."""
+    server.script = held_from(10)
+    job = job_of(tmp_path, server, rows=40, window=4)
+    with started(write_job(job, tmp_path)) as process:
+        server.wait_for(14)
+        process.process.send_signal(signal.SIGTERM)
+        process.wait_for_line("waiting for the rows in flight")
+        process.process.send_signal(signal.SIGTERM)
+        process.process.send_signal(signal.SIGUSR1)
+        server.answer_held()
+        assert process.end() == 143
+    assert rows_in(job) == list(range(14))
 
 
 def test_two_interrupts_stop_now(tmp_path: Path, server: FakeSGLang) -> None:
@@ -405,8 +437,14 @@ def test_a_kill_leaves_whole_parts(tmp_path: Path, server: FakeSGLang) -> None:
     assert report_of(job)["starts"] == 2
 
 
-def test_an_interrupt_while_the_engine_starts(tmp_path: Path) -> None:
-    """Ctrl-C while a model loads ends the wait, exit 130, and leaves no results behind."""
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGUSR1, 1, "time is nearly up")],
+)
+def test_a_signal_while_the_engine_starts(
+    tmp_path: Path, number: signal.Signals, code: int, told: str
+) -> None:
+    """It ends the wait and leaves no results behind; a start that eats its time limit asks for no requeue."""
     fifo = tmp_path / "python-is-running"
     os.mkfifo(fifo)
     slow = tmp_path / "slow-python"
@@ -417,10 +455,10 @@ def test_an_interrupt_while_the_engine_starts(tmp_path: Path) -> None:
     engine = {"kind": "server", "model": str(tmp_path / "model"), "python": str(slow)}
     with started(write_job(job_of(tmp_path, engine), tmp_path)) as process:
         assert fifo.read_text() == "up\n"
-        process.process.send_signal(signal.SIGINT)
-        assert process.end() == 130
+        process.process.send_signal(number)
+        assert process.end() == code
     assert "Traceback" not in "".join(process.lines)
-    assert "batchrun: interrupted while the engine was starting\n" in process.lines
+    assert f"batchrun: {told} while the engine was starting\n" in process.lines
 
 
 # --- and all of it at once ---
