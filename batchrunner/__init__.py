@@ -81,6 +81,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     picture          a run over time, drawn
     check            what a run would do
     foreground       a run with signals and a display
+    slurm            a job as a Slurm array
     library          run, arun, generate, open_engine
     cli              the command
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from batchrunner.report import Report
 
 EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
-wrong · 3 done, but more rows failed than tolerated · 130/143 interrupted (run it again to resume)"""
+wrong · 3 done, but more rows failed than tolerated · 130/138/143 interrupted (run it again to resume)"""
 
 
 class _DefaultToRun(TyperGroup):
@@ -112,6 +113,69 @@ def run(
         _exit_with(error)
     _print_report(report, quiet=quiet, as_json=as_json)
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def slurm(
+    job: JobArgument,
+    array: Annotated[
+        str, typer.Option(metavar="RANGE", help="The tasks: 0-15, 1,3,7 or 0-15%4 (four at once).")
+    ],
+    overrides: SetOption = None,
+    partition: Annotated[str | None, typer.Option(help="As sbatch has it; so are the next three.")] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    gpus_per_task: Annotated[str | None, typer.Option(metavar="N")] = None,
+    time: Annotated[str | None, typer.Option(metavar="4:00:00")] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Another option of sbatch; may be repeated."),
+    ] = None,
+    grace: Annotated[
+        int, typer.Option(metavar="SECONDS", help="Before the time limit, to drain and be requeued in.")
+    ] = 120,
+    preamble: Annotated[
+        str, typer.Option(metavar="TEXT|FILE", help="Shell lines that come first: modules, a container.")
+    ] = "",
+    static: Annotated[
+        bool,
+        typer.Option("--static", help="Each task does one share, by its number, not what it can."),
+    ] = False,
+    submit: Annotated[
+        bool,
+        typer.Option("--submit", help="Submit it, and a job that merges and reports after it."),
+    ] = False,
+    merge: Annotated[bool, typer.Option(help="Whether --submit submits that job too.")] = True,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write the script.")
+    ] = None,
+) -> None:
+    """Write a job as the script of a Slurm array, to standard output or a file, or submit it.
+
+    Example: batchrun slurm jobs/summarize.yaml --array 0-15 --gpus-per-task 1 --time 4:00:00 --submit
+    """
+    from batchrunner import slurm as to_slurm  # noqa: PLC0415
+
+    planned: to_slurm.SlurmArray = _or_exit(
+        to_slurm.plan_array,
+        job,
+        overrides=overrides or [],
+        preamble=preamble,
+        array=array,
+        partition=partition,
+        account=account,
+        gpus_per_task=gpus_per_task,
+        time=time,
+        sbatch=sbatch or [],
+        grace_s=grace,
+        static=static,
+    )
+    _or_exit(to_slurm.make_logs, planned)
+    if output is not None:
+        _or_exit(to_slurm.save, planned, output)
+    elif not submit:
+        _print([_or_exit(planned.script)])
+    if submit:
+        _print(_or_exit(to_slurm.submit, planned, merge=merge))
 
 
 @app.command()
@@ -220,7 +284,12 @@ def _log_to_stderr(*, quiet: bool) -> None:
     """Show our own log only; an engine in this process has the root logger to itself."""
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
-    ours.addHandler(logging.StreamHandler(sys.stderr))
+    from batchrunner.slurm import task_name  # noqa: PLC0415
+
+    task = task_name(os.environ)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{task}: %(message)s" if task else None))
+    ours.addHandler(handler)
     ours.propagate = False
 
 

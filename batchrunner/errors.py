@@ -47,6 +47,12 @@ class EngineStartError(BatchrunError):
     exit_code = 2
 
 
+class SubmitError(BatchrunError):
+    """Slurm is not here, or did not take the job."""
+
+    exit_code = 2
+
+
 class EngineLostError(BatchrunError):
     """The engine died or stayed out of reach in mid-run; the run can be resumed."""
 

@@ -118,13 +118,15 @@ def events_of(job: Mapping[str, Any], what: str = "engine_") -> list[str]:
     return [name for name in names if name.startswith(what)]
 
 
-def eventually(condition: Callable[[], object]) -> None:
+def eventually(
+    condition: Callable[[], object], patience_s: float = PATIENCE_S, every_s: float = 0.01
+) -> None:
     """Return when the condition holds; another process makes it true and cannot tell us."""
     ticks = threading.Event()
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        ticks.wait(0.01)
+        ticks.wait(every_s)
 
 
 def write_job(job: Mapping[str, Any], directory: Path) -> Path:
