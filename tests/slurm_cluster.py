@@ -48,6 +48,7 @@ SchedulerParameters=bf_interval=2,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=5
 KillWait=5
+MessageTimeout=5
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP
 """
