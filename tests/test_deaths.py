@@ -77,6 +77,40 @@ def test_a_poisonous_row_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_restarts")
+def test_a_port_that_was_taken(tmp_path: Path) -> None:
+    """Servers that start together may draw the same port for their processes: the loser is started again."""
+    loses_once = """
+if not os.path.exists(os.environ["LOST"]):
+    open(os.environ["LOST"], "w").close()
+    sys.exit("DistNetworkError: The server socket has failed to listen: address already in use")
+"""
+    engine = launchable(tmp_path, FRAGILE + loses_once, POISON="", LOST=str(tmp_path / "lost"))
+    job = job_of(tmp_path, engine, rows=5)
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 0, result.stderr
+    assert "another process took one of its ports: starting it again" in result.stderr
+    assert len(results_of(job)) == 5
+
+
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_server_that_finds_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not started for ever, and the start after does not take the old log for its own."""
+    monkeypatch.setattr("batchrunner.engines.process.WORD_EVERY_S", 0.01)
+    loses = """
+if not os.path.exists(os.environ["WINS"]):
+    sys.exit("OSError: [Errno 98] error while attempting to bind on address: address already in use")
+time.sleep(0.2)
+"""
+    engine = launchable(tmp_path, FRAGILE + loses, POISON="", WINS=str(tmp_path / "wins"))
+    file = write_job(job_of(tmp_path, engine, rows=5), tmp_path)
+    result = batchrun(file)
+    assert result.exit_code == 2
+    assert "the engine did not start" in result.stderr
+    (tmp_path / "wins").touch()
+    assert batchrun(file).exit_code == 0
+
+
+@pytest.mark.usefixtures("quick_restarts")
 def test_two_poisonous_rows_far_apart(tmp_path: Path) -> None:
     """Each is found for itself."""
     job = fragile_job(tmp_path, 1200, poison="row 3,row 1100")

@@ -30,7 +30,7 @@ from batchrunner.engines.device import gpus
 from batchrunner.engines.fleet import LaunchedGateway, gpu_slices
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.engines.router import gateway_process, start_gateway
-from batchrunner.engines.sockets import free_port, loopback_sources
+from batchrunner.engines.sockets import HeldPort, free_port, loopback_sources
 from batchrunner.engines.workerlist import WorkerList
 from batchrunner.errors import (
     AttemptFailedError,
@@ -424,6 +424,20 @@ def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
 def test_ports_to_listen_on_are_not_for_connections() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(free_port() < low for _ in range(20))
+
+
+def test_a_held_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks of a node that draw the same port do not both start a server on it."""
+    one, other = free_port(), free_port()
+    drawn = iter([one, one, other, one])
+    monkeypatch.setattr("batchrunner.engines.sockets.free_port", lambda: next(drawn))
+    ours = HeldPort()
+    theirs = HeldPort()
+    ours.release()
+    later = HeldPort()
+    assert (ours.number, theirs.number, later.number) == (one, other, one)
+    theirs.release()
+    later.release()
 
 
 def test_connections_from_several_addresses() -> None:

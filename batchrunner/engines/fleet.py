@@ -16,7 +16,7 @@ from batchrunner.engines.http import GATEWAY_ROUTE, HttpEngine
 from batchrunner.engines.launched import SGLangServer
 from batchrunner.engines.model import check_model, model_identity
 from batchrunner.engines.router import gateway_process, start_gateway
-from batchrunner.engines.sockets import free_port, raise_file_limit
+from batchrunner.engines.sockets import raise_file_limit
 from batchrunner.engines.workerlist import WorkerList
 from batchrunner.errors import EngineStartError
 from batchrunner.records import Incident
@@ -132,22 +132,18 @@ class LaunchedGateway:
             if connections is not None:
                 await connections.close()
         self._client = None
-        processes = [server.process for server in self._servers]
+        stops = [server.stop() for server in self._servers]
         if self._gateway is not None:
-            processes.append(self._gateway)
-        await asyncio.gather(*(process.stop() for process in processes))
+            stops.append(self._gateway.stop())
+        await asyncio.gather(*stops)
 
     def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
         spec = self._spec
         slices = gpu_slices([] if cpu else gpus(), spec.tp, spec.replicas)
-        ports: set[int] = set()
-        while len(ports) < len(slices):
-            ports.add(free_port())
         return [
             SGLangServer(
                 spec,
                 model,
-                port=port,
                 key=self._key,
                 log_path=self._log_dir / f"engine-replica-{n}.log",
                 cpu=cpu,
@@ -158,7 +154,7 @@ class LaunchedGateway:
                     **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
                 },
             )
-            for n, (port, devices) in enumerate(zip(ports, slices, strict=True))
+            for n, devices in enumerate(slices)
         ]
 
     async def _start_gateway(self) -> None:

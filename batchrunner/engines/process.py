@@ -47,6 +47,7 @@ class LaunchedProcess:
     needs: str = "SGLang: install batchrunner[engine], or set engine.python"
     """What an interpreter lacks that does not know the module."""
     _process: asyncio.subprocess.Process | None = field(default=None, init=False)
+    _log_begins: int = field(default=0, init=False)
 
     @property
     def runs(self) -> bool:
@@ -57,6 +58,7 @@ class LaunchedProcess:
         """Start it; raises EngineStartError where the interpreter cannot be run."""
         python = self.python or sys.executable
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
         try:
             self._process = await asyncio.create_subprocess_exec(
                 python, str(LAUNCHER),
@@ -87,7 +89,7 @@ class LaunchedProcess:
                 if waited_s > next_word_s:
                     next_word_s += WORD_EVERY_S
                     log.info("still starting (%.0f s): %s", waited_s, last_line(self.log_path)[:120])
-                    if "address already in use" in cause_in(self.log_path):  # SGLang then hangs
+                    if self.found_port_taken():  # SGLang then hangs
                         raise EngineStartError(self.obituary(f"{self.name} did not start"))
                 if waited_s > timeout_s:
                     raise EngineStartError(self.obituary(f"{self.name} was not ready within {timeout_s:g} s"))
@@ -106,9 +108,13 @@ class LaunchedProcess:
             await self._process.wait()
             self._process = None
 
+    def found_port_taken(self) -> bool:
+        """Tell whether this start failed for a port that another process has."""
+        return "address already in use" in cause_in(self.log_path, self._log_begins).lower()
+
     def obituary(self, what: str) -> str:
         """Return `what` with the exit status and the cause from the log."""
-        cause = cause_in(self.log_path)
+        cause = cause_in(self.log_path, self._log_begins)
         package = self.module.partition(".")[0]
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
             return f"{what}: {self.python or sys.executable} has no {self.needs}"

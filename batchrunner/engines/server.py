@@ -15,7 +15,6 @@ from batchrunner.engines.http import HttpEngine
 from batchrunner.engines.launched import SGLangServer
 from batchrunner.engines.loglines import LogLoad
 from batchrunner.engines.model import check_model, model_identity
-from batchrunner.engines.sockets import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +49,8 @@ class LaunchedServer:
         spec = self._spec
         check_model(spec.model)
         cpu = on_cpu(spec.device)
-        key, port = secrets.token_hex(24), free_port()  # a - at its head would read as an option
-        self._server = SGLangServer(spec, spec.model, port=port, key=key, log_path=self._log_path, cpu=cpu)
+        key = secrets.token_hex(24)  # a - at its head would read as an option
+        self._server = SGLangServer(spec, spec.model, key=key, log_path=self._log_path, cpu=cpu)
         await self._server.start()
         self._guard = Guard(self._server.process, self._server.start, self._tell)
         self._watching = asyncio.create_task(self._guard.watch())
@@ -96,7 +95,7 @@ class LaunchedServer:
             await self._client.close()
             self._client = None
         if self._server is not None:
-            await self._server.process.stop()
+            await self._server.stop()
 
     def _tell(self, incident: Incident) -> None:
         assert self._client is not None

@@ -24,9 +24,12 @@ _CONSEQUENCE = re.compile(
 )
 
 
-def cause_in(log: Path) -> str:
-    """Return the one to three lines of the log that matter most, joined by ` / `; empty without a log."""
-    clean = _lines(log)
+def cause_in(log: Path, since: int = 0) -> str:
+    """Return the one to three lines of the log that matter most, joined by ` / `; empty without a log.
+
+    `since` is where the log of this start begins, in bytes.
+    """
+    clean = _lines(log, since)
     causes = [line for line in clean if _CAUSE.match(line)]
     best = [line for line in causes if not _CONSEQUENCE.search(line)] or causes
     chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in clean if line][-MOST_LINES:]
@@ -38,11 +41,11 @@ def last_line(log: Path) -> str:
     return next((line for line in reversed(_lines(log)) if line), "")
 
 
-def _lines(log: Path) -> list[str]:
+def _lines(log: Path, since: int = 0) -> list[str]:
     """Read the log's end without time stamps."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            file.seek(max(since, log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []

@@ -5,6 +5,8 @@ Also a port to listen on that no connection takes, and connections from several 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import random
 import resource
@@ -22,7 +24,8 @@ PORT_SHARE = 0.9
 """Closed connections hold their port for a minute (TIME_WAIT), so not all of the range is ever free."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
-_LOWEST_PORT = 10_240
+_LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
+"""From 22,000 on SGLang draws the ports of its own processes, which it binds later."""
 _PORT_TRIES = 50
 _IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>; Python names it from 3.12 on
 
@@ -53,14 +56,36 @@ def free_port() -> int:
     A server that is started again on its port must find it free: with ten thousand connections open, a port
     of the connections' own range is likely to be taken by one of them meanwhile.
     """
-    low, _ = _port_range()
+    above = max(_LOWEST_PORT + 1, min(_port_range()[0], _HIGHEST_PORT + 1))
     for _ in range(_PORT_TRIES):
-        port = random.randrange(_LOWEST_PORT, max(low, _LOWEST_PORT + 1))  # noqa: S311 - not a secret
+        port = random.randrange(_LOWEST_PORT, above)  # noqa: S311 - not a secret
         if _is_free(port):
             return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class HeldPort:
+    """A free port that no other batchrunner on this machine is given until it is released.
+
+    A server that loads for minutes listens only then. Raises OSError where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._hold = socket.socket(socket.AF_UNIX)
+        for _ in range(_PORT_TRIES):
+            self.number = free_port()
+            # an abstract name: like ports it belongs to the network namespace, and it ends with its process
+            with contextlib.suppress(OSError):
+                self._hold.bind(f"\0batchrunner-port-{self.number}")
+                return
+        self._hold.close()
+        raise OSError(errno.EADDRINUSE, "no port is free")
+
+    def release(self) -> None:
+        """Let others have it."""
+        self._hold.close()
 
 
 def loopback_sources(addresses: int) -> Callable[[tuple[int, int, int, str, tuple[str, int]]], socket.socket]:
