@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -48,6 +49,7 @@ SchedulerParameters=bf_interval=2,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=5
 KillWait=5
+GresTypes=gpu
 MessageTimeout=5
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP
@@ -79,13 +81,16 @@ class SlurmCluster:
         """Start all daemons, and wait until the nodes are idle."""
         host = socket.gethostname().partition(".")[0]
         nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 Gres=gpu:2"
             for node in NODES
         ]
         self.conf.write_text(
             _CONF.format(host=host, base=self.base, port=free_port(), nodes="\n".join(nodes))
         )
         (self.base / "state").mkdir()
+        for number in range(2):  # devices that do nothing, for Slurm to give out
+            os.mknod(self.base / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        (self.base / "gres.conf").write_text(f"Name=gpu File={self.base}/gpu[0-1]\n")
         key = self.base / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
