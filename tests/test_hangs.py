@@ -203,7 +203,7 @@ def test_a_row_that_hangs_the_server_is_found(tmp_path: Path) -> None:
     assert result.exit_code == 3, result.stderr
     assert [row["row"] for row in results_of(job)] == list(range(300))
     assert [row["row"] for row in results_of(job) if row["error"]] == [117]
-    assert events_of(job) == ["engine_hangs", "engine_back"] * MOST_DEATHS
+    assert events_of(job).count("engine_hangs") == MOST_DEATHS
 
 
 def test_a_slow_server_is_left_alone(tmp_path: Path) -> None:
