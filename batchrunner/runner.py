@@ -232,7 +232,7 @@ class _Run:
                 engine=asdict(self._info),
             )
             await self._open_gate()
-            self._source.begin(self._events.write, lambda: self._gate.in_flight > 0)
+            self._source.begin(self._events.write, lambda: self._submitter.unfinished)
             return await self._send_all()
         finally:
             self._events.close()

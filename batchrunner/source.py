@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchrunner.claim import LOOK_S
+from batchrunner.claim import LOOK_S, SHORTLY_S
 from batchrunner.dataset import Reader
 from batchrunner.leases import next_lease
 from batchrunner.storage import cannot_write
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REFRESH_S = 10.0
-"""A task looks so often what the others have taken, as long as it knows of free leases."""
+REFRESH_S = 3.0
+"""A task looks so often what the others have taken and who they are, as long as it knows of free leases."""
 
 
 class Source(Protocol):
@@ -46,8 +46,8 @@ class Source(Protocol):
     def landed(self, rows: BitMap64) -> None:
         """Take note of rows that are in a part; blocks."""
 
-    def begin(self, tell: Callable[..., None], is_busy: Callable[[], bool]) -> None:
-        """Take note of whom to tell of events (name, values), and how to learn that rows are in flight."""
+    def begin(self, tell: Callable[..., None], unfinished: Callable[[], int]) -> None:
+        """Take note of whom to tell of events (name, values), and who counts unfinished rows."""
 
     def stop(self) -> None:
         """End `batches` soon, also where it waits."""
@@ -74,7 +74,7 @@ class OwnRows:
     def landed(self, rows: BitMap64) -> None:
         """Do nothing."""
 
-    def begin(self, tell: Callable[..., None], is_busy: Callable[[], bool]) -> None:
+    def begin(self, tell: Callable[..., None], unfinished: Callable[[], int]) -> None:
         """Do nothing."""
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ class OwnRows:
 class LeasedRows:
     """Rows that this task takes lease by lease; what dead tasks held is taken over when nothing is free.
 
-    It leaves when the rest is held by tasks that live: they do it themselves.
+    It leaves when it has finished its own and the rest is held by tasks that live: they do it themselves.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LeasedRows:
         self._taken = 0
         self._to_read = 0
         self._rows_free = 0
-        self._is_busy: Callable[[], bool] = lambda: False
+        self._unfinished: Callable[[], int] = lambda: 0
         self._failing_since: float | None = None
         self._lock = threading.Lock()  # the reader, the writer of parts and the run's end are three threads
         self._stopped = threading.Event()
@@ -126,9 +126,9 @@ class LeasedRows:
         self._first = self._take()
         return self._first is not None
 
-    def begin(self, tell: Callable[..., None], is_busy: Callable[[], bool]) -> None:
-        """Tell of leases and takeovers, those up to now included; as long as we are busy we do not leave."""
-        self._is_busy = is_busy
+    def begin(self, tell: Callable[..., None], unfinished: Callable[[], int]) -> None:
+        """Tell of leases and takeovers, those up to now included; with unfinished rows we do not leave."""
+        self._unfinished = unfinished
         self._listener, untold = tell, self._untold
         self._untold = []
         for event, values in untold:
@@ -169,18 +169,34 @@ class LeasedRows:
         while not self._stopped.is_set():
             try:
                 with self._lock:
-                    lease = self._take_free()
-                    settled = None if lease else self._takeover.settle()
+                    has_its_share = self._has_its_share()
+                    lease = None if has_its_share else self._take_free()
+                    settled = None if lease or has_its_share else self._takeover.settle()
             except OSError as failure:
                 self._put_up_with(failure)
                 lease, settled = None, None
             else:
                 self._failing_since = None
-            if lease is not None or (settled is False and not self._is_busy()):
+            if lease is not None or (settled is False and not self._unfinished()):
                 return lease
             if not settled:
-                self._stopped.wait(LOOK_S)
+                self._stopped.wait(SHORTLY_S if self._rows_free else LOOK_S)
         return None
+
+    def _has_its_share(self) -> bool:
+        """Tell whether we have as many of the rows that nobody has finished as the others can have.
+
+        With few rows left, or long ones, one task could take what keeps all of them busy.
+        """
+        mine = self._unfinished() + self._to_read
+        return mine * (1 + self._takeover.living) > self._rows_free + mine and self._looks_fresh()
+
+    def _looks_fresh(self) -> bool:
+        """Look again what is free and who lives, where that was long ago; tell that it was not."""
+        fresh = self._clock() - self._looked_at <= REFRESH_S
+        if not fresh:
+            self._refresh()
+        return fresh
 
     def _put_up_with(self, failure: OSError) -> None:
         """Wait for a disk that takes nothing, but not for ever."""
@@ -192,8 +208,7 @@ class LeasedRows:
             raise cannot_write(self._leases.directory, failure) from None
 
     def _take_free(self) -> Lease | None:
-        if self._clock() - self._looked_at > REFRESH_S:
-            self._refresh()
+        self._looks_fresh()
         lease = self._take_known()
         if lease is None:
             self._refresh()

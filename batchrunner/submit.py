@@ -101,6 +101,11 @@ class Submitter:
         return self._resting
 
     @property
+    def unfinished(self) -> int:
+        """Rows that were read and have not come to an end."""
+        return self._unended
+
+    @property
     def unsent(self) -> int:
         """Rows that are to be sent and not in flight: those that wait for another try among them."""
         if self._stopping:

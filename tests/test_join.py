@@ -8,6 +8,7 @@ import json
 import signal
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,6 +180,32 @@ def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
         for event in read_events(log)
     }
     assert {"lease", "lease_end", "takeover"} <= events
+
+
+def test_few_rows_are_shared(tmp_path: Path) -> None:
+    """Of few rows that take long no task takes more than its share, though its engine could run them all."""
+    job = job_of(tmp_path, rows=128)
+    first, second = Task(job, "first"), Task(job, "second")
+    assert second.rows.has_rows()
+    assert first.rows.has_rows()
+    counts = dict.fromkeys((first, second), 0)
+    finished = False
+
+    def read(task: Task) -> None:
+        task.rows.begin(lambda *_, **__: None, lambda: 0 if finished else counts[task])
+        for batch in task.rows.batches():
+            counts[task] += len(batch)
+
+    with ThreadPoolExecutor() as pool:
+        readers = [pool.submit(read, first)]
+        eventually(lambda: counts[first] >= 50)
+        readers.append(pool.submit(read, second))
+        eventually(lambda: sum(counts.values()) >= 100)
+        finished = True
+        for reader in readers:
+            reader.result()
+    assert sum(counts.values()) == 128
+    assert min(counts.values()) >= 40
 
 
 def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
