@@ -235,14 +235,17 @@ def test_worker_of_others_that_hangs(
         job = job_of(tmp_path, behind(one, two), rows=100, window=16, limits={"hang": 0.3})
 
         def wake() -> None:
-            eventually(lambda: events_of(job))
-            one.answer_held()
+            try:
+                eventually(lambda: events_of(job))
+            finally:  # a failure is to be seen, not waited for
+                one.answer_held()
 
         waker = threading.Thread(target=wake)
         waker.start()
         report = batchrunner.run(job)
         waker.join()
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 100, 0)
+    assert set(events_of(job)) == {"engine_hangs"}
     assert f"{one.url} did nothing for" in caplog.text
     assert f"{two.url} did nothing" not in caplog.text
 
