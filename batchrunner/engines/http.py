@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -39,14 +39,6 @@ OPEN_TIMEOUT_S = 10.0
 _NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
-
-
-class _Reply(NamedTuple):
-    status: int
-    content: bytes
-    retry_after: str | None
-    """The server's own wish for a pause."""
-    sent_at: float
 
 
 class HttpEngine:
@@ -131,13 +123,7 @@ class HttpEngine:
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
         reply = await self._post(self.routes[route], wire.path_of(request), payload)
-        if reply.status == 200:  # noqa: PLR2004
-            return wire.completion_of(request, reply.content)
-        error = wire.error_of(reply.status, reply.content, reply.retry_after)
-        named = next((url for url in self.urls if f"{url}/" in str(error)), None)
-        if named is not None and isinstance(error, EngineDownError):
-            raise await self.blame.of(named, reply.sent_at, str(error))
-        raise error
+        return wire.completion_of(request, reply)
 
     async def signals(self) -> list[Signals]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
@@ -157,8 +143,8 @@ class HttpEngine:
             await self._session.close()
             self._session = None
 
-    async def _post(self, route: Route, path: str, payload: aiohttp.BytesPayload) -> _Reply:
-        """Send a body and wait for the whole reply."""
+    async def _post(self, route: Route, path: str, payload: aiohttp.BytesPayload) -> bytes:
+        """Send a body and return the whole reply; raises what a refusal or a failure means."""
         assert self._session is not None
         if route.closed:
             raise EngineDownError(route.closed)
@@ -183,7 +169,13 @@ class HttpEngine:
             route.in_flight -= 1
         route.answers += 1
         self.blame.saw(route.url, alive=True)
-        return _Reply(response.status, content, response.headers.get("Retry-After"), sent_at)
+        if response.status == 200:  # noqa: PLR2004
+            return content
+        error = wire.error_of(response.status, content, response.headers.get("Retry-After"))
+        named = next((url for url in self.urls if f"{url}/" in str(error)), None)
+        if named is not None and isinstance(error, EngineDownError):
+            raise await self.blame.of(named, sent_at, str(error))
+        raise error
 
     async def _is_alive(self, url: str) -> bool:
         try:
