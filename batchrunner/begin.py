@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from pyroaring import BitMap64
 
 from batchrunner.checkpoint import Done, done_by_all, rows_of_others
+from batchrunner.claim import Claim
+from batchrunner.errors import OutputError
 from batchrunner.join import join
 from batchrunner.prepare import find_done
 from batchrunner.shard import Joint
@@ -18,8 +20,8 @@ from batchrunner.storage import writing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchrunner.claim import Claim
     from batchrunner.prepare import Prepared
+    from batchrunner.storage import RunDir
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,23 @@ def begin(
         if leased.has_rows():
             return Start(leased, Done(), rows_of_run)
         return Start(OwnRows(prepared, BitMap64(), rows_of_run), done_by_all(prepared.run_dir), rows_of_run)
-    done = Done()
-    if not fresh:
+    done, by_others = Done(), BitMap64()
+    if fresh:
+        _check_nobody_works(prepared.run_dir)
+    else:
         done = find_done(prepared, model, without_failed=retry_failed)
         with writing(prepared.run_dir.parts):
             tidy(prepared.run_dir, claim)
+        by_others = rows_of_others(prepared.run_dir)
     selected = prepared.selected()
-    todo = prepared.share_of(selected) - rows_of_others(prepared.run_dir)
+    todo = prepared.share_of(selected) - by_others
     total = len(todo | done.rows)
-    todo -= done.rows
-    return Start(OwnRows(prepared, todo, total), done, len(selected))
+    return Start(OwnRows(prepared, todo - done.rows, total), done, len(selected))
+
+
+def _check_nobody_works(run_dir: RunDir) -> None:
+    """Refuse to discard what other tasks are writing."""
+    for task in run_dir.all_tasks():
+        other = Claim(task.task_directory)
+        if task.task != run_dir.task and other.is_held() is not False:
+            raise OutputError(f"{task.task_directory}: {other.holder()} is writing this run; wait for it")

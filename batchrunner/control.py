@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import threading
+from typing import TYPE_CHECKING, TypeVar
 
-from batchrunner.report import EXIT_STOPPED, EXIT_TERMINATED
+from batchrunner.errors import BatchrunError
+from batchrunner.report import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+T = TypeVar("T")
 
 
 class Control:
@@ -37,6 +42,37 @@ class Control:
         if self.reason is not None:
             listener()
 
+    def interrupted(self, when: str) -> BatchrunError:
+        """Return the error of a start that was stopped before its first row."""
+        error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
+        # a task whose engine needs all of its time would be requeued for ever
+        error.exit_code = EXIT_STOPPED if self.exit_code == EXIT_TIME_UP else self.exit_code
+        return error
+
     def _notify(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+class Sleeper:
+    """Sleeps in threads; a stop ends that."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._stopped = threading.Event()
+        control.listen(self._stopped.set)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, or raise BatchrunError when the run is stopped."""
+        if self._stopped.wait(seconds):
+            raise self._control.interrupted("while waiting for another start")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do work that sleeps in a thread; where we are cancelled, wait for its end."""
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self._stopped.set()
+            await asyncio.wait([working])  # a thread that were left behind could still become the writer
+            raise

@@ -12,7 +12,7 @@ import orjson
 from batchrunner.storage import writing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 TAIL_BYTES = 1 << 20
@@ -52,14 +52,8 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield a log's events in order; a line torn by a crash is left out."""
-    for line in _lines(path):
-        try:
-            event = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            yield event
+    """Return a log's events in order; a line torn by a crash is left out."""
+    return _events_in(_lines(path))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -95,14 +89,18 @@ def last_sample(path: Path) -> dict[str, Any] | None:
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events at the end of a log, newest first."""
+    """Return the events at the end of a log, newest first."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return
-    for line in reversed(lines):
+        return iter(())
+    return _events_in(reversed(lines))
+
+
+def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
             event = orjson.loads(line)
         except orjson.JSONDecodeError:

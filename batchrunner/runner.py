@@ -8,17 +8,16 @@ import gc
 import logging
 import re
 import sys
-import threading
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
 from batchrunner.admission import Admission
 from batchrunner.begin import begin
 from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint
 from batchrunner.claim import claimed
-from batchrunner.control import Control
+from batchrunner.control import Control, Sleeper
 from batchrunner.controller import Band
 from batchrunner.disk import Disk
 from batchrunner.engines.registry import make_engine, model_of
@@ -28,7 +27,6 @@ from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
 from batchrunner.prepare import check_resumes, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
-from batchrunner.report import EXIT_STOPPED, EXIT_TIME_UP
 from batchrunner.shard import Joint
 from batchrunner.sink import Sink, result_schema
 from batchrunner.storage import write_json
@@ -37,7 +35,7 @@ from batchrunner.tally import Tally
 from batchrunner.window import tokens_a_row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from batchrunner.begin import Start
     from batchrunner.claim import Claim
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from batchrunner.source import Source
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """An argument of this name is not written down: `admin-api-key`, say, and not `tokenizer-path`."""
 
@@ -100,7 +97,7 @@ async def execute(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(rare_collections())
-        sleeper = _Sleeper(control)
+        sleeper = Sleeper(control)
         claim = await sleeper.run(lambda: stack.enter_context(claimed(prepared.run_dir, sleeper.sleep)))
         model = info.model if info else model_of(job.engine)
         start = await sleeper.run(
@@ -143,42 +140,11 @@ async def _open(engine: Engine, control: Control) -> EngineInfo | None:
         await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             return opening.result()
-        raise _interrupted(control, "while the engine was starting")
+        raise control.interrupted("while the engine was starting")
     finally:
         opening.cancel()
         stopped.cancel()
         await asyncio.gather(opening, stopped, return_exceptions=True)
-
-
-class _Sleeper:
-    """Sleeps in threads; a stop ends that."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._stopped = threading.Event()
-        control.listen(self._stopped.set)
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep, or raise BatchrunError when the run is stopped."""
-        if self._stopped.wait(seconds):
-            raise _interrupted(self._control, "while waiting for another start")
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Do work that sleeps in a thread; where we are cancelled, wait for its end."""
-        working = asyncio.ensure_future(asyncio.to_thread(work))
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            self._stopped.set()
-            await asyncio.wait([working])  # a thread that were left behind could still become the writer
-            raise
-
-
-def _interrupted(control: Control, when: str) -> BatchrunError:
-    interrupted = BatchrunError(f"{control.reason or 'cancelled'} {when}")
-    # a task whose engine needs all of its time would be requeued for ever
-    interrupted.exit_code = EXIT_STOPPED if control.exit_code == EXIT_TIME_UP else control.exit_code
-    return interrupted
 
 
 class _Run:

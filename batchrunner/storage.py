@@ -23,6 +23,8 @@ LEAST_FREE_BYTES = 16 << 20
 
 MAIN_TASK = "main"
 """A run that is not parted among several tasks is one task."""
+OF_A_TASK = ("journal-*", "events.jsonl", "report.json", "run.png", "engine*.log", "owner*", "heartbeat")
+"""What lies in a task's directory."""
 
 
 class RunDir:
@@ -97,10 +99,18 @@ class RunDir:
         with contextlib.suppress(OSError):
             self.merged.rmdir()
 
+    def _of_others(self, pattern: str) -> Iterator[Path]:
+        return (path for path in self.tasks.glob(f"*/{pattern}") if path.parent != self.task_directory)
+
     def discard(self) -> None:
         """Delete what earlier starts left, and nothing that somebody else put beside it."""
         self.discard_merged()
-        ours = (self.parts.glob("part-*"), self.tasks.glob("*/journal-*"), self.leases.glob("*"))
+        ours = (
+            self.parts.glob("part-*"),
+            self.leases.glob("*"),
+            self.task_directory.glob("journal-*"),
+            *map(self._of_others, OF_A_TASK),
+        )
         for file in chain.from_iterable(ours):
             file.unlink()
         for directory in (self.parts, self.leases, *self.tasks.glob("*"), self.tasks):

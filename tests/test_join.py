@@ -293,6 +293,24 @@ def test_what_does_not_go_together(tmp_path: Path, options: list[str], told: str
     assert told in refused.stderr
 
 
+def test_a_joined_run_begins_anew(tmp_path: Path, server: FakeSGLang) -> None:
+    """`--fresh` without --join discards what all tasks did, but never under the hands of one that works."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=20, window=20)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as task:
+        eventually(lambda: len(server.sent) == 20)
+        refused = batchrun(file, "--fresh")
+        assert refused.exit_code == 2
+        assert "is writing this run" in refused.stderr
+        server.answer_held()
+        assert task.end() == 0
+    assert batchrun(file, "--fresh").exit_code == 0
+    assert len(server.sent) == 40
+    assert batchrun(file).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
 def test_another_job_is_refused(tmp_path: Path) -> None:
     """A start whose job differs from that of the run does not join it."""
     job = job_of(tmp_path)
