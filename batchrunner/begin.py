@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from pyroaring import BitMap64
 
 from batchrunner.checkpoint import Done, done_by_all, rows_of_others
-from batchrunner.claim import Claim
-from batchrunner.errors import OutputError
+from batchrunner.claim import claimed
 from batchrunner.join import join
 from batchrunner.prepare import find_done
 from batchrunner.shard import Joint
 from batchrunner.sink import tidy
 from batchrunner.source import OwnRows, Source
-from batchrunner.storage import writing
+from batchrunner.storage import see_anew, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from batchrunner.claim import Claim
     from batchrunner.prepare import Prepared
     from batchrunner.storage import RunDir
 
@@ -47,29 +47,44 @@ def begin(
 
     Raises InputError, OutputError, ResumeError or StorageError.
     """
+    with writing(prepared.run_dir.path):
+        return _begin(prepared, claim, model, sleep, fresh=fresh, retry_failed=retry_failed)
+
+
+def _begin(
+    prepared: Prepared,
+    claim: Claim,
+    model: str | None,
+    sleep: Callable[[float], None],
+    *,
+    fresh: bool,
+    retry_failed: bool,
+) -> Start:
+    run_dir = prepared.run_dir
+    for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
+        see_anew(directory)
     if isinstance(prepared.part, Joint):
         find_done(prepared, model)
         leased, rows_of_run = join(prepared, sleep, retry_failed=retry_failed)
         if leased.has_rows():
             return Start(leased, Done(), rows_of_run)
-        return Start(OwnRows(prepared, BitMap64(), rows_of_run), done_by_all(prepared.run_dir), rows_of_run)
+        return Start(OwnRows(prepared, BitMap64(), rows_of_run), done_by_all(run_dir), rows_of_run)
     done, by_others = Done(), BitMap64()
     if fresh:
-        _check_nobody_works(prepared.run_dir)
+        check_nobody_works(run_dir, sleep)
     else:
         done = find_done(prepared, model, without_failed=retry_failed)
-        with writing(prepared.run_dir.parts):
-            tidy(prepared.run_dir, claim)
-        by_others = rows_of_others(prepared.run_dir)
+        tidy(run_dir, claim)
+        by_others = rows_of_others(run_dir)
     selected = prepared.selected()
     todo = prepared.share_of(selected) - by_others
     total = len(todo | done.rows)
     return Start(OwnRows(prepared, todo - done.rows, total), done, len(selected))
 
 
-def _check_nobody_works(run_dir: RunDir) -> None:
-    """Refuse to discard what other tasks are writing."""
+def check_nobody_works(run_dir: RunDir, sleep: Callable[[float], None]) -> None:
+    """Raise HeldError where another task is at work: what it writes may not be discarded."""
     for task in run_dir.all_tasks():
-        other = Claim(task.task_directory)
-        if task.task != run_dir.task and other.is_held() is not False:
-            raise OutputError(f"{task.task_directory}: {other.holder()} is writing this run; wait for it")
+        if task.task != run_dir.task:
+            with claimed(task, sleep):
+                pass

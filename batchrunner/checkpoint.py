@@ -123,13 +123,13 @@ def rows_of_others(run_dir: RunDir) -> BitMap64:
 
 def _read_journals(run_dir: RunDir, *, without_failed: bool) -> dict[Path, Done]:
     """Return what the journals hold, by the part that each is to become."""
-    found = {}
+    found: dict[Path, Done] = {}
     for path in run_dir.journals():
         done = Done()
         with contextlib.suppress(FileNotFoundError):
             for table in read_journal(path):
                 done.add(table.select(_COUNTED), without_failed=without_failed)
-            found[run_dir.part(number_of(path))] = done
+            found.setdefault(run_dir.part(number_of(path)), Done()).include(done)
     return found
 
 

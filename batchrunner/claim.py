@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.errors import OutputError, StorageError
+from batchrunner.errors import HeldError, OutputError, StorageError
 from batchrunner.storage import make_directory, sync_directory
 
 if TYPE_CHECKING:
@@ -146,6 +146,11 @@ class Claim:
         self._beats = 0
         self.is_left = False
 
+    @property
+    def token(self) -> str:
+        """What tells our files from those of who had this task before."""
+        return self._me.token
+
     def holder(self) -> Holder | None:
         """Return who is named in `owner`; None where there is no such file, or no name in it."""
         return _holder_in(_content(self._owner))
@@ -162,7 +167,7 @@ class Claim:
         """Become the holder, which after one on another machine may take a minute.
 
         `of_the_dead` is what `owner` holds of somebody whose end was seen before.
-        Raises OutputError where another one lives, OSError where nothing can be written.
+        Raises HeldError where another one lives, OSError where nothing can be written.
         """
         while True:
             try:
@@ -218,7 +223,7 @@ class Claim:
         sync_directory(self._directory)
 
     def _wait_for_its_end(self) -> bytes:
-        """Return what `owner` holds once its holder is known to be dead; raises OutputError if it lives."""
+        """Return what `owner` holds once its holder is known to be dead; raises HeldError if it lives."""
         watch, told = Watch(self._directory, self._me, clock=self._clock), False
         while (lives := watch.look()) is not False:
             if lives:
@@ -232,8 +237,8 @@ class Claim:
             self._sleep(LOOK_S)
         return watch.named
 
-    def _held_by(self, holder: Holder | None) -> OutputError:
-        return OutputError(
+    def _held_by(self, holder: Holder | None) -> HeldError:
+        return HeldError(
             f"{self._directory}: {holder or 'another process'} is writing this run; "
             "wait for it or use another path"
         )
@@ -262,7 +267,10 @@ def claimed(
     directory: Path | None = None,
     of_the_dead: bytes = b"",
 ) -> Iterator[Claim]:
-    """Be the only writer of this task (or `directory`); raises OutputError with the holder if there is one.
+    """Be the only writer of this task (or `directory`).
+
+    Raises HeldError with the holder where there is one, OutputError where nothing can be written.
+
 
     `sleep` is called between looks at a holder of which only time can tell whether it lives; `of_the_dead`
     is what one's `owner` holds of whom it is known.

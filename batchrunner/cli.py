@@ -122,10 +122,12 @@ def slurm(
         str, typer.Option(metavar="RANGE", help="The tasks: 0-15, 1,3,7 or 0-15%4 (four at once).")
     ],
     overrides: SetOption = None,
-    partition: Annotated[str | None, typer.Option(help="As sbatch has it; so are the next three.")] = None,
-    account: Annotated[str | None, typer.Option()] = None,
-    gpus_per_task: Annotated[str | None, typer.Option(metavar="N")] = None,
-    time: Annotated[str | None, typer.Option(metavar="4:00:00")] = None,
+    partition: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
+    account: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
+    gpus_per_task: Annotated[str | None, typer.Option(metavar="N", help="As sbatch has it.")] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="4:00:00", help="Limit of a task, which is then requeued.")
+    ] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Another option of sbatch; may be repeated."),

@@ -35,6 +35,10 @@ class OutputError(BatchrunError):
     exit_code = 2
 
 
+class HeldError(OutputError):
+    """Another process is writing this run, or this task of it."""
+
+
 class ResumeError(BatchrunError):
     """The output path holds another run: its input, prompt, sampling or model differs."""
 

@@ -10,7 +10,7 @@ from pyroaring import BitMap64
 
 from batchrunner.checkpoint import check_same_run, drop_failed, fingerprint, read_done
 from batchrunner.claim import DEAD_AFTER_S, LOOK_S, claimed
-from batchrunner.errors import OutputError, ResumeError
+from batchrunner.errors import HeldError, ResumeError
 from batchrunner.leases import Leases, Plan
 from batchrunner.plan import cut_into_leases
 from batchrunner.sink import tidy
@@ -45,7 +45,8 @@ def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bo
     assert leases.plan is not None
     new = fingerprint(prepared.job, prepared.dataset, "")
     check_same_run(leases.plan.fingerprint, new, run_dir.path, model_known=False)
-    return LeasedRows(prepared, leases), leases.plan.rows_total
+    leases.join()
+    return LeasedRows(prepared, leases, sleep), leases.plan.rows_total
 
 
 def _wait_and_plan(
@@ -53,11 +54,15 @@ def _wait_and_plan(
 ) -> None:
     """Make the plan; while another task makes it, wait."""
     known = len(leases.plans)
+    told = False
     while len(leases.plans) == known:
         with ExitStack() as stack:
             try:
                 stack.enter_context(claimed(prepared.run_dir, sleep, directory=leases.directory))
-            except OutputError:
+            except HeldError as held:
+                if not told:
+                    log.info("another task makes the plan: %s", held)
+                told = True
                 sleep(LOOK_S)
                 leases.refresh()
                 continue

@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         self._end = 0
         try:
             sync_directory(path.parent)
@@ -61,7 +61,8 @@ def read_journal(path: Path) -> Iterator[pa.Table]:
         while left >= _HEADER.size:
             size, checksum, _ = _HEADER.unpack(file.read(_HEADER.size))
             left -= _HEADER.size + size
-            if left < 0 or zlib.crc32(payload := file.read(size)) != checksum:
+            # a header of zeros: after a power cut a file may be longer than what was written to it
+            if size == 0 or left < 0 or zlib.crc32(payload := file.read(size)) != checksum:
                 return
             with pa.ipc.open_stream(payload) as reader:
                 yield reader.read_all()

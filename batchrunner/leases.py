@@ -66,10 +66,9 @@ class Leases:
         self.directory = directory
         self.plans: list[Plan] = []
         self._task = task
+        self._joined = False
         self._rows: list[BitMap64] = []  # of each lease, as planned
-        self._turns: dict[
-            int, tuple[int, bool]
-        ] = {}  # of each lease that was taken: the last, and if it ended
+        self._turns: dict[int, tuple[int, bool]] = {}  # of those that were taken: the last, and if it ended
         self._lefts: dict[tuple[int, int], BitMap64] = {}  # of each lease and turn that ended
         self._holders: dict[tuple[int, int], str] = {}  # of each lease and turn
 
@@ -79,10 +78,10 @@ class Leases:
             names = sorted(entry.name for entry in os.scandir(self.directory))
         except FileNotFoundError:
             return
-        for name in names:
-            if plan := _PLAN.fullmatch(name):
-                self._read_plan(int(plan[1]))
-            elif file := _NAME.fullmatch(name):
+        for plan in filter(None, map(_PLAN.fullmatch, () if self._joined else names)):
+            self._read_plan(int(plan[1]))
+        for file in filter(None, map(_NAME.fullmatch, names)):
+            if int(file[1]) < len(self._rows):
                 self._note(int(file[1]), int(file[2]), ended=bool(file[3]))
 
     @property
@@ -93,6 +92,10 @@ class Leases:
     def is_done(self) -> bool:
         """Tell whether nothing that was planned is left to be done."""
         return not self.free() and not self.held()
+
+    def join(self) -> None:
+        """Keep to the plans that are there: a later one may have rows of files that we do not know."""
+        self._joined = True
 
     def make_plan(self, plan: Plan) -> None:
         """Write what is to be done from now on, unless another task has just done so."""
@@ -121,10 +124,10 @@ class Leases:
         """Count the rows that nobody has taken."""
         return sum(len(self._left(number)) for number in self.free())
 
-    def rows_of(self, number: int) -> BitMap64:
-        """Return the rows of a lease that its holder has been to do."""
-        turn, _ = self._turns[number]
-        return self._left_before(number, turn)
+    def held_by(self, task: str) -> list[Lease]:
+        """Return the leases that a task holds, with the rows that it was to do."""
+        mine = [number for number, holder in self.held().items() if holder == task]
+        return [self._lease(number, self._turns[number][0]) for number in mine]
 
     def __len__(self) -> int:
         """Count them, whatever has become of them."""
@@ -134,15 +137,19 @@ class Leases:
         """Take a free one; None where somebody else was faster."""
         turn = self._turns[number][0] + 1 if number in self._turns else 0
         mine = create_file(self._path(number, turn), orjson.dumps({"task": self._task}), self._task)
+        # a try before may have made it ours, and failed only then
+        mine = mine or self._holder(number, turn) == self._task
         self._note(number, turn, ended=False)
-        return Lease(number, turn, self._left_before(number, turn)) if mine else None
+        return self._lease(number, turn) if mine else None
 
-    def end(self, number: int, left: BitMap64) -> None:
+    def end(self, lease: Lease, left: BitMap64) -> None:
         """End a lease that we hold, or whose holder we have replaced; `left` is still to be done."""
-        turn, _ = self._turns[number]
         content = orjson.dumps({"left": to_text(left)} if left else {})
-        create_file(self._end_path(number, turn), content, self._task)
-        self._note(number, turn, ended=True)
+        create_file(self._end_path(lease.number, lease.turn), content, self._task)
+        self._note(lease.number, lease.turn, ended=True)
+
+    def _lease(self, number: int, turn: int) -> Lease:
+        return Lease(number, turn, self._left_before(number, turn))
 
     def _is_free(self, number: int) -> bool:
         if number not in self._turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.claim import Claim, claimed
-from batchrunner.errors import OutputError
+from batchrunner.claim import claimed
+from batchrunner.errors import HeldError, OutputError
 from batchrunner.sink import part_files, tidy
 from batchrunner.storage import RunDir, sync_directory, writing
 
@@ -32,8 +33,8 @@ def merge(run: str | Path) -> Path:
     run_dir = RunDir(run)
     run_dir.refuse_links()
     for task in run_dir.all_tasks():
-        if task.journals() and Claim(task.task_directory).is_held() is False:
-            with claimed(task) as claim, writing(task.parts):
+        if task.journals():
+            with contextlib.suppress(HeldError), claimed(task) as claim, writing(task.parts):
                 tidy(task, claim)
     parts = part_files(run_dir.parts)
     if not parts:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_done, read_run_json
+from batchrunner.claim import Claim
 from batchrunner.dataset import Dataset, shown
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.plan import selected_rows
@@ -85,15 +86,17 @@ def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
             )
 
 
-def _check_parting(run_dir: RunDir) -> None:
+def _check_parting(run_dir: RunDir, *, begun: bool) -> None:
     """Refuse a start that parts the rows in another way than those before: some would be done twice.
 
     A run in one piece may be joined: whoever makes the plan waits for its end, and leaves out what it did.
+    Before a run has `begun` only those count that are at it now: others may have failed to start.
     """
     mine = parted(run_dir.task)
     for other in run_dir.all_tasks():
         theirs = parted(other.task)
-        if theirs != mine and (theirs, mine) != ("", "--join"):
+        counts = begun or Claim(other.task_directory).is_held() is not False
+        if theirs != mine and (theirs, mine) != ("", "--join") and counts:
             raise ResumeError(
                 f"{run_dir.path}: this run is done with {theirs or 'neither --shard nor --join'}: "
                 "do so too, or take another output.path"
@@ -114,13 +117,13 @@ def check_resumes(prepared: Prepared, model: str | None) -> bool:
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
+    _check_parting(run_dir, begun=old is not None)
     if old is None:
         if any(run_dir.parts.glob("part-*.parquet")) or run_dir.journals():
             raise ResumeError(
                 f"{run_dir.path} has results but no run.json: take another output.path, or --fresh"
             )
         return False
-    _check_parting(run_dir)
     new = fingerprint(prepared.job, prepared.dataset, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
     return True

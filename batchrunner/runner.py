@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
 from batchrunner.admission import Admission
-from batchrunner.begin import begin
-from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint
+from batchrunner.begin import begin, check_nobody_works
+from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint, read_done
 from batchrunner.claim import claimed
 from batchrunner.control import Control, Sleeper
 from batchrunner.controller import Band
@@ -29,7 +29,7 @@ from batchrunner.prepare import check_resumes, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
 from batchrunner.shard import Joint
 from batchrunner.sink import Sink, result_schema
-from batchrunner.storage import write_json
+from batchrunner.storage import write_json, writing
 from batchrunner.submit import Patience, Submitter
 from batchrunner.tally import Tally
 from batchrunner.window import tokens_a_row
@@ -114,7 +114,9 @@ async def execute(
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if fresh:
-            prepared.run_dir.discard()
+            await sleeper.run(lambda: check_nobody_works(prepared.run_dir, sleeper.sleep))
+            with writing(prepared.run_dir.path):
+                prepared.run_dir.discard()
         elif retry_failed:  # only now: a start that was refused changes nothing
             await asyncio.to_thread(drop_failed, prepared.run_dir)
         return await _Run(prepared, engine, info, start, display, control, claim).go()
@@ -122,10 +124,16 @@ async def execute(
 
 async def _give_back(source: Source, claim: Claim) -> None:
     """Let other tasks have what was not done, unless it is not known what is on disk: they can find out."""
+    source.stop()
+
+    def give_back() -> None:
+        claim.verify()  # else they are another's by now
+        source.give_back()
+
     if not claim.is_left:
         try:
-            await asyncio.to_thread(source.give_back)
-        except OSError as failure:
+            await asyncio.to_thread(give_back)
+        except (OSError, StorageError) as failure:
             claim.leave()
             log.warning("leases were not given back: %s", failure)
 
@@ -175,6 +183,7 @@ class _Run:
             fixed=None if job.window == "auto" else job.window,
         )
         self._tally = Tally()
+        self._is_short = False  # rows that ended may not be on disk
         self._last_signals: tuple[Signals, ...] = ()
         self._began = time.monotonic()
         self._rates = Rates(self._began)
@@ -183,7 +192,8 @@ class _Run:
     async def go(self) -> Report:
         run_dir = self._prepared.run_dir
         if self._source.unread:
-            run_dir.discard_merged()
+            with writing(run_dir.merged):
+                run_dir.discard_merged()
         self._earlier_starts, self._earlier_s = earlier_wall_s(run_dir.events)
         self._events = EventLog(run_dir.events)
         try:
@@ -225,7 +235,7 @@ class _Run:
         failure: BatchrunError | None = None
         sending = asyncio.ensure_future(self._submitter.run(self._source))
         watching = asyncio.ensure_future(
-            self._feedback.watch(self._submitter, self._snapshot, self._display, self._check_limits)
+            self._feedback.watch(self._submitter, self._snapshot, self._display, self._check)
         )
         self._control.listen(lambda: self._obey(sending))
         tasks: tuple[asyncio.Future[None], ...] = (sending, watching)
@@ -247,6 +257,7 @@ class _Run:
             try:
                 await self._sink.close()
             except BatchrunError as error:
+                self._is_short = True
                 if isinstance(self._prepared.part, Joint):
                     self._claim.leave()
                 failure = failure or error
@@ -275,7 +286,8 @@ class _Run:
                     "start with --fresh, or with --retry-failed"
                 )
 
-    def _check_limits(self) -> None:
+    def _check(self) -> None:
+        self._sink.check()
         deadline = self._job.limits.deadline
         if deadline is not None and time.monotonic() - self._began > deadline:
             self._control.drain("the deadline passed (limits.deadline)")
@@ -326,7 +338,7 @@ class _Run:
             part_rows=self._job.output.part_rows,
             samples=samples,
             durable_s=self._job.output.durable,
-            still_ours=self._claim.verify,
+            claim=self._claim,
             landed=self._source.landed,
             disk=Disk(self._job.limits.disk_wait, lambda: self._control.at_once),
         )
@@ -335,6 +347,8 @@ class _Run:
         wall_s = time.monotonic() - self._began
         report = make_report(self._prepared.run_dir, self._done, self._source.total, self._tally)
         exit_code, reason = self._verdict(report, failure)
+        if self._is_short:
+            report = self._as_on_disk(report)
         report = replace(
             report,
             exit_code=exit_code,
@@ -357,6 +371,13 @@ class _Run:
             write_sample(self._events, last)
             self._events.write("end", exit_code=exit_code, reason=reason)
             report.save(self._prepared.run_dir.report_json)
+        return report
+
+    def _as_on_disk(self, report: Report) -> Report:
+        """Count what is there, where not all rows that ended could be written."""
+        with contextlib.suppress(BatchrunError):
+            done = read_done(self._prepared.run_dir)
+            return replace(report, rows_ok=len(done.rows) - done.failed, rows_failed=done.failed)
         return report
 
     def _verdict(self, report: Report, failure: BatchrunError | None) -> tuple[int, str]:

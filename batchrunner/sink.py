@@ -75,11 +75,11 @@ class Sink:
         part_rows: int,
         samples: int,
         durable_s: float,
-        still_ours: Callable[[], None],
+        claim: Claim,
         landed: Callable[[BitMap64], None],
         disk: Disk,
     ) -> None:
-        """`still_ours` raises where somebody else has become the writer; `landed` is told of rows in parts.
+        """`claim` is held on the task; `landed` is told of rows that are in parts.
 
         Raises StorageError.
         """
@@ -91,11 +91,11 @@ class Sink:
         self._samples = samples
         self._disk = disk
         self._durable_s = durable_s
-        self._still_ours = still_ours
+        self._claim = claim
         self._landed = landed
         self._buffer: list[Outcome] = []
         self._bytes = 0
-        self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), still_ours)
+        self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), claim)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +113,12 @@ class Sink:
             await self._wait()
             if self._is_full():
                 self._start_writing()
+
+    def check(self) -> None:
+        """Raise the StorageError of a write that failed for good, in the background."""
+        for task in (self._writing, self._publishing):
+            if task is not None and task.done():
+                task.result()
 
     async def close(self) -> None:
         """Write what is left as a part; raises StorageError where it could not be written."""
@@ -157,7 +163,7 @@ class Sink:
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
             await self._published()  # the part before: two are in memory at most
             self._publishing = asyncio.ensure_future(self._publish(part))
-            self._part = _Part(self._run_dir, part.number + 1, self._still_ours)
+            self._part = _Part(self._run_dir, part.number + 1, self._claim)
         elif outcomes:
             await self._disk.do(part.path, part.keep)
         self._set_timer()
@@ -196,14 +202,14 @@ class _Part:
     that nothing of it appears later, it asks when its file is there and before that file counts.
     """
 
-    def __init__(self, run_dir: RunDir, number: int, still_ours: Callable[[], None]) -> None:
-        self._still_ours = still_ours
+    def __init__(self, run_dir: RunDir, number: int, claim: Claim) -> None:
+        self._claim = claim
         self.number = number
         self.path = run_dir.part(number)
         self.rows = 0
         self.bytes = 0
         self.began = 0.0
-        self._journal_path = run_dir.journal(number)
+        self._journal_path = run_dir.journal(number, claim.token)
         self._journal: Journal | None = None
         self._tables: list[pa.Table] = []
 
@@ -219,12 +225,12 @@ class _Part:
         if self._journal is None:
             make_directory(self._journal_path.parent)
             self._journal = Journal(self._journal_path)
-        self._still_ours()
+        self._claim.verify()
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
         """Write the part, which from now on stands for its journal."""
-        write_part(self.path, self._tables, self._still_ours)
+        write_part(self.path, self._tables, self._claim)
         self.close()
         self._journal_path.unlink(missing_ok=True)
 
@@ -248,12 +254,12 @@ def part_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.parquet"))
 
 
-def write_part(path: Path, tables: Sequence[pa.Table], still_ours: Callable[[], None]) -> None:
-    """Write one part, its rows in input order; raises OSError, and then leaves no trace."""
+def write_part(path: Path, tables: Sequence[pa.Table], claim: Claim) -> None:
+    """Write one part, its rows in input order; raises OSError or ClaimLostError, and then leaves no trace."""
     table = pa.concat_tables(tables).sort_by("row")
-    with whole_file(path) as temporary:
+    with whole_file(path, claim.token) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
-        still_ours()
+        claim.verify()
 
 
 def tidy(run_dir: RunDir, claim: Claim) -> None:
@@ -262,13 +268,13 @@ def tidy(run_dir: RunDir, claim: Claim) -> None:
     `claim` is held on the task. Raises OSError.
     """
     for torn in run_dir.parts.glob(f"part-{run_dir.task}-*{TEMPORARY}"):
-        torn.unlink()
+        torn.unlink(missing_ok=True)
     for path in run_dir.journals():
         part = run_dir.part(number_of(path))
         if not part.exists() and (tables := list(read_journal(path))):
             make_directory(part.parent)
-            write_part(part, tables, claim.verify)
-        path.unlink()
+            write_part(part, tables, claim)
+        path.unlink(missing_ok=True)
 
 
 def _table(outcomes: Sequence[Outcome], schema: pa.Schema, *, samples: int) -> pa.Table:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchrunner.claim import LOOK_S, SHORTLY_S
 from batchrunner.dataset import Reader
+from batchrunner.errors import OutputError
 from batchrunner.leases import next_lease
 from batchrunner.storage import cannot_write
 from batchrunner.takeover import Takeover
@@ -91,14 +92,24 @@ class LeasedRows:
     """
 
     def __init__(
-        self, prepared: Prepared, leases: Leases, *, clock: Callable[[], float] = time.monotonic
+        self,
+        prepared: Prepared,
+        leases: Leases,
+        sleep: Callable[[float], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`sleep` is called while nothing can be taken; once rows are sent, `stop` ends the waiting."""
         self._prepared = prepared
         self._leases = leases
         self._takeover = Takeover(prepared.run_dir, leases, self._tell)
+        self._sleep = sleep
         self._clock = clock
         self._looked_at = -REFRESH_S
-        self._open: dict[int, BitMap64] = {}  # what is not in a part yet of each lease that we hold
+        self._open: dict[int, tuple[Lease, BitMap64]] = {}  # with what is not in a part yet
+        self._lock = (
+            threading.Lock()
+        )  # of these: the reader, the writer of parts and the run's end are threads
         self._first: Lease | None = None
         self._last: int | None = None
         self._taken = 0
@@ -106,7 +117,6 @@ class LeasedRows:
         self._rows_free = 0
         self._unfinished: Callable[[], int] = lambda: 0
         self._failing_since: float | None = None
-        self._lock = threading.Lock()  # the reader, the writer of parts and the run's end are three threads
         self._stopped = threading.Event()
         self._listener: Callable[..., None] | None = None
         self._untold: list[tuple[str, dict[str, Any]]] = []
@@ -129,6 +139,7 @@ class LeasedRows:
     def begin(self, tell: Callable[..., None], unfinished: Callable[[], int]) -> None:
         """Tell of leases and takeovers, those up to now included; with unfinished rows we do not leave."""
         self._unfinished = unfinished
+        self._sleep = self._wait
         self._listener, untold = tell, self._untold
         self._untold = []
         for event, values in untold:
@@ -148,10 +159,10 @@ class LeasedRows:
     def landed(self, rows: BitMap64) -> None:
         """End the leases of which the last rows are in parts now."""
         with self._lock:
-            for number in list(self._open):
-                self._open[number] -= rows
-                if not self._open[number]:
-                    self._end(number)
+            self._open = {number: (lease, left - rows) for number, (lease, left) in self._open.items()}
+            for lease, left in list(self._open.values()):
+                if not left:
+                    self._end(lease, left)
 
     def stop(self) -> None:
         """Take no lease any more."""
@@ -161,18 +172,19 @@ class LeasedRows:
         """End our leases as they are."""
         self.stop()
         with self._lock:
-            for number in list(self._open):
-                self._end(number)
+            for lease, left in list(self._open.values()):
+                self._end(lease, left)
 
     def _take(self) -> Lease | None:
         """Take the next lease, as soon as it is known whether there is one for us."""
         while not self._stopped.is_set():
             try:
-                with self._lock:
-                    has_its_share = self._has_its_share()
-                    lease = None if has_its_share else self._take_free()
-                    settled = None if lease or has_its_share else self._takeover.settle()
-            except OSError as failure:
+                if self._clock() - self._looked_at > REFRESH_S:
+                    self._look()
+                has_its_share = self._has_its_share()
+                lease = None if has_its_share else self._take_free()
+                settled = None if lease or has_its_share else self._settle()
+            except (OSError, OutputError) as failure:
                 self._put_up_with(failure)
                 lease, settled = None, None
             else:
@@ -180,8 +192,21 @@ class LeasedRows:
             if lease is not None or (settled is False and not self._unfinished()):
                 return lease
             if not settled:
-                self._stopped.wait(SHORTLY_S if self._rows_free else LOOK_S)
+                self._sleep(SHORTLY_S if self._rows_free else LOOK_S)
         return None
+
+    def _settle(self) -> bool | None:
+        """Look again; tell whether something is free now (None: not yet, perhaps)."""
+        self._look()
+        if self._rows_free:
+            return True
+        settled = self._takeover.settle()
+        if settled:
+            self._look()
+        return settled
+
+    def _wait(self, seconds: float) -> None:
+        self._stopped.wait(seconds)
 
     def _has_its_share(self) -> bool:
         """Tell whether we have as many of the rows that nobody has finished as the others can have.
@@ -189,56 +214,50 @@ class LeasedRows:
         With few rows left, or long ones, one task could take what keeps all of them busy.
         """
         mine = self._unfinished() + self._to_read
-        return mine * (1 + self._takeover.living) > self._rows_free + mine and self._looks_fresh()
+        return mine * (1 + self._takeover.living) > self._rows_free + mine
 
-    def _looks_fresh(self) -> bool:
-        """Look again what is free and who lives, where that was long ago; tell that it was not."""
-        fresh = self._clock() - self._looked_at <= REFRESH_S
-        if not fresh:
-            self._refresh()
-        return fresh
-
-    def _put_up_with(self, failure: OSError) -> None:
+    def _put_up_with(self, failure: OSError | OutputError) -> None:
         """Wait for a disk that takes nothing, but not for ever."""
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
-            log.warning("%s: %s: waiting for the disk", self._leases.directory, failure.strerror)
+            log.warning("%s: %s: waiting for the disk", self._leases.directory, failure)
         if now - self._failing_since > self._prepared.job.limits.disk_wait:
-            raise cannot_write(self._leases.directory, failure) from None
+            if isinstance(failure, OSError):
+                raise cannot_write(self._leases.directory, failure) from None
+            raise failure
 
     def _take_free(self) -> Lease | None:
-        self._looks_fresh()
-        lease = self._take_known()
-        if lease is None:
-            self._refresh()
-            lease = self._take_known()
-        return lease
-
-    def _take_known(self) -> Lease | None:
+        """Take a lease that is free as far as we know."""
         while (number := next_lease(self._leases.free(), self._last)) is not None:
             lease = self._leases.take(number)
             if lease is not None:
-                self._last = number
-                self._open[number] = lease.rows.copy()
-                self._taken += len(lease.rows)
-                self._rows_free -= len(lease.rows)
-                self._to_read += len(lease.rows)
-                self._tell("lease", lease=number, turn=lease.turn, rows=len(lease.rows))
-                return lease
+                return self._hold(lease)
         return None
 
-    def _refresh(self) -> None:
+    def _hold(self, lease: Lease) -> Lease | None:
+        with self._lock:
+            self._open[lease.number] = lease, lease.rows
+            if self._stopped.is_set():
+                self._end(lease, lease.rows)
+                return None
+        self._last = lease.number
+        self._taken += len(lease.rows)
+        self._to_read += len(lease.rows)
+        self._rows_free -= len(lease.rows)
+        self._tell("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
+        return lease
+
+    def _look(self) -> None:
         self._leases.refresh()
         self._takeover.look()
         self._rows_free = self._leases.rows_free()
         self._looked_at = self._clock()
 
-    def _end(self, number: int) -> None:
-        left = self._open[number]
-        self._leases.end(number, left)
-        del self._open[number]
-        self._tell("lease_end", lease=number, rows_left=len(left))
+    def _end(self, lease: Lease, left: BitMap64) -> None:
+        self._leases.end(lease, left)
+        del self._open[lease.number]
+        self._tell("lease_end", lease=lease.number, rows_left=len(left))
 
     def _share_of_free(self) -> int:
         return -(-self._rows_free // (1 + self._takeover.living))

@@ -18,6 +18,9 @@ from batchrunner.storage import MAIN_TASK, RunDir
 if TYPE_CHECKING:
     from pathlib import Path
 
+SILENT_S = 300.0
+"""A task on another machine whose last sample is older, by this machine's clock, is shown as ended."""
+
 
 def status(run: str | Path) -> dict[str, Any]:
     """Return the state of a run; raises OutputError where the path holds none."""
@@ -61,14 +64,17 @@ def _count(leases: Leases) -> dict[str, Any]:
 def _task(run_dir: RunDir) -> dict[str, Any]:
     done = read_done(run_dir)
     claim = Claim(run_dir.task_directory)
-    holder = None if claim.is_held() is False else str(claim.holder())
+    held, sample = claim.is_held(), last_sample(run_dir.events)
+    if held is None and sample:  # of another machine: its heartbeat tells with time, its log at once
+        held = time.time() - sample["time"] < SILENT_S
+    holder = None if held is False else str(claim.holder())
     return {
         "task": run_dir.task,
         "running": holder,
         "rows_on_disk": len(done.rows),
         "rows_failed": done.failed,
         "output_tokens": done.output_tokens,
-        "last_sample": last_sample(run_dir.events) if holder else None,
+        "last_sample": sample if holder else None,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from itertools import chain
 from pathlib import Path
@@ -46,7 +47,7 @@ class RunDir:
 
     def all_tasks(self) -> list[RunDir]:
         """Return the run as each of its tasks sees it: those with a directory, and those with parts."""
-        names = {path.name for path in self.tasks.glob("*") if any(path.iterdir())}
+        names = {path.name for path in self.tasks.glob("*") if not _is_empty(path)}
         names |= {path.stem[len("part-") : -len("-000000")] for path in self.parts.glob("part-*.parquet")}
         return [RunDir(self.path, name) for name in sorted(names)]
 
@@ -58,9 +59,9 @@ class RunDir:
         """Return this task's parts, oldest first."""
         return sorted(self.parts.glob(f"part-{self.task}-*.parquet"))
 
-    def journal(self, number: int) -> Path:
-        """Return the path of the journal that becomes the part of the same number."""
-        return self.task_directory / f"journal-{number:06d}"
+    def journal(self, number: int, token: str) -> Path:
+        """Return the path of the journal that becomes the part of this number; `token` is its writer's."""
+        return self.task_directory / f"journal-{number:06d}-{token}"
 
     def journals(self) -> list[Path]:
         """Return this task's journals, oldest first."""
@@ -95,7 +96,7 @@ class RunDir:
     def discard_merged(self) -> None:
         """Delete a merged dataset, which new rows make a thing of the past."""
         for file in self.merged.glob("merged-*.parquet"):
-            file.unlink()
+            file.unlink(missing_ok=True)  # another task may be at it too
         with contextlib.suppress(OSError):
             self.merged.rmdir()
 
@@ -112,12 +113,29 @@ class RunDir:
             *map(self._of_others, OF_A_TASK),
         )
         for file in chain.from_iterable(ours):
-            file.unlink()
+            file.unlink(missing_ok=True)
         for directory in (self.parts, self.leases, *self.tasks.glob("*"), self.tasks):
             with contextlib.suppress(OSError):  # it is not there, or holds what is not ours
                 directory.rmdir()
         for file in (self.run_json, self.report_json, self.events):
             file.unlink(missing_ok=True)
+
+
+def see_anew(directory: Path) -> None:
+    """Have this machine look again what a directory holds, which it may remember for a minute (NFS).
+
+    A change of our own makes it forget. Where nothing can be written there is nothing to be seen anew.
+    """
+    mark = directory / f".look-{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        mark.touch()
+        mark.unlink()
+
+
+def _is_empty(directory: Path) -> bool:
+    with contextlib.suppress(OSError):  # it is no directory, or has just gone
+        return not any(directory.iterdir())
+    return True
 
 
 @contextlib.contextmanager
@@ -198,7 +216,8 @@ def cannot_write(path: Path, failure: OSError) -> StorageError:
 
 def number_of(path: Path) -> int:
     """Return the number of a part or a journal."""
-    return int(path.stem.rsplit("-", 1)[1])
+    name = path.stem
+    return int(name.split("-")[1] if name.startswith("journal-") else name.rsplit("-", 1)[1])
 
 
 def write_json(path: Path, value: object, writer: str = "") -> None:

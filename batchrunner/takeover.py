@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from batchrunner.checkpoint import read_done
 from batchrunner.claim import ClaimLostError, Watch, claimed
-from batchrunner.errors import OutputError
+from batchrunner.errors import HeldError
 from batchrunner.sink import tidy
-from batchrunner.storage import RunDir, writing
+from batchrunner.storage import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,42 +28,55 @@ class Takeover:
         self._leases = leases
         self._tell = tell
         self._watches: dict[str, Watch] = {}
-        self.living = 0
-        """Other tasks that hold leases and live, as far as could be told at the last look."""
+        self._lives: dict[str, bool | None] = {}
 
-    def look(self) -> list[tuple[str, Watch, bool | None]]:
-        """Tell of each other holder whether it lives (None: unknown yet); the earlier begun, the sooner."""
+    def look(self) -> None:
+        """Look who holds leases, and whether they live."""
         holders = set(self._leases.held().values()) - {self._run_dir.task}
-        found = []
-        for task in sorted(holders):
-            watch = self._watches.setdefault(task, Watch(RunDir(self._run_dir.path, task).task_directory))
-            found.append((task, watch, watch.look()))
-        self.living = sum(lives is not False for _, _, lives in found)
-        return found
+        self._watches = {task: self._watches.get(task) or self._watch(task) for task in sorted(holders)}
+        self._lives = {task: watch.look() for task, watch in self._watches.items()}
+
+    @property
+    def living(self) -> int:
+        """Other tasks that hold leases and live, as far as could be told at the last look."""
+        return sum(lives is not False for lives in self._lives.values())
 
     def settle(self) -> bool | None:
-        """Take over from the dead. True: some were; None: of others it is not known yet; False: neither."""
-        found = self.look()
-        taken = [self._take_over(task, watch) for task, watch, lives in found if lives is False]
-        if any(taken):
-            return True
-        return None if taken or any(lives is None for _, _, lives in found) else False
+        """Take over from those that were dead at the last look.
 
-    def _take_over(self, task: str, watch: Watch) -> bool:
+        True: rows are free now; None: of others it is not known yet; False: neither. Raises OSError, or
+        OutputError where what is left of one cannot be written.
+        """
+        dead = [task for task, lives in self._lives.items() if lives is False]
+        taken = [task for task in dead if self._take_over(task)]
+        if taken:
+            return True
+        return None if dead or None in self._lives.values() else False
+
+    def _watch(self, task: str) -> Watch:
+        return Watch(RunDir(self._run_dir.path, task).task_directory)
+
+    def _take_over(self, task: str) -> bool:
         dead = RunDir(self._run_dir.path, task)
         try:
-            with claimed(dead, of_the_dead=watch.named) as claim, writing(dead.parts):
+            with claimed(dead, _at_once, of_the_dead=self._watches[task].named) as claim:
                 tidy(dead, claim)
                 self._leases.refresh()  # its end may have come between, or somebody else
-                theirs = [number for number, holder in self._leases.held().items() if holder == task]
                 done = read_done(dead).rows
-                left = {number: self._leases.rows_of(number) - done for number in theirs}
-                for number, rows in left.items():
-                    self._leases.end(number, rows)
-        except (OutputError, ClaimLostError):  # somebody else is at it
+                left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
+                claim.verify()
+                for lease, rows in left:
+                    self._leases.end(lease, rows)
+        except (HeldError, ClaimLostError):  # somebody else is at it
             return False
-        if theirs:
-            rows_left = sum(map(len, left.values()))
+        if left:
+            rows_left = sum(len(rows) for _, rows in left)
             log.warning("took over from %s, which died: %d rows were left", task, rows_left)
-            self._tell("takeover", task=task, leases=theirs, rows_left=rows_left)
+            numbers = [lease.number for lease, _ in left]
+            self._tell("takeover", task=task, leases=numbers, rows_left=rows_left)
         return True
+
+
+def _at_once(_: float) -> None:
+    """Wait for nobody who may have been faster: there will be another look."""
+    raise HeldError("not waited for")

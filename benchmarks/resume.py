@@ -21,6 +21,7 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.claim import claimed
 from batchrunner.cli import app
 from batchrunner.engines.simulated import Simulator
 from batchrunner.events import EventLog
@@ -146,12 +147,13 @@ def write_run(directory: Path, rows: int, parts: int) -> Path:
     make_directory(run_dir.task_directory)
     schema = pq.read_schema(run_dir.part(0))
     ended = list(ended_rows(range(part_rows, round(rows * (1 - LEFT))), part_rows))
-    for number, mixed in enumerate(ended, 1):
-        table = results(mixed, schema)
-        if number <= len(ended) - JOURNALS:
-            write_part(run_dir.part(number), [table], lambda: None)
-        else:
-            write_journal(run_dir.journal(number), table)
+    with claimed(run_dir) as claim:
+        for number, mixed in enumerate(ended, 1):
+            table = results(mixed, schema)
+            if number <= len(ended) - JOURNALS:
+                write_part(run_dir.part(number), [table], claim)
+            else:
+                write_journal(run_dir.journal(number, claim.token), table)
     write_day(EventLog(run_dir.events), rows)
     return job
 

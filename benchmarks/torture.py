@@ -374,7 +374,9 @@ def main() -> None:
         f"({totals.redone_too_late} of them older than {DURABLE_S + LATE_S:g} s)"
     )
     figures = {
-        "goal_met": not (totals.lost or totals.doubled or totals.different or totals.vanished),
+        "goal_met": not (
+            totals.lost or totals.doubled or totals.different or totals.vanished or totals.redone_too_late
+        ),
         "took_s": round(time.monotonic() - began, 1), "real_rounds": args.real, "seed": args.seed,
         "kills_by_moment": dict(totals.by_moment),
     }  # fmt: skip

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.fake_sglang import FakeSGLang
+    from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
 def on_host(name: str) -> Holder:
@@ -145,14 +145,18 @@ def _holds(claim: Claim) -> bool:
 
 def test_a_run_that_was_taken_over_ends(tmp_path: Path, server: FakeSGLang) -> None:
     """A run that was stopped for long finds another's name, writes nothing more, and ends with exit 1."""
-    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 5 else "hold"
+    owner = tmp_path / "run" / "tasks" / "main" / "owner"
+
+    def taken_over_at_once(sent: Sent) -> Behaviour:
+        if sent.prompt == "row 0":
+            owner.write_text(json.dumps(dataclasses.asdict(on_host("elsewhere"))))
+        return "answer" if int(sent.prompt.split()[1]) < 5 else "hold"  # it ends before these do
+
+    server.script = taken_over_at_once
     job = job_of(tmp_path, server, rows=20)
     with started(write_job(job, tmp_path)) as process:
-        server.wait_for(16)
-        owner = tmp_path / "run" / "tasks" / "main" / "owner"
-        owner.write_text(json.dumps(dataclasses.asdict(on_host("elsewhere"))))
-        server.answer_held()
         assert process.end() == 1
     assert any("on elsewhere took this task over" in line for line in process.lines)
+    assert any("0 of 20 rows ok" in line for line in process.lines)
     assert len(results_of(job)) == 0
     assert json.loads(owner.read_text())["host"] == "elsewhere"

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 from batchrunner.checkpoint import read_done
-from batchrunner.claim import Claim, this_process
+from batchrunner.claim import Claim, ClaimLostError, this_process
 from batchrunner.events import read_events
 from batchrunner.jobfile import load_job
 from batchrunner.join import join
+from batchrunner.journal import Journal
 from batchrunner.leases import Leases, next_lease
 from batchrunner.plan import MOST_LEASE_ROWS, cut_into_leases
 from batchrunner.prepare import prepare
@@ -33,7 +34,7 @@ from batchrunner.storage import RunDir
 from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
 
 if TYPE_CHECKING:
-    from tests.fake_sglang import FakeSGLang
+    from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
 @given(groups=st.lists(st.integers(1, 30_000), min_size=1, max_size=30), data=st.data())
@@ -83,25 +84,37 @@ class Task:
         self._parts = 0
         self.read: list[int] = []
 
-    def work(self, batches: int) -> None:
-        """Read some batches and write their rows to a part."""
+    def work(self, batches: int, *, last: bool = False) -> None:
+        """Read some batches and write their rows to a part; those of the `last` work to a journal."""
         items = [item.ref.row for batch in islice(self._batches, batches) for item in batch]
         if items:
             self.run_dir.parts.mkdir(exist_ok=True)
             table = pa.table(
                 {"row": items, "error": pa.nulls(len(items), pa.string()), "completion_tokens": items}
             )
-            write_part(self.run_dir.part(self._parts), [table], self.claim.verify)
-            self._parts += 1
-            self.rows.landed(BitMap64(items))
+            if last:
+                journal = Journal(self.run_dir.journal(self._parts, self.claim.token))
+                journal.append(table)
+                journal.close()
+            else:
+                write_part(self.run_dir.part(self._parts), [table], self.claim)
+                self._parts += 1
+                self.rows.landed(BitMap64(items))
 
     def end(self) -> None:
         """End as a task that was told to stop."""
         self.rows.give_back()
         self.claim.release()
 
+    def come_back(self) -> None:
+        """Go on where it was stopped, as one that was taken for dead and is not."""
+        with pytest.raises(ClaimLostError):
+            self.claim.verify()
+        self.rows.give_back()
+
     def die(self) -> None:
         """End as one that was killed: its name stays, of a process that is no more."""
+        self.work(1, last=True)
         self.claim.release()
         Claim(self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")).take()
 
@@ -114,15 +127,19 @@ def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
         rows = data.draw(st.integers(1, 2000))
         job = job_of(Path(directory), rows=rows)
         tasks: list[Task] = []
+        dead: list[Task] = []
         for number in range(data.draw(st.integers(1, 25))):
-            what = data.draw(st.sampled_from(["start", "work", "work", "work", "end", "die"]))
-            if what == "start" or not tasks:
+            what = data.draw(st.sampled_from(["start", "work", "work", "work", "end", "die", "come back"]))
+            if what == "come back" and dead:
+                dead.pop().come_back()
+            elif what == "start" or not tasks:
                 tasks.append(Task(job, f"n{number}"))
             elif what == "work":
                 data.draw(st.sampled_from(tasks)).work(data.draw(st.integers(1, 3)))
             else:
                 task = tasks.pop(data.draw(st.integers(0, len(tasks) - 1)))
                 task.end() if what == "end" else task.die()
+                dead += [task] if what == "die" else []
         for task in tasks:
             task.end()
         Task(job, "last").work(10_000)
@@ -163,8 +180,8 @@ def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=200, output={"durable": 0.1}, window=64)
     file = write_job(job, tmp_path)
     with started(file, "--join") as first, started(file, "--join") as second:
-        eventually(lambda: len(server.sent) >= 128)
         eventually(lambda: _rows_on_disk(tmp_path / "run") > 90)
+        eventually(lambda: len(_holders(tmp_path / "run")) == 2)
         kept = {row for task in RunDir(tmp_path / "run").all_tasks() for row in read_done(task).rows}
         first.process.kill()
         first.process.wait()
@@ -293,6 +310,39 @@ def test_what_does_not_go_together(tmp_path: Path, options: list[str], told: str
     assert told in refused.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--shard", "0/2"]])
+def test_while_the_first_engine_loads(tmp_path: Path, options: list[str]) -> None:
+    """A start that parts the rows in another way is refused even before the run has written what it is."""
+    job = job_of(tmp_path)
+    task = Task(job, "loads")
+    assert not task.run_dir.run_json.exists()
+    refused = batchrun(write_job(job, tmp_path), *options)
+    assert refused.exit_code == 2
+    assert "done with --join" in refused.stderr
+
+
+def test_a_task_that_was_replaced_ends(tmp_path: Path, server: FakeSGLang) -> None:
+    """It finds out at its next write, gives nothing back that is another's by now, and does not stay."""
+    directory = tmp_path / "run" / "tasks"
+
+    def replaced_at_once(sent: Sent) -> Behaviour:
+        if sent.prompt == "row 0":
+            (owner,) = directory.glob("*/owner")
+            holder = json.loads(owner.read_text())
+            owner.write_text(json.dumps({**holder, "token": "another's", "started": "long ago"}))
+        return "answer" if int(sent.prompt.split()[1]) < 5 else "hold"
+
+    server.script = replaced_at_once
+    job = job_of(tmp_path, server, rows=20, window=20)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as task:
+        assert task.end() == 1
+    assert any("took this task over" in line for line in task.lines)
+    server.script = lambda _: "answer"
+    assert batchrun(file, "--join").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
 def test_a_joined_run_begins_anew(tmp_path: Path, server: FakeSGLang) -> None:
     """`--fresh` without --join discards what all tasks did, but never under the hands of one that works."""
     server.script = lambda _: "hold"
@@ -332,6 +382,16 @@ def test_names_of_tasks() -> None:
     assert joint_task("laptop", "ab12", {}).task == "join-laptop-ab12"
 
 
-def _rows_on_disk(run: Path) -> int:
+def _status(run: Path) -> dict[str, Any]:
     found = batchrun("status", run, "--json")
-    return int(json.loads(found.stdout)["rows_on_disk"]) if found.exit_code == 0 else -1
+    state: dict[str, Any] = json.loads(found.stdout) if found.exit_code == 0 else {}
+    return state
+
+
+def _rows_on_disk(run: Path) -> int:
+    return int(_status(run).get("rows_on_disk", -1))
+
+
+def _holders(run: Path) -> dict[str, int]:
+    held: dict[str, int] = (_status(run).get("leases") or {}).get("held", {})
+    return held
