@@ -213,11 +213,13 @@ def merge(run: RunArgument) -> None:
     """
     from batchrunner.account import report_of_all  # noqa: PLC0415
     from batchrunner.merge import merge as merge_parts  # noqa: PLC0415
+    from batchrunner.report import EXIT_DONE, EXIT_STOPPED  # noqa: PLC0415
 
     merged: Path = _or_exit(merge_parts, run)
     report: Report = _or_exit(report_of_all, run)
     print("\n".join(report.lines()), file=sys.stderr)  # noqa: T201
     _print([str(merged)])
+    raise typer.Exit(EXIT_STOPPED if report.rows_left else EXIT_DONE)  # what reads it may want all of it
 
 
 @app.command()
