@@ -10,13 +10,15 @@ kills a minute).
 In half of the rounds several starts join the run (`--join`), and each that is killed is replaced by another.
 
 The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
-tiny random model at temperature 0, in which the runner and the engine are killed.
+tiny random model at temperature 0, every second one behind the real gateway, in which the runner, a scheduler
+or the gateway is killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -305,15 +307,16 @@ def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals:
 
 
 def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed: int, totals: Totals) -> None:
-    """Kill the runner, or the engine's scheduler, in the middle of real work."""
-    model = make_tiny_llama(scratch / "tiny", tokenizer)
-    engine = {"kind": "server", "model": str(model), "device": "cpu", "args": {"max-running-requests": 16}}
-    expected, calls = undisturbed(scratch / "calm-real", source, engine)
+    """Kill the runner, the engine's scheduler or the gateway in the middle of real work."""
+    model = str(make_tiny_llama(scratch / "tiny", tokenizer))
+    server = {"model": model, "device": "cpu", "args": {"max-running-requests": 16}}
+    engines = [{"kind": "server", **server}, {"kind": "gateway", "replicas": 2, **server}]
+    expected, calls = undisturbed(scratch / "calm-real", source, engines[0])
     made = random.Random(seed)
     for number in range(rounds):
         folder = scratch / f"real-{number}"
         folder.mkdir()
-        job = job_for(folder, source, engine)
+        job = job_for(folder, source, engines[number % 2])
         parts = folder / "run" / "parts"
 
         def strike(process: subprocess.Popen[bytes], parts: Path = parts) -> None:
@@ -321,29 +324,44 @@ def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed:
             while process.poll() is None and len(list(parts.glob("part-*.parquet"))) <= before:
                 time.sleep(0.05)
             time.sleep(made.uniform(0.0, 0.5))
-            schedulers = _schedulers_below(process.pid)
-            if schedulers and made.random() < 0.5:
-                os.kill(schedulers[0], signal.SIGKILL)
-                totals.kills += 1
-                totals.by_moment["real: scheduler"] += 1
-            else:
+            below = _below(process.pid)
+            victims = {"scheduler": [pid for pid in below if b"sglang::scheduler" in _command_of(pid)]}
+            victims["gateway"] = [pid for pid in below if "tokio" in _threads_of(pid)]
+            what = made.choice(["runner", *(name for name, pids in victims.items() if pids)])
+            if what == "runner":
                 process.kill()
+            else:
+                os.kill(victims[what][0], signal.SIGKILL)
+                totals.kills += 1
+                totals.by_moment[f"real: {what}"] += 1
 
-        Round(folder, job, expected, totals, made, calls).go(kills=2, strike=strike)
+        Round(folder, job, expected, totals, made, calls).go(kills=3, strike=strike)
         print(f"real round {number + 1} of {rounds}: {totals.kills} kills", file=sys.stderr, flush=True)
 
 
-def _schedulers_below(pid: int) -> list[int]:
-    found = []
+def _below(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have."""
+    found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for below in map(int, task.read_text().split()):
-            try:
-                if b"sglang::scheduler" in Path(f"/proc/{below}/cmdline").read_bytes():
-                    found.append(below)
-            except OSError:
-                continue
-            found += _schedulers_below(below)
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *_below(child)]
     return found
+
+
+def _command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _threads_of(pid: int) -> str:
+    """Return the names of its threads; the gateway's are those of Rust's tokio."""
+    names = ""
+    for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            names += thread.read_text()
+    return names
 
 
 def main() -> None:
