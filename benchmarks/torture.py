@@ -309,8 +309,11 @@ def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals:
 def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed: int, totals: Totals) -> None:
     """Kill the runner, the engine's scheduler or the gateway in the middle of real work."""
     model = str(make_tiny_llama(scratch / "tiny", tokenizer))
-    server = {"model": model, "device": "cpu", "args": {"max-running-requests": 16}}
-    engines = [{"kind": "server", **server}, {"kind": "gateway", "replicas": 2, **server}]
+    server: dict[str, Any] = {"model": model, "device": "cpu", "args": {"max-running-requests": 16}}
+    engines: list[dict[str, Any]] = [
+        {"kind": "server", **server},
+        {"kind": "gateway", "replicas": 2, **server},
+    ]
     expected, calls = undisturbed(scratch / "calm-real", source, engines[0])
     made = random.Random(seed)
     for number in range(rounds):
