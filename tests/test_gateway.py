@@ -401,7 +401,8 @@ def test_command_lines(tmp_path: Path) -> None:
     fleet = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-        servers = [server.process for server in fleet._make_servers("org/model", cpu=False)]
+        made = fleet._make_servers("org/model", cpu=False)
+    servers = [server.process for server in made]
     assert [server.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
     assert all("--tp-size 2" in " ".join(server.argv) for server in servers)
     assert len({server.argv[server.argv.index("--port") + 1] for server in servers}) == 2
@@ -412,6 +413,8 @@ def test_command_lines(tmp_path: Path) -> None:
     assert "--log-level info" in line
     assert "--policy round_robin" in line
     assert fleet._key not in line
+    for server in made:
+        asyncio.run(server.stop())  # gives its port back
 
 
 def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
