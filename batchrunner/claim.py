@@ -163,18 +163,18 @@ class Claim:
         dead = holder.is_dead(self._me)
         return None if dead is None else not dead
 
-    def take(self, of_the_dead: bytes = b"") -> None:
+    def take(self, of_the_dead: bytes | None = None) -> None:
         """Become the holder, which after one on another machine may take a minute.
 
-        `of_the_dead` is what `owner` holds of somebody whose end was seen before.
+        `of_the_dead` is what `owner` holds of somebody whose end was seen before: nothing, perhaps.
         Raises HeldError where another one lives, OSError where nothing can be written.
         """
         while True:
             try:
                 self._create()
             except FileExistsError:
-                self._steal(of_the_dead or self._wait_for_its_end())
-                of_the_dead = b""
+                self._steal(self._wait_for_its_end() if of_the_dead is None else of_the_dead)
+                of_the_dead = None
             else:
                 self.beat()
                 return
@@ -265,7 +265,7 @@ def claimed(
     sleep: Callable[[float], None] = time.sleep,
     *,
     directory: Path | None = None,
-    of_the_dead: bytes = b"",
+    of_the_dead: bytes | None = None,
 ) -> Iterator[Claim]:
     """Be the only writer of this task (or `directory`).
 

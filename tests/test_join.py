@@ -310,6 +310,18 @@ def test_what_does_not_go_together(tmp_path: Path, options: list[str], told: str
     assert told in refused.stderr
 
 
+def test_one_that_died_while_it_took_over(tmp_path: Path) -> None:
+    """Who is killed between two system calls leaves a task without a name in it: the next one takes over."""
+    job = job_of(tmp_path, rows=40)
+    dead = Task(job, "dead")
+    dead.work(1)
+    dead.die()
+    (dead.run_dir.task_directory / "owner").write_bytes(b"")
+    Task(job, "next").work(10_000)
+    found = Counter(row for part in parts_of(tmp_path / "run") for row in part["row"].to_pylist())
+    assert found == Counter(range(40))
+
+
 @pytest.mark.parametrize("options", [[], ["--shard", "0/2"]])
 def test_while_the_first_engine_loads(tmp_path: Path, options: list[str]) -> None:
     """A start that parts the rows in another way is refused even before the run has written what it is."""
