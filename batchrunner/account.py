@@ -93,7 +93,8 @@ def report_of_all(run: str | Path) -> Report:
     facts = read_run_json(run_dir)
     if facts is None:
         raise OutputError(f"{run}: not a run's output path (no run.json)")
-    spans = [found for task in run_dir.all_tasks() if (found := span(task.events))]
+    tasks = run_dir.all_tasks()
+    spans = [found for task in tasks if (found := span(task.events))]
     wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
     report = make_report(run_dir, done_by_all(run_dir), facts["rows_total"], Tally())
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
@@ -105,13 +106,13 @@ def report_of_all(run: str | Path) -> Report:
         **_sums(run_dir.parts),
         exit_code=exit_code, reason=reason, rows_resumed=0,
         wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
-        starts=sum(earlier_wall_s(task.events)[0] for task in run_dir.all_tasks()),
+        starts=sum(earlier_wall_s(task.events)[0] for task in tasks),
         output_tokens=report.output_tokens_all_starts,
         output_tokens_per_s=round(report.output_tokens_all_starts / max(wall_s, 1e-3), 1),
         rows_per_s=round(report.rows_resumed / max(wall_s, 1e-3), 2),
         engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
     )  # fmt: skip
-    if any(task.task != MAIN_TASK for task in run_dir.all_tasks()):
+    if any(task.task != MAIN_TASK for task in tasks):
         report.save(run_dir.report_json)
     return report
 

@@ -47,39 +47,27 @@ def begin(
 
     Raises InputError, OutputError, ResumeError or StorageError.
     """
-    with writing(prepared.run_dir.path):
-        return _begin(prepared, claim, model, sleep, fresh=fresh, retry_failed=retry_failed)
-
-
-def _begin(
-    prepared: Prepared,
-    claim: Claim,
-    model: str | None,
-    sleep: Callable[[float], None],
-    *,
-    fresh: bool,
-    retry_failed: bool,
-) -> Start:
     run_dir = prepared.run_dir
-    for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
-        see_anew(directory)
-    if isinstance(prepared.part, Joint):
-        find_done(prepared, model)
-        leased, rows_of_run = join(prepared, sleep, retry_failed=retry_failed)
-        if leased.has_rows():
-            return Start(leased, Done(), rows_of_run)
-        return Start(OwnRows(prepared, BitMap64(), rows_of_run), done_by_all(run_dir), rows_of_run)
-    done, by_others = Done(), BitMap64()
-    if fresh:
-        check_nobody_works(run_dir, sleep)
-    else:
-        done = find_done(prepared, model, without_failed=retry_failed)
-        tidy(run_dir, claim)
-        by_others = rows_of_others(run_dir)
-    selected = prepared.selected()
-    todo = prepared.share_of(selected) - by_others
-    total = len(todo | done.rows)
-    return Start(OwnRows(prepared, todo - done.rows, total), done, len(selected))
+    with writing(run_dir.path):
+        for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
+            see_anew(directory)
+        if isinstance(prepared.part, Joint):
+            find_done(prepared, model)
+            leased, rows_of_run = join(prepared, sleep, retry_failed=retry_failed)
+            if leased.has_rows():
+                return Start(leased, Done(), rows_of_run)
+            return Start(OwnRows(prepared, BitMap64(), rows_of_run), done_by_all(run_dir), rows_of_run)
+        done, by_others = Done(), BitMap64()
+        if fresh:
+            check_nobody_works(run_dir, sleep)
+        else:
+            done = find_done(prepared, model, without_failed=retry_failed)
+            tidy(run_dir, claim)
+            by_others = rows_of_others(run_dir)
+        selected = prepared.selected()
+        todo = prepared.share_of(selected) - by_others
+        total = len(todo | done.rows)
+        return Start(OwnRows(prepared, todo - done.rows, total), done, len(selected))
 
 
 def check_nobody_works(run_dir: RunDir, sleep: Callable[[float], None]) -> None:

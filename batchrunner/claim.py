@@ -271,7 +271,6 @@ def claimed(
 
     Raises HeldError with the holder where there is one, OutputError where nothing can be written.
 
-
     `sleep` is called between looks at a holder of which only time can tell whether it lives; `of_the_dead`
     is what one's `owner` holds of whom it is known.
     Directories that were made for the claim and stayed empty are taken away again.

@@ -6,9 +6,7 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from pyroaring import BitMap64
-
-from batchrunner.checkpoint import check_same_run, drop_failed, fingerprint, read_done
+from batchrunner.checkpoint import check_same_run, done_by_all, drop_failed, fingerprint
 from batchrunner.claim import DEAD_AFTER_S, LOOK_S, claimed
 from batchrunner.errors import HeldError, ResumeError
 from batchrunner.leases import Leases, Plan
@@ -19,6 +17,8 @@ from batchrunner.storage import RunDir, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pyroaring import BitMap64
 
     from batchrunner.prepare import Prepared
 
@@ -94,9 +94,7 @@ def _done_by_all(run_dir: RunDir, leases: Leases | None, sleep: Callable[[float]
     expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
     waited_s = 0.0
     while True:
-        done = BitMap64()
-        for task in run_dir.all_tasks():
-            done |= read_done(task).rows
+        done = done_by_all(run_dir).rows
         if len(done) >= expected or waited_s > DEAD_AFTER_S:
             return done
         if not waited_s:
