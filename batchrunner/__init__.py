@@ -12,6 +12,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     rows             sets of rows, by their ordinals
     dataset          Parquet → rows with stable ordinals
     prompt           rows → requests
+    prefixes         what prompts have in common at their beginning
     shard            what one of several tasks does
     plan             which rows are sent, in which order, in which leases
     gate             the in-flight windows, resizable

@@ -446,6 +446,13 @@ class Job(_Spec):
     """What answers: `kind` is attach, server, gateway, inprocess or simulated."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when its result counts as failed."""
+    order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
+    """In which order rows are sent; results are merged in input order whatever it is. `prefix` puts rows that
+    begin alike together, over the whole input, so that the engine computes their beginning once;
+    `longest_first` those with the longest outputs (`max_new_tokens` by column) or prompts first; `input` is
+    the order of the files. `auto` looks at a sample and says what it takes, and why."""
+    dedupe: bool = True
+    """At temperature 0, send rows that are alike once and write the answer to each of them."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Requests in flight, over all replicas; `auto` lets them follow the live load of each. Leave it."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
