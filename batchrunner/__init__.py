@@ -74,6 +74,12 @@ The map; a file imports only from lines above its own (this one excepted), and a
     begin            what a start has before it
     account          tally → report, verdict and exit code
     suspects         rows that an engine had when it died
+    work             a row on its way to the engine
+    families         which row goes before which
+    lengths          how long an output will be
+    lead             how far leaders go ahead, corrected by what the cache holds
+    arrange          the order within a window of rows
+    ready            rows that wait for a place, each for its route
     submit           requests → engine → outcomes
     summary          what the report says of the load
     feedback         polls the load, shows it, writes it down

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from batchrunner.records import EngineInfo
 
 
+_SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason", "error"]
+
+
 def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report:
     """Sum up the rows; what ended the run, its times and its engine are still to be filled in."""
     failures = done.failures.merged(tally.failures)
@@ -51,6 +54,7 @@ def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report
         rows_per_s=0.0,
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
+        rows_deduplicated=tally.twins,
         retries=tally.retries,
         finish_reasons=dict(tally.finish_reasons),
         failures=failures.summary(),
@@ -119,18 +123,20 @@ def report_of_all(run: str | Path) -> Report:
 
 def _sums(parts: Path) -> dict[str, Any]:
     """Add up what parts say of their rows beyond their number."""
-    sums, reasons = Counter[str](), Counter[str]()
+    names = ("prompt_tokens", "cached_tokens", "retries", "rows_deduplicated")
+    sums, reasons = dict.fromkeys(names, 0), Counter[str]()
     for path in part_files(parts):
-        table = pq.read_table(path, columns=["prompt_tokens", "cached_tokens", "attempts", "finish_reason"])
+        table = pq.read_table(path, columns=_SUMMED)
+        sent = table.filter(pc.greater(table.column("attempts"), 0))
         for name in ("prompt_tokens", "cached_tokens"):
-            sums[name] += pc.sum(table.column(name)).as_py() or 0
-        again = pc.max_element_wise(pc.subtract(table.column("attempts"), 1), 0)
-        sums["retries"] += pc.sum(again).as_py() or 0
+            sums[name] += pc.sum(sent.column(name)).as_py() or 0
+        sums["retries"] += pc.sum(pc.subtract(sent.column("attempts"), 1)).as_py() or 0
+        unsent = table.filter(pc.equal(table.column("attempts"), 0))
+        sums["rows_deduplicated"] += pc.sum(pc.is_null(unsent.column("error"))).as_py() or 0
         column = table.column("finish_reason")
         reasons.update((pc.list_flatten(column) if pa.types.is_list(column.type) else column).to_pylist())
     del reasons[None]  # of failed rows
-    names = ("prompt_tokens", "cached_tokens", "retries")
-    return {**{name: sums[name] for name in names}, "finish_reasons": dict(reasons)}
+    return {**sums, "finish_reasons": dict(reasons)}
 
 
 def versions(info: EngineInfo) -> dict[str, str | None]:

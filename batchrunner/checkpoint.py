@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from batchrunner.job import Job
     from batchrunner.storage import RunDir
 
-_COUNTED = ["row", "error", "completion_tokens"]
+_COUNTED = ["row", "error", "attempts", "completion_tokens"]
 FORMAT = 1
 """Version of run.json."""
 READERS = 4
@@ -53,7 +53,8 @@ class Done:
         self.failed += bad.num_rows
         for row, error in zip(bad.column("row").to_pylist(), bad.column("error").to_pylist(), strict=True):
             self.failures.add(row, error)
-        tokens = results.column("completion_tokens")
+        sent = results.filter(pc.greater(results.column("attempts"), 0))  # others have an equal row's answer
+        tokens = sent.column("completion_tokens")
         if pa.types.is_list(tokens.type):
             tokens = pc.list_flatten(tokens)
         self.output_tokens += pc.sum(tokens).as_py() or 0

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from batchrunner.admission import Admission
+    from batchrunner.arrange import Arranger
     from batchrunner.controller import Decision
     from batchrunner.engines.base import Engine
     from batchrunner.events import EventLog
     from batchrunner.gate import Gate
     from batchrunner.progress import Display, Snapshot
-    from batchrunner.records import Signals
+    from batchrunner.records import Completion, Signals
     from batchrunner.submit import Submitter
+    from batchrunner.work import Work
 
 POLL_S = 0.25
 """`/v1/loads` reads shared memory and can be polled at 2-10 Hz."""
@@ -30,17 +32,24 @@ SAMPLE_S = 2.0
 class Feedback:
     """The loop around one start. It is the submitter's listener."""
 
-    def __init__(self, engine: Engine, admission: Admission, gate: Gate, events: EventLog) -> None:
+    def __init__(
+        self, engine: Engine, admission: Admission, arranger: Arranger, gate: Gate, events: EventLog
+    ) -> None:
         self._engine = engine
+        self._arranger = arranger
         self._admission = admission
         self._gate = gate
         self._events = events
         self.summary = Summary()
 
-    def answered(self, route: str, retractions: int) -> None:
+    def answered(self, route: str, work: Work, completion: Completion | None) -> None:
         """Take note of a row that the engine brought to its end."""
+        retractions = completion.retractions if completion else 0
         self.summary.retractions += retractions
         self._admission.ended(route, retractions, time.monotonic())
+        change = self._arranger.saw(work, completion) if completion else None
+        if change is not None:
+            self._events.write("lead", **asdict(change))
 
     def refused(self, route: str, what: str) -> None:
         """Take note of a route that took no more, or let a row wait too long."""

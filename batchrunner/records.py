@@ -71,6 +71,10 @@ class EngineInfo:
     max_total_tokens: int | None = None
     """KV pool in tokens, summed over schedulers."""
     context_length: int | None = None
+    prefill_tokens: int | None = None
+    """Tokens of prompts that one scheduler computes in one pass at most."""
+    caches_prefixes: bool = True
+    """Whether what prompts have in common at their beginning is computed once."""
     routes: tuple[str, ...] = ("engine",)
     """Where requests can be sent: a replica's URL, a gateway, or the one engine that there is."""
     connections: int | None = None

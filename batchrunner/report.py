@@ -38,6 +38,8 @@ class Report:
     rows_per_s: float
     prompt_tokens: int
     cached_tokens: int
+    rows_deduplicated: int
+    """Rows that have an equal row's answer, and none of the tokens counted here."""
     retries: int
     finish_reasons: dict[str, int] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
@@ -75,6 +77,10 @@ class Report:
                 f"{duration(self.wall_s)}, {self.rows_per_s:.1f} rows/s, "
                 f"{self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
                 + (" [simulated: these numbers mean nothing]" if self.simulated else "")
+            )
+        if self.rows_deduplicated:
+            lines.append(
+                f"{self.rows_deduplicated} rows have the answer of an equal one (dedupe: false sends all)"
             )
         cut = self.finish_reasons.get("length", 0)
         if cut:

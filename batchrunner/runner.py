@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
 from batchrunner.admission import Admission
+from batchrunner.arrange import Arranger
 from batchrunner.begin import begin, check_nobody_works
 from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint, read_done
 from batchrunner.claim import claimed
@@ -25,6 +26,8 @@ from batchrunner.errors import BatchrunError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
 from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
+from batchrunner.lead import Lead
+from batchrunner.lengths import Lengths
 from batchrunner.prepare import check_resumes, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
 from batchrunner.shard import Joint
@@ -219,8 +222,11 @@ class _Run:
             await self._engine.signals(), time.monotonic(), unsent=self._source.unread
         )
         self._gate = Gate(self._admission.windows)
-        self._feedback = Feedback(self._engine, self._admission, self._gate, self._events)
-        self._submitter = Submitter(self._engine, self._gate, self._patience, self._deliver, self._feedback)
+        arranger = self._make_arranger(len(first))
+        self._feedback = Feedback(self._engine, self._admission, arranger, self._gate, self._events)
+        self._submitter = Submitter(
+            self._engine, arranger, self._gate, self._patience, self._deliver, self._feedback
+        )
         if self._admission.fixed is not None:
             why = "set by the job"
         else:
@@ -230,6 +236,15 @@ class _Run:
             "%d rows to do, %d done before; window %d (%s)",
             self._source.unread, len(self._done.rows), self._gate.window, why,
         )  # fmt: skip
+
+    def _make_arranger(self, schedulers: int) -> Arranger:
+        arranged = self._job.order != "input"
+        return Arranger(
+            Lead(self._info, schedulers) if arranged and self._info.caches_prefixes else None,
+            Lengths() if arranged else None,
+            dedupe=self._job.dedupe,
+            routes=len(self._info.routes),
+        )
 
     async def _send_all(self) -> Report:
         failure: BatchrunError | None = None

@@ -42,7 +42,7 @@ class Source(Protocol):
         """How many are still to be read; with leases, about how many will be."""
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Read and render them, a bounded batch at a time; blocks."""
+        """Read and render them, a bounded batch at a time; blocks. An empty one says that it may for long."""
 
     def landed(self, rows: BitMap64) -> None:
         """Take note of rows that are in a part; blocks."""
@@ -154,7 +154,10 @@ class LeasedRows:
                 for batch in reader.read(lease.rows):
                     yield renderer.render(batch)
                     self._to_read -= len(batch.rows)
-                lease = self._take()
+                lease = self._take(patient=False)
+                if lease is None:
+                    yield []
+                    lease = self._take()
 
     def landed(self, rows: BitMap64) -> None:
         """End the leases of which the last rows are in parts now."""
@@ -175,8 +178,8 @@ class LeasedRows:
             for lease, left in list(self._open.values()):
                 self._end(lease, left)
 
-    def _take(self) -> Lease | None:
-        """Take the next lease, as soon as it is known whether there is one for us."""
+    def _take(self, *, patient: bool = True) -> Lease | None:
+        """Take the next lease, as soon as it is known whether there is one for us, or if it is known now."""
         while not self._stopped.is_set():
             try:
                 if self._clock() - self._looked_at > REFRESH_S:
@@ -191,6 +194,8 @@ class LeasedRows:
                 self._failing_since = None
             if lease is not None or (settled is False and not self._unfinished()):
                 return lease
+            if not patient:
+                return None
             if not settled:
                 self._sleep(SHORTLY_S if self._rows_free else LOOK_S)
         return None

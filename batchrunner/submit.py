@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import deque
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
+from batchrunner.arrange import Primer
 from batchrunner.errors import (
     AttemptFailedError,
     EngineBusyError,
@@ -20,30 +22,26 @@ from batchrunner.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.records import Outcome, Request
+from batchrunner.ready import Ready
+from batchrunner.records import Outcome
 from batchrunner.retry import pause_before_retry
 from batchrunner.suspects import MOST_DEATHS, Suspects
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from batchrunner.arrange import Arranger
     from batchrunner.engines.base import Engine
     from batchrunner.gate import Gate
+    from batchrunner.records import Completion
     from batchrunner.source import Source
+    from batchrunner.work import Work
 
 READ_AHEAD_ROWS = 512
 """Rendered rows that wait for a place; the reader goes on when there are fewer."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """A row on its way, and what it has been through."""
-
-    request: Request
-    tries: int = 0
-    failures: int = 0
-    deaths: int = 0
-    """Of the engine, while it had this row."""
+PRIME_S = 30.0
+"""A primer saves a prefill pass or two: it is not waited for longer."""
+ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,8 @@ class Patience:
 class Listener(Protocol):
     """Who learns how the routes take the rows."""
 
-    def answered(self, route: str, retractions: int) -> None:
-        """Take note of a row that the engine brought to its end."""
+    def answered(self, route: str, work: Work, completion: Completion | None) -> None:
+        """Take note of a row that the engine brought to its end; one that it refused has no completion."""
 
     def refused(self, route: str, what: str) -> None:
         """Take note of a route that took no more, or let a row wait too long."""
@@ -74,21 +72,23 @@ class Submitter:
     def __init__(
         self,
         engine: Engine,
+        arranger: Arranger,
         gate: Gate,
         patience: Patience,
         deliver: Callable[[Outcome], Awaitable[None]],
         listener: Listener,
     ) -> None:
         self._engine = engine
+        self._arranger = arranger
         self._gate = gate
         self._patience = patience
         self._deliver = deliver
         self._listener = listener
-        self._ready: deque[_Work] = deque()
-        self._suspects: Suspects[_Work] = Suspects()
+        self._ready = Ready(tuple(gate.by_route))
+        self._suspects: Suspects[Work] = Suspects()
         self._resting = 0
         self._source: Source | None = None
-        self._unended = 0  # rows read from it that have not come to an end
+        self._unended = 0  # rows in order that have not come to an end
         self._exhausted = False
         self._stopping = False
         self._wake_dispatch = asyncio.Event()
@@ -103,7 +103,7 @@ class Submitter:
     @property
     def unfinished(self) -> int:
         """Rows that were read and have not come to an end."""
-        return self._unended
+        return self._unended + self._arranger.held
 
     @property
     def unsent(self) -> int:
@@ -111,7 +111,7 @@ class Submitter:
         if self._stopping:
             return 0
         unread = 0 if self._source is None or self._exhausted else self._source.unread
-        return max(0, unread + self._unended - self._gate.in_flight)
+        return max(0, unread + self.unfinished - self._gate.in_flight)
 
     def wake(self) -> None:
         """Look again: a window has grown."""
@@ -131,11 +131,12 @@ class Submitter:
         self._source = source
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read(source.batches()))
+                arranged = self._arranger.arrange(source.batches(), lambda: source.unread)
+                reader = group.create_task(self._read(arranged))
                 while not self._over():
                     route = self._gate.take(time.monotonic()) if self._has_next() else None
                     if route is not None:
-                        group.create_task(self._fly(self._next(), route))
+                        group.create_task(self._fly(self._next(route), route))
                         continue
                     self._wake_dispatch.clear()
                     await self._wake_dispatch.wait()
@@ -143,17 +144,20 @@ class Submitter:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _read(self, batches: Iterator[list[Request | Outcome]]) -> None:
+    async def _read(self, batches: Iterator[list[Work | Primer | Outcome]]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while not self._stopping:
                 batch = await asyncio.to_thread(next, batches, None)
                 if batch is None:
                     break
+                primers = [item for item in batch if isinstance(item, Primer)]
+                if primers:
+                    await self._prime(primers)
                 for item in batch:
                     if isinstance(item, Outcome):  # the row failed before it could be sent
                         await self._deliver(item)
-                    else:
-                        self._ready.append(_Work(item))
+                    elif not isinstance(item, Primer):
+                        self._ready.add(item)
                         self._unended += 1
                 self._wake_dispatch.set()
                 while not self._wants_rows():
@@ -161,6 +165,19 @@ class Submitter:
                     await self._wake_reader.wait()
         self._exhausted = True
         self._notify()
+
+    async def _prime(self, primers: Sequence[Primer]) -> None:
+        """Have beginnings computed on every route; what goes wrong goes wrong again with the rows."""
+        turn = attrgetter("round")
+        for _, group in groupby(sorted(primers, key=turn), key=turn):
+            works = [primer.work for primer in group]
+            probes = [work.request._replace(sampling=ONE_TOKEN) for work in works]
+            sent = [self._engine.generate(probe, route) for probe in probes for route in self._gate.by_route]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PRIME_S):
+                    await asyncio.gather(*sent, return_exceptions=True)
+            for work in works:
+                work.computed_at = time.monotonic()
 
     def _wants_rows(self) -> bool:
         enough = len(self._ready) >= READ_AHEAD_ROWS or self._resting >= max(
@@ -174,33 +191,31 @@ class Submitter:
     def _has_next(self) -> bool:
         return bool(self._ready) or self._suspects.degree(self._gate.window) is not None
 
-    def _next(self) -> _Work | None:
+    def _next(self, route: str) -> Work | None:
         if self._stopping:
             return None
         degree = self._suspects.degree(self._gate.window)
         if degree is not None:
             return self._suspects.take(degree)
-        if not self._ready:
-            return None
-        work = self._ready.popleft()
+        work = self._ready.take(route)
         if len(self._ready) < READ_AHEAD_ROWS:
             self._wake_reader.set()
         return work
 
-    async def _fly(self, work: _Work | None, route: str) -> None:
+    async def _fly(self, work: Work | None, route: str) -> None:
         """Send a row, then the next ones in the same place: a task a row would cost more than the row."""
         try:
             while work is not None:
                 await self._try(work, route)
-                work = self._next() if self._gate.keeps(route, time.monotonic()) else None
+                work = self._next(route) if self._gate.keeps(route, time.monotonic()) else None
         finally:
             self._gate.release(route)
             self._wake_dispatch.set()
 
-    async def _try(self, work: _Work, route: str) -> None:
+    async def _try(self, work: Work, route: str) -> None:
         """Send a row once. Its place is kept until it is delivered, so that a slow disk slows us down."""
         work.tries += 1
-        sent_at = time.monotonic()
+        sent_at = work.sent_at = time.monotonic()
         completion, error = None, None
         try:
             completion = await self._engine.generate(work.request, route)
@@ -212,7 +227,8 @@ class Submitter:
         if error is None or isinstance(error, RowRefusedError):
             self._refused_since = None
             self._gate.answered(route)
-            self._listener.answered(route, completion.retractions if completion else 0)
+            work.computed_at = min(work.computed_at, now)
+            self._listener.answered(route, work, completion)
         else:
             self._refused(route, error, now)
             work.deaths += isinstance(error, EngineDiedError)
@@ -222,6 +238,8 @@ class Submitter:
                 return
         message = None if error is None else str(error)
         await self._deliver(Outcome(work.request.ref, completion, message, now - sent_at, work.tries))
+        for twin in work.twins:
+            await self._deliver(Outcome(twin, completion, message, None, 0))
         self._unended -= 1
         if self._unended == 0:
             self._notify()
@@ -233,7 +251,7 @@ class Submitter:
         if isinstance(error, (EngineBusyError, NoAnswerError)) and not isinstance(error, EngineDownError):
             self._listener.refused(route, str(error))
 
-    def _rests(self, work: _Work, error: RequestError, now: float) -> bool:
+    def _rests(self, work: Work, error: RequestError, now: float) -> bool:
         """Put the row aside for another try, if it gets one."""
         if isinstance(error, EngineBusyError):
             self._wait_for_engine(error, now)
@@ -260,12 +278,12 @@ class Submitter:
         if self._gate.in_flight == 1 and waited_s > self._patience.engine_wait_s:  # we are the last
             raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")
 
-    def _back(self, work: _Work) -> None:
+    def _back(self, work: Work) -> None:
         self._resting -= 1
         if work.deaths:
             self._suspects.add(work, work.deaths)
         else:
-            self._ready.appendleft(work)
+            self._ready.add_first(work)
         self._notify()
 
     def _notify(self) -> None:

@@ -62,6 +62,8 @@ class Tally:
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    twins: int = 0
+    """Rows that have an equal row's answer: no tokens were computed for them."""
     retries: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
@@ -80,8 +82,10 @@ class Tally:
             self.failures.add(outcome.ref.row, outcome.error or "")
             return
         self.ok += 1
-        for tokens, reason in zip(completion.completion_tokens, completion.finish_reasons, strict=True):
-            self.output_tokens += tokens or 0
-            self.finish_reasons[reason or "unknown"] += 1
+        self.finish_reasons.update(reason or "unknown" for reason in completion.finish_reasons)
+        if outcome.attempts == 0:
+            self.twins += 1
+            return
+        self.output_tokens += sum(tokens or 0 for tokens in completion.completion_tokens)
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0

@@ -90,7 +90,12 @@ class Task:
         if items:
             self.run_dir.parts.mkdir(exist_ok=True)
             table = pa.table(
-                {"row": items, "error": pa.nulls(len(items), pa.string()), "completion_tokens": items}
+                {
+                    "row": items,
+                    "error": pa.nulls(len(items), pa.string()),
+                    "attempts": [1] * len(items),
+                    "completion_tokens": items,
+                }
             )
             if last:
                 journal = Journal(self.run_dir.journal(self._parts, self.claim.token))

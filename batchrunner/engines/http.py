@@ -108,6 +108,8 @@ class HttpEngine:
             max_running=_total(servers, "max_running_requests"),
             max_total_tokens=_total(servers, "max_total_num_tokens"),
             context_length=servers[0].get("context_length") or servers[0].get("max_req_input_len"),
+            prefill_tokens=wire.prefill_tokens(servers[0]),
+            caches_prefixes=not servers[0].get("disable_radix_cache"),
             routes=tuple(self.routes),
             connections=connections,
             notes=self._notes(limited_by),

@@ -81,6 +81,8 @@ class InprocessSGLang:
             max_running=load.max_running_requests,
             max_total_tokens=load.max_total_num_tokens,
             context_length=self._engine.tokenizer_manager.model_config.context_len,
+            prefill_tokens=wire.prefill_tokens(vars(self._engine.server_args)),
+            caches_prefixes=not self._engine.server_args.disable_radix_cache,
             notes=(CPU_NOTE,) if cpu else (),
         )
 

@@ -139,6 +139,7 @@ class Simulator:
             max_running=self._spec.max_running,
             max_total_tokens=self._spec.max_total_tokens,
             context_length=self._spec.context_length,
+            caches_prefixes=False,
             simulated=True,
             notes=(_NOTE,),
         )

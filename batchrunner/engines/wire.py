@@ -18,7 +18,7 @@ from batchrunner.job import GATEWAY_DROPS
 from batchrunner.records import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from batchrunner.records import Request
 
@@ -92,6 +92,12 @@ _NOT_REACHED = (
 
 
 GENERATE_PATH, CHAT_PATH = "/generate", "/v1/chat/completions"
+
+
+def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a server's resolved arguments allow a prefill pass to take."""
+    limits = (arguments.get("chunked_prefill_size"), arguments.get("max_prefill_tokens"))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def path_of(request: Request) -> str:

@@ -1,0 +1,93 @@
+"""How far a row goes ahead of those that need its beginning, corrected by what the cache really holds.
+
+Too near, and they are admitted with it in one prefill pass and compute the beginning again; too far, and the
+beginning is evicted before they come. The distance is counted in tokens of prefill between them: then they
+cannot be in one pass, whatever the lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchrunner.prefixes import BYTES_A_TOKEN
+
+if TYPE_CHECKING:
+    from batchrunner.records import Completion, EngineInfo
+    from batchrunner.work import Work
+
+PASS_TOKENS = 8192
+"""A prefill pass of an engine that does not say (SGLang's chunked prefill on GPUs of 80 GB)."""
+PASSES = 1.25
+"""Of the first distance: more than one pass, since the tokens of a text are estimated."""
+POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
+"""Of the KV pool that beginnings may take which wait for their followers: at first, and at most."""
+LEAST_PASSES = 1 / 8
+LOOK_ROWS = 64
+"""Followers between two corrections."""
+MISSES = 0.1
+"""More than this share of them without their beginning in the cache makes a correction."""
+LEAST_EXPECTED_TOKENS = 64
+"""Followers that share less are not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeadChange:
+    """Why the distance was changed."""
+
+    old: int
+    new: int
+    reason: str
+
+
+class Lead:
+    """The distance, in tokens over all schedulers."""
+
+    def __init__(self, info: EngineInfo, schedulers: int) -> None:
+        """`schedulers` share the rows, and the engine's KV pool."""
+        pass_tokens = info.prefill_tokens or PASS_TOKENS
+        pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
+        self._scale = schedulers
+        self._least = LEAST_PASSES * pass_tokens
+        self._most = max(MOST_POOL_SHARE * pool, self._least)
+        self._tokens = max(self._least, min(PASSES * pass_tokens, POOL_SHARE * pool))
+        self._bytes, self._bytes_tokens = 0, 0
+        self._followers, self._early, self._evicted = 0, 0, 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prefill between a row and its followers."""
+        return round(self._tokens * self._scale)
+
+    @property
+    def bytes_a_token(self) -> float:
+        """Of the prompts so far."""
+        return self._bytes / self._bytes_tokens if self._bytes_tokens else BYTES_A_TOKEN
+
+    def saw(self, work: Work, completion: Completion) -> LeadChange | None:
+        """Take note of an answer; return the correction that it brought."""
+        if not completion.prompt_tokens or not work.prefix:
+            return None
+        self._bytes += len(work.prefix)
+        self._bytes_tokens += completion.prompt_tokens
+        expected = work.shared * completion.prompt_tokens / len(work.prefix)
+        if work.parent is None or expected < LEAST_EXPECTED_TOKENS or completion.cached_tokens is None:
+            return None
+        self._followers += 1
+        if completion.cached_tokens < expected / 2:
+            if work.parent.computed_at < work.sent_at:
+                self._evicted += 1
+            else:
+                self._early += 1
+        return self._correct() if self._followers >= LOOK_ROWS else None
+
+    def _correct(self) -> LeadChange | None:
+        rows, early, evicted, old = self._followers, self._early, self._evicted, self.tokens
+        self._followers = self._early = self._evicted = 0
+        if early + evicted <= MISSES * rows:
+            return None
+        if evicted > early:
+            self._tokens, why = max(self._least, self._tokens * 0.7), f"{evicted} of {rows} came too late"
+        else:
+            self._tokens, why = min(self._most, self._tokens * 1.5), f"{early} of {rows} came too early"
+        return LeadChange(old, self.tokens, f"{why} for their beginning") if self.tokens != old else None

@@ -1,0 +1,52 @@
+"""Rows that wait for a place, and the route on which each finds its beginning in the cache. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.work import Work
+
+
+class Ready:
+    """Rows in order; those of a family wait for the route that has the first of it.
+
+    A route that has nothing else to do takes the rows of another: an idle one would cost more than the cache
+    saves.
+    """
+
+    def __init__(self, routes: Sequence[str]) -> None:
+        self._anywhere: deque[Work] = deque()
+        self._kept: dict[str, deque[Work]] = {route: deque() for route in routes}
+
+    def __len__(self) -> int:
+        """Count them all."""
+        return len(self._anywhere) + sum(map(len, self._kept.values()))
+
+    def add(self, work: Work) -> None:
+        """Add a row behind all others."""
+        self._anywhere.append(work)
+
+    def add_first(self, work: Work) -> None:
+        """Put a row before all others: it has waited for long."""
+        self._anywhere.appendleft(work)
+
+    def take(self, route: str) -> Work | None:
+        """Take the next row for a route; None where none waits."""
+        kept = self._kept[route]
+        if kept:
+            return kept.popleft()
+        while self._anywhere:
+            work = self._anywhere.popleft()
+            first = work.family
+            if first is None:
+                return work
+            first.route = first.route or route
+            if first.route == route:
+                return work
+            self._kept[first.route].append(work)
+        longest = max(self._kept.values(), key=len)
+        return longest.pop() if longest else None

@@ -1,0 +1,38 @@
+"""A row on its way to the engine: what goes before it, and what it has been through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchrunner.records import Request, RowRef
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A row that is to be sent."""
+
+    request: Request
+    prefix: bytes = b""
+    """What its cached beginning is told by (`prefixes`)."""
+    twins: list[RowRef] = field(default_factory=list)
+    """Rows that are exactly like it, and get its answer."""
+
+    parent: Work | None = None
+    """Goes before it: the engine computes with it the beginning that both share."""
+    shared: int = 0
+    """Bytes of that beginning."""
+    children: list[Work] = field(default_factory=list)
+    family: Work | None = None
+    """The first of the rows that should be sent where it is; None where any route will do."""
+    route: str | None = None
+    """Of the first of a family: where that is."""
+
+    sent_at: float = 0.0
+    computed_at: float = float("inf")
+    """Since when its beginning is known to be computed."""
+    tries: int = 0
+    failures: int = 0
+    deaths: int = 0
+    """Of the engine, while it had this row."""

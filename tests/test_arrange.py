@@ -1,0 +1,345 @@
+"""Rows in a window: none is lost, leaders go first, equal ones once, the longest before the end."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchrunner.arrange import LAST_ROWS, WINDOW_ROWS, Arranger, Primer
+from batchrunner.families import find_families
+from batchrunner.lead import LOOK_ROWS, Lead
+from batchrunner.lengths import Lengths
+from batchrunner.prefixes import common, shared
+from batchrunner.ready import Ready
+from batchrunner.records import Completion, EngineInfo, Outcome, Request, RowRef
+from batchrunner.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
+PASS_TOKENS = 1000
+INFO = EngineInfo(kind="test", model="m", max_total_tokens=100_000, prefill_tokens=PASS_TOKENS)
+
+
+def request(row: int, text: str, **sampling: Any) -> Request:
+    return Request(RowRef(row, CARRIED, row), "text", text, {"temperature": 0, **sampling})
+
+
+def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, routes: int = 1) -> Arranger:
+    return Arranger(Lead(info, routes), Lengths(), dedupe=dedupe, routes=routes)
+
+
+def arranged(
+    by: Arranger, batches: Sequence[Sequence[Request | Outcome]]
+) -> tuple[list[Work], list[Primer], list[Outcome]]:
+    """Arrange whole batches; the rows that are still to come are known exactly."""
+    left = [sum(map(len, batches[end:])) for end in range(1, len(batches) + 1)]
+    read = iter(left)
+    items: list[Any] = []
+    last = 0
+
+    def source() -> Iterable[list[Request | Outcome]]:
+        nonlocal last
+        for batch in batches:
+            last = next(read)
+            yield list(batch)
+
+    for found in by.arrange(source(), lambda: last):
+        items += found
+    return (
+        [item for item in items if isinstance(item, Work)],
+        [item for item in items if isinstance(item, Primer)],
+        [item for item in items if isinstance(item, Outcome)],
+    )
+
+
+def rows_of(works: Iterable[Work]) -> list[int]:
+    return [work.request.ref.row for work in works]
+
+
+def tokens(text: str) -> float:
+    return len(text) / 4
+
+
+def words(seed: str, count: int) -> str:
+    luck = random.Random(seed)
+    return " ".join(str(luck.randrange(10**7)) for _ in range(count))
+
+
+def grouped(groups: int, members: int, count: int = 200) -> list[str]:
+    """Return prompts of groups with a long common beginning, shuffled."""
+    texts = [words(f"g{g}", count) + words(f"r{g}.{m}", 5) for g in range(groups) for m in range(members)]
+    random.Random(1).shuffle(texts)
+    return texts
+
+
+def prefilled_apart(works: Sequence[Work]) -> int:
+    """Return the bytes that are computed if a beginning counts as cached a whole pass after it was sent."""
+    sent: list[tuple[float, bytes]] = []
+    clock, total = 0.0, 0
+    for work in works:
+        best = max((common(work.prefix, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0)
+        total += len(work.prefix) - best
+        clock += (len(work.prefix) - best) / 4
+        sent.append((clock, work.prefix))
+    return total
+
+
+# What the tree of beginnings says
+
+
+@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=30))
+def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> None:
+    """Leaders first, what is computed is what the tree of all prompts holds; nobody waits for many others."""
+    prefixes = ["".join(letter * 512 for letter in code).encode() for code in codes]
+    places = find_families(prefixes)
+    assert sum(place.shared for place in places.values()) == shared(prefixes)
+    for index in range(len(prefixes)):
+        steps, at = 0, index
+        while at in places:
+            steps, at = steps + 1, places[at].parent
+        assert 2**steps <= len(prefixes)
+
+
+def test_a_conversation_is_computed_by_its_longest_turn() -> None:
+    """Turns that contain one another all follow the longest, and not each the one before."""
+    turns = [words("talk", 100 * turn).encode() for turn in range(1, 7)]
+    assert {place.parent for place in find_families(turns).values()} == {5}
+
+
+def test_short_beginnings_make_no_families() -> None:
+    """A template of a line is not worth an order."""
+    assert find_families([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}
+
+
+# The order
+
+
+@given(
+    st.lists(st.sampled_from([words(f"p{p}", 80) for p in range(5)] + ["short"]), max_size=60),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_every_row_goes_once(texts: list[str], batch_rows: int, dedupe: bool) -> None:
+    """Whatever is alike and however rows come, each is sent once or is the twin of one that is sent."""
+    requests = [request(row, text) for row, text in enumerate(texts)]
+    batches = [requests[at : at + batch_rows] for at in range(0, len(requests), batch_rows)]
+    by = arranger(dedupe=dedupe)
+    works, _, _ = arranged(by, batches)
+    twins = [ref.row for work in works for ref in work.twins]
+    assert sorted([*rows_of(works), *twins]) == list(range(len(texts)))
+    assert by.held == 0
+    assert len(works) == (len(set(texts)) if dedupe else len(texts))
+
+
+def test_followers_come_a_pass_behind_their_leader() -> None:
+    """Shuffled groups are computed with hardly more than the least possible; as they come, with much more."""
+    texts = grouped(60, 8)
+    batch = [request(row, text) for row, text in enumerate(texts)]
+    works, _, _ = arranged(arranger(), [batch])
+    least = sum(map(len, texts)) - shared(text.encode() for text in texts)
+    assert prefilled_apart(works) <= 1.05 * least
+    as_given = [Work(request(row, text), text.encode()) for row, text in enumerate(sorted(texts))]
+    assert prefilled_apart(as_given) > 1.5 * least
+
+
+def test_nothing_alike_keeps_the_order() -> None:
+    """Rows that share nothing go as the plan has them."""
+    batch = [request(row, words(str(row), 100)) for row in range(300)]
+    works, primers, _ = arranged(arranger(), [batch[:100], batch[100:]])
+    assert rows_of(works) == list(range(300))
+    assert not primers
+
+
+def test_one_beginning_for_all_is_computed_before_all() -> None:
+    """With nothing else to send meanwhile, the leader is computed first: else all others would do it."""
+    prefix = words("few-shot", 300)
+    batch = [request(row, prefix + words(str(row), 4)) for row in range(500)]
+    works, primers, _ = arranged(arranger(), [batch])
+    assert len(works) == 500
+    assert len(primers) == 1
+
+
+def test_nested_beginnings_are_primed_one_inside_the_other() -> None:
+    """A beginning inside another is computed in a later round: in the same one it would be computed whole."""
+    system = words("system", 200)
+    batch = [request(row, system + words(f"doc{row % 2}", 200) + words(str(row), 4)) for row in range(100)]
+    _, primers, _ = arranged(arranger(), [batch])
+    assert [primer.round for primer in primers] == [0, 1]
+
+
+def test_a_window_goes_on_with_the_beginnings_of_the_one_before() -> None:
+    """In a dataset with one beginning nobody leads a second time."""
+    prefix = words("few-shot", 300)
+    batch = [request(row, prefix + words(str(row), 4)) for row in range(3 * WINDOW_ROWS + LAST_ROWS)]
+    batches = [batch[at : at + 256] for at in range(0, len(batch), 256)]
+    works, primers, _ = arranged(arranger(), batches)
+    assert sum(work.parent is None for work in works) == 1
+    assert len(primers) == 1
+    assert sorted(rows_of(works)) == list(range(len(batch)))
+
+
+def test_memory_stays_bounded_while_rows_come() -> None:
+    """However many rows share one beginning, only some wait."""
+    prefix = words("few-shot", 300)
+    held = []
+    by = arranger(dedupe=False)
+    total = 20 * WINDOW_ROWS
+    left = total
+
+    def source() -> Iterable[list[Request | Outcome]]:
+        nonlocal left
+        for at in range(0, total, 256):
+            left -= 256
+            held.append(by.held)
+            yield [request(row, prefix + str(row)) for row in range(at, at + 256)]
+
+    assert sum(len(items) for items in by.arrange(source(), lambda: left)) >= total
+    assert max(held) <= 2 * WINDOW_ROWS + LAST_ROWS
+
+
+def test_rows_do_not_wait_for_a_source_that_waits() -> None:
+    """An empty batch says that more may take long: what is there goes."""
+    by = arranger()
+    stream = by.arrange(iter([[request(0, "a")], [], [request(1, "b")]]), lambda: 100_000)
+    assert rows_of(item for item in next(stream) if isinstance(item, Work)) == [0]
+    assert rows_of(item for items in stream for item in items if isinstance(item, Work)) == [1]
+
+
+def test_the_longest_go_first_at_the_end() -> None:
+    """Of the last rows those with the longest outputs go first; of many, the first ones go as they come."""
+    few = [request(row, f"p{row}", max_new_tokens=row + 1) for row in range(100)]
+    works, _, _ = arranged(arranger(), [few])
+    assert rows_of(works) == list(range(99, -1, -1))
+    many = [request(row, f"p{row}", max_new_tokens=row + 1) for row in range(3 * LAST_ROWS)]
+    works, _, _ = arranged(arranger(), [many[at : at + 256] for at in range(0, len(many), 256)])
+    assert rows_of(works)[:WINDOW_ROWS] == list(range(WINDOW_ROWS))
+    end = rows_of(works)[-LAST_ROWS:]
+    assert end == sorted(end, reverse=True)
+
+
+def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
+    """Of rows with one limit, those that begin like others with long outputs go first at the end."""
+    by = arranger()
+    kinds = {kind: words(kind, 60) for kind in ("short", "long")}
+    for kind, length in (("short", 3), ("long", 90)):
+        for row in range(20):
+            work = Work(request(row, kinds[kind]), prefix=kinds[kind].encode())
+            by.saw(work, Completion(["x"], ["stop"], [length], 100, 0))
+    batch = [
+        request(row, kinds["long" if row % 2 else "short"] + words(str(row), 300), max_new_tokens=500)
+        for row in range(4)
+    ]
+    works, _, _ = arranged(Arranger(None, by._lengths, dedupe=False), [batch])
+    assert rows_of(works) == [1, 3, 0, 2]
+
+
+# Equal rows
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "twins"),
+    [
+        ({}, {}, 1),
+        ({"temperature": 0.7}, {"temperature": 0.7}, 0),
+        ({"max_new_tokens": 5}, {"max_new_tokens": 6}, 0),
+        ({"json_schema": "{}"}, {}, 0),
+    ],
+)
+def test_only_rows_that_must_get_one_answer_are_sent_once(
+    one: dict[str, Any], other: dict[str, Any], twins: int
+) -> None:
+    """The same prompt with other sampling, or with chance in it, is another row."""
+    works, _, _ = arranged(arranger(), [[request(0, "p", **one), request(1, "p", **other)]])
+    assert sum(len(work.twins) for work in works) == twins
+
+
+def test_rows_that_failed_before_they_could_be_sent_pass_through() -> None:
+    """An outcome among the rows is passed on at once."""
+    failed = Outcome(RowRef(1, CARRIED, 1), None, "bad", None, 0)
+    works, _, outcomes = arranged(arranger(), [[request(0, "a"), failed, request(2, "b")]])
+    assert rows_of(works) == [0, 2]
+    assert outcomes == [failed]
+
+
+# The distance corrects itself
+
+
+def follow(lead: Lead, *, cached: int, computed_before: bool) -> list[str]:
+    """Tell a lead of followers with 400 shared tokens; return the reasons of its corrections."""
+    parent = Work(request(0, "x"), computed_at=1.0 if computed_before else 3.0)
+    reasons = []
+    for row in range(LOOK_ROWS):
+        work = Work(request(row, "x"), prefix=b"x" * 2000, parent=parent, shared=1600, sent_at=2.0)
+        change = lead.saw(work, Completion(["x"], ["stop"], [1], 500, cached))
+        reasons += [change.reason] if change else []
+    return reasons
+
+
+def test_followers_that_come_too_early_widen_the_distance() -> None:
+    """Their beginning was not there, and was not known to be computed when they were sent."""
+    lead = Lead(INFO, 1)
+    before = lead.tokens
+    assert follow(lead, cached=0, computed_before=False) == ["64 of 64 came too early for their beginning"]
+    assert before < lead.tokens <= 0.4 * 100_000
+
+
+def test_followers_that_come_too_late_narrow_the_distance() -> None:
+    """Their beginning had been computed, and is gone."""
+    lead = Lead(INFO, 1)
+    before = lead.tokens
+    assert follow(lead, cached=0, computed_before=True) == ["64 of 64 came too late for their beginning"]
+    assert 0 < lead.tokens < before
+
+
+def test_followers_that_hit_change_nothing() -> None:
+    """As long as the cache holds what it should, the distance stays."""
+    assert follow(Lead(INFO, 1), cached=390, computed_before=True) == []
+
+
+def test_the_distance_is_bounded_by_the_pool() -> None:
+    """A small KV pool could not hold the beginnings of a whole pass."""
+    small = EngineInfo(kind="test", model="m", max_total_tokens=2000, prefill_tokens=8192)
+    assert Lead(small, 1).tokens <= 0.52 * 2000
+
+
+# Several routes
+
+
+def test_a_family_stays_on_one_route() -> None:
+    """Rows with a common beginning go where the first of them went; what all have in common binds nobody."""
+    by = arranger(routes=2)
+    system = words("system", 200)
+    texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
+    works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])
+    ready = Ready(("a", "b"))
+    for work in works:
+        ready.add(work)
+    went: dict[int, set[str]] = {}
+    taken = {"a": 0, "b": 0}
+    while ready:
+        for route in ("a", "b"):
+            took = ready.take(route)
+            if took is not None:
+                went.setdefault(took.request.ref.row % 20, set()).add(route)
+                taken[route] += 1
+    assert sum(len(routes) > 1 for routes in went.values()) < 10  # of 20: at the end one has nothing else
+    assert abs(taken["a"] - taken["b"]) <= 1
+
+
+def test_a_route_with_nothing_to_do_takes_another_ones_rows() -> None:
+    """A replica that stands still does not keep its families' rows."""
+    first = Work(request(0, "p"))
+    first.family = first
+    works = [first, *(Work(request(row, "p"), family=first) for row in range(1, 5))]
+    ready = Ready(("a", "b"))
+    for work in works:
+        ready.add(work)
+    assert ready.take("a") is first
+    assert [ready.take("b") is not None for _ in range(5)] == [True] * 4 + [False]
