@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
 
 from batchrunner.families import find_families
 from batchrunner.prefixes import prefix_of
@@ -30,6 +31,8 @@ LAST_ROWS = 8192
 """The last so many are looked at together: the longest go first, so that none is left over at the end."""
 MOST_HELD = WINDOW_ROWS // 2
 """Rows that wait for their beginning from one window to the next."""
+KIND_BYTES = 256
+"""Rows that begin with the same ones are of one kind."""
 GONE_ROWS, GONE_BYTES = 32, 8 << 20
 """Of the rows that were sent, what is remembered to find that a window goes on with their beginnings."""
 FAMILY_SHARE = 0.25
@@ -101,8 +104,9 @@ class Arranger:
         work = Work(request)
         if self._lead is not None or self._lengths is not None or self._dedupe:
             work.prefix = prefix_of(request)
+            work.size, work.kind = len(work.prefix), crc32(work.prefix[:KIND_BYTES])
         self._window.append(work)
-        self._window_bytes += len(work.prefix)
+        self._window_bytes += work.size
 
     def _is_full(self, unread: int) -> bool:
         if self._lead is None and self._lengths is None and not self._dedupe:
@@ -167,7 +171,7 @@ class Arranger:
                 break
             self._send(work)
             works.append(work)
-        self._remember(leaders)
+        self._remember(leaders, works)
         return works, [Primer(work, turn) for work, turn in rounds.items()]
 
     def _prime(self, work: Work | None, rounds: dict[Work, int]) -> None:
@@ -180,16 +184,16 @@ class Arranger:
     def _send(self, work: Work) -> None:
         if self._lead is None:
             return
-        self._clock += (len(work.prefix) - work.shared) / self._lead.bytes_a_token
+        self._clock += (work.size - work.shared) / self._lead.bytes_a_token
         self._sent_at[work] = self._clock
         self._release(work, self._clock)
 
-    def _remember(self, leaders: list[Work]) -> None:
+    def _remember(self, leaders: list[Work], sent: list[Work]) -> None:
         """Keep some of those that lead: the next window may go on with their beginnings."""
-        if self._lead is None:
-            return
-        room = GONE_BYTES // GONE_ROWS
-        self._gone.extend(work for work in leaders if len(work.prefix) <= room)
+        if self._lead is not None:
+            self._gone.extend(work for work in leaders if work.size <= GONE_BYTES // GONE_ROWS)
+        for work in set(sent).difference(self._gone):
+            work.prefix = b""
         self._sent_at = {work: self._sent_at[work] for work in self._gone}
 
 

@@ -20,7 +20,7 @@ PASS_TOKENS = 8192
 """A prefill pass of an engine that does not say (SGLang's chunked prefill on GPUs of 80 GB)."""
 PASSES = 1.25
 """Of the first distance: more than one pass, since the tokens of a text are estimated."""
-POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
+POOL_SHARE, MOST_POOL_SHARE = 0.08, 0.3
 """Of the KV pool that beginnings may take which wait for their followers: at first, and at most."""
 LEAST_PASSES = 1 / 8
 LOOK_ROWS = 64
@@ -66,11 +66,11 @@ class Lead:
 
     def saw(self, work: Work, completion: Completion) -> LeadChange | None:
         """Take note of an answer; return the correction that it brought."""
-        if not completion.prompt_tokens or not work.prefix:
+        if not completion.prompt_tokens or not work.size:
             return None
-        self._bytes += len(work.prefix)
+        self._bytes += work.size
         self._bytes_tokens += completion.prompt_tokens
-        expected = work.shared * completion.prompt_tokens / len(work.prefix)
+        expected = work.shared * completion.prompt_tokens / work.size
         if work.parent is None or expected < LEAST_EXPECTED_TOKENS or completion.cached_tokens is None:
             return None
         self._followers += 1

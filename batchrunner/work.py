@@ -15,7 +15,11 @@ class Work:
 
     request: Request
     prefix: bytes = b""
-    """What its cached beginning is told by (`prefixes`)."""
+    """What its cached beginning is told by (`prefixes`); of a row that was sent it may be gone."""
+    size: int = 0
+    """Its length in bytes."""
+    kind: int = 0
+    """Rows of one kind begin with the same bytes: a template, a system prompt."""
     twins: list[RowRef] = field(default_factory=list)
     """Rows that are exactly like it, and get its answer."""
 

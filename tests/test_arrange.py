@@ -84,10 +84,11 @@ def prefilled_apart(works: Sequence[Work]) -> int:
     sent: list[tuple[float, bytes]] = []
     clock, total = 0.0, 0
     for work in works:
-        best = max((common(work.prefix, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0)
-        total += len(work.prefix) - best
-        clock += (len(work.prefix) - best) / 4
-        sent.append((clock, work.prefix))
+        prompt = work.request.prompt.encode()
+        best = max((common(prompt, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0)
+        total += len(prompt) - best
+        clock += (len(prompt) - best) / 4
+        sent.append((clock, prompt))
     return total
 
 
@@ -145,7 +146,7 @@ def test_followers_come_a_pass_behind_their_leader() -> None:
     works, _, _ = arranged(arranger(), [batch])
     least = sum(map(len, texts)) - shared(text.encode() for text in texts)
     assert prefilled_apart(works) <= 1.05 * least
-    as_given = [Work(request(row, text), text.encode()) for row, text in enumerate(sorted(texts))]
+    as_given = [Work(request(row, text)) for row, text in enumerate(sorted(texts))]
     assert prefilled_apart(as_given) > 1.5 * least
 
 
@@ -226,18 +227,19 @@ def test_the_longest_go_first_at_the_end() -> None:
 
 def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
     """Of rows with one limit, those that begin like others with long outputs go first at the end."""
-    by = arranger()
+    by = Arranger(None, Lengths(), dedupe=False)
     kinds = {kind: words(kind, 60) for kind in ("short", "long")}
-    for kind, length in (("short", 3), ("long", 90)):
-        for row in range(20):
-            work = Work(request(row, kinds[kind]), prefix=kinds[kind].encode())
-            by.saw(work, Completion(["x"], ["stop"], [length], 100, 0))
     batch = [
         request(row, kinds["long" if row % 2 else "short"] + words(str(row), 300), max_new_tokens=500)
-        for row in range(4)
+        for row in range(44)
     ]
-    works, _, _ = arranged(Arranger(None, by._lengths, dedupe=False), [batch])
-    assert rows_of(works) == [1, 3, 0, 2]
+    works, _, _ = arranged(by, [batch[:40]])
+    assert rows_of(works) == list(range(40))
+    for work in works:
+        length = 90 if work.request.ref.row % 2 else 3
+        by.saw(work, Completion(["x"], ["stop"], [length], 100, 0))
+    works, _, _ = arranged(by, [batch[40:]])
+    assert rows_of(works) == [41, 43, 40, 42]
 
 
 # Equal rows
@@ -276,7 +278,7 @@ def follow(lead: Lead, *, cached: int, computed_before: bool) -> list[str]:
     parent = Work(request(0, "x"), computed_at=1.0 if computed_before else 3.0)
     reasons = []
     for row in range(LOOK_ROWS):
-        work = Work(request(row, "x"), prefix=b"x" * 2000, parent=parent, shared=1600, sent_at=2.0)
+        work = Work(request(row, "x"), size=2000, parent=parent, shared=1600, sent_at=2.0)
         change = lead.saw(work, Completion(["x"], ["stop"], [1], 500, cached))
         reasons += [change.reason] if change else []
     return reasons
