@@ -53,6 +53,8 @@ class Lead:
         self._tokens = max(self._least, min(PASSES * pass_tokens, POOL_SHARE * pool))
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._early, self._evicted = 0, 0, 0
+        self.expected_tokens, self.found_tokens = 0.0, 0.0
+        """Of followers: what they share with the row before them, and what of it was in the cache."""
 
     @property
     def tokens(self) -> int:
@@ -74,6 +76,8 @@ class Lead:
         if work.parent is None or expected < LEAST_EXPECTED_TOKENS or completion.cached_tokens is None:
             return None
         self._followers += 1
+        self.expected_tokens += expected
+        self.found_tokens += min(expected, completion.cached_tokens)
         if completion.cached_tokens < expected / 2:
             if work.parent.computed_at < work.sent_at:
                 self._evicted += 1

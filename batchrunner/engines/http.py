@@ -39,6 +39,7 @@ OPEN_TIMEOUT_S = 10.0
 _NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
+_LPM_NOTE = ("the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it",)
 
 
 class HttpEngine:
@@ -112,7 +113,7 @@ class HttpEngine:
             caches_prefixes=not servers[0].get("disable_radix_cache"),
             routes=tuple(self.routes),
             connections=connections,
-            notes=self._notes(limited_by),
+            notes=(*self._notes(limited_by), *_LPM_NOTE * (servers[0].get("schedule_policy") == "lpm")),
         )
 
     async def generate(self, request: Request, route: str) -> Completion:
