@@ -48,6 +48,7 @@ class Lead:
         pass_tokens = info.prefill_tokens or PASS_TOKENS
         pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
         self._scale = schedulers
+        self._sees = schedulers <= len(info.routes)
         self._least = LEAST_PASSES * pass_tokens
         self._most = max(MOST_POOL_SHARE * pool, self._least)
         self._tokens = max(self._least, min(PASSES * pass_tokens, POOL_SHARE * pool))
@@ -73,13 +74,16 @@ class Lead:
         self._bytes += work.size
         self._bytes_tokens += completion.prompt_tokens
         expected = work.shared * completion.prompt_tokens / work.size
-        if work.parent is None or expected < LEAST_EXPECTED_TOKENS or completion.cached_tokens is None:
+        parent, cached = work.parent, completion.cached_tokens
+        if parent is None or cached is None or expected < LEAST_EXPECTED_TOKENS:
+            return None
+        self.expected_tokens += expected
+        self.found_tokens += min(expected, cached)
+        if not self._sees or parent.route != work.route:  # it may have been elsewhere
             return None
         self._followers += 1
-        self.expected_tokens += expected
-        self.found_tokens += min(expected, completion.cached_tokens)
-        if completion.cached_tokens < expected / 2:
-            if work.parent.computed_at < work.sent_at:
+        if cached < expected / 2:
+            if parent.computed_at < work.sent_at:
                 self._evicted += 1
             else:
                 self._early += 1

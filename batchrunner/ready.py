@@ -41,12 +41,10 @@ class Ready:
             return kept.popleft()
         while self._anywhere:
             work = self._anywhere.popleft()
-            first = work.family
-            if first is None:
+            home = work.family.route if work.family is not None else None
+            if home in {None, route}:
+                work.route = route  # before the next of its family is looked at
                 return work
-            first.route = first.route or route
-            if first.route == route:
-                return work
-            self._kept[first.route].append(work)
+            self._kept[home].append(work)
         longest = max(self._kept.values(), key=len)
         return longest.pop() if longest else None

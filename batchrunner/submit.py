@@ -215,7 +215,8 @@ class Submitter:
     async def _try(self, work: Work, route: str) -> None:
         """Send a row once. Its place is kept until it is delivered, so that a slow disk slows us down."""
         work.tries += 1
-        sent_at = work.sent_at = time.monotonic()
+        sent_at, work.route = time.monotonic(), route
+        work.sent_at = sent_at
         completion, error = None, None
         try:
             completion = await self._engine.generate(work.request, route)

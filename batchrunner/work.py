@@ -31,8 +31,7 @@ class Work:
     family: Work | None = None
     """The first of the rows that should be sent where it is; None where any route will do."""
     route: str | None = None
-    """Of the first of a family: where that is."""
-
+    """Where it was sent."""
     sent_at: float = 0.0
     computed_at: float = float("inf")
     """Since when its beginning is known to be computed."""

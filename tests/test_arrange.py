@@ -338,7 +338,7 @@ def test_a_family_stays_on_one_route() -> None:
 def test_a_route_with_nothing_to_do_takes_another_ones_rows() -> None:
     """A replica that stands still does not keep its families' rows."""
     first = Work(request(0, "p"))
-    first.family = first
+    first.family = first  # all are of one family
     works = [first, *(Work(request(row, "p"), family=first) for row in range(1, 5))]
     ready = Ready(("a", "b"))
     for work in works:
