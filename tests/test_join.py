@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import signal
 import tempfile
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pyarrow as pa
 import pytest
@@ -160,6 +162,27 @@ def test_sixteen_take_the_same(tmp_path: Path) -> None:
         board.refresh()
     taken = [board.take(5) for board in boards]
     assert [lease is not None for lease in taken] == [True] + [False] * 15
+
+
+def test_ends_with_nothing_left_are_not_opened(tmp_path: Path) -> None:
+    """A look at the leases reads those ends only that leave rows, which then are free, and no others."""
+    directory = Task(job_of(tmp_path, rows=1000), "first").run_dir.leases
+    board, late = (Leases(directory, name) for name in ("board", "late"))
+    board.refresh()
+    left = BitMap64()
+    for number in range(4):
+        lease = board.take(number)
+        assert lease is not None
+        left = BitMap64(lease.rows[:5] if number == 3 else ())
+        board.end(lease, left)
+    with mock.patch("io.open", wraps=io.open) as opened:
+        late.refresh()
+        assert late.free() == list(range(3, len(late)))
+        again = late.take(3)
+    assert again is not None
+    assert (again.turn, again.rows) == (1, left)
+    names = [Path(call.args[0]).name for call in opened.call_args_list]
+    assert [name for name in names if name.endswith(".end")] == ["000003.0.end"]
 
 
 def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
