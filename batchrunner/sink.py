@@ -267,7 +267,7 @@ def tidy(run_dir: RunDir, claim: Claim) -> None:
 
     `claim` is held on the task. Raises OSError.
     """
-    for torn in run_dir.parts.glob(f"part-{run_dir.task}-*{TEMPORARY}"):
+    for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)
     for path in run_dir.journals():
         part = run_dir.part(number_of(path))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TEMPORARY = ".tmp"
+"""What ends the name of a file that is not whole yet; a dot before it hides it from readers of the parts."""
 LEAST_FREE_BYTES = 16 << 20
 """A run does not start on a disk with less room than this."""
 
@@ -108,6 +109,7 @@ class RunDir:
         self.discard_merged()
         ours = (
             self.parts.glob("part-*"),
+            self.parts.glob(f".part-*{TEMPORARY}"),
             self.leases.glob("*"),
             self.task_directory.glob("journal-*"),
             *map(self._of_others, OF_A_TASK),
@@ -144,7 +146,7 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
 
     `writer` tells several that may write the same file at the same time apart.
     """
-    temporary = path.with_name(f"{path.name}{writer and '.'}{writer}{TEMPORARY}")
+    temporary = path.with_name(f".{path.name}{writer and '.'}{writer}{TEMPORARY}")
     temporary.unlink(missing_ok=True)  # it may be a link to elsewhere
     try:
         yield temporary
@@ -163,7 +165,7 @@ def create_file(path: Path, content: bytes, writer: str) -> bool:
     Of several `writer`s one succeeds, on NFS too: a hard link is made by the server, once, and where its
     reply was lost the number of links tells. Raises OSError.
     """
-    temporary = path.with_name(f"{path.name}.{writer}{TEMPORARY}")
+    temporary = path.with_name(f".{path.name}.{writer}{TEMPORARY}")
     temporary.unlink(missing_ok=True)  # it may be a link to elsewhere
     try:
         with temporary.open("xb") as file:

@@ -528,7 +528,7 @@ def test_links_in_the_output(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["run.json.main.tmp", "report.json.tmp", "parts/part-main-000000.parquet.tmp"]
+    "name", [".run.json.main.tmp", ".report.json.tmp", "parts/.part-main-000000.parquet.tmp"]
 )
 def test_links_instead_of_temporary_files(tmp_path: Path, name: str) -> None:
     """A link under the name of a temporary file is replaced and not followed."""

@@ -28,6 +28,7 @@ from tests.conftest import (
     batchrun,
     eventually,
     job_of,
+    parts_of,
     report_of,
     results_of,
     started,
@@ -292,6 +293,31 @@ def test_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report.rows_resumed >= kept  # what was durable once stays so
         kept = report.rows_resumed
     assert kept == 60
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_parts_are_readable_at_any_moment(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads the directory of parts while one is being written sees whole ones only, and no row twice."""
+    run, real = tmp_path / "run", getattr(os, call)
+    seen: list[tuple[set[int], list[int], set[int]]] = []
+
+    def whole() -> set[int]:
+        return {row for part in parts_of(run) for row in part["row"].to_pylist()}
+
+    def look() -> None:
+        if before := whole():
+            seen.append((before, pq.read_table(run / "parts")["row"].to_pylist(), whole()))
+
+    def look_and_do(*arguments: Any) -> None:
+        look()
+        real(*arguments)
+        look()
+
+    monkeypatch.setattr(os, call, look_and_do)
+    batchrunner.run(job_of(tmp_path, rows=60, output={"part_rows": 20}))
+    assert all(before <= set(read) <= after for before, read, after in seen)
+    assert all(len(read) == len(set(read)) for _, read, _ in seen)
+    assert {20, 40, 60} <= {len(read) for _, read, _ in seen}
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

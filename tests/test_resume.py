@@ -426,7 +426,7 @@ def test_a_kill_leaves_whole_parts(tmp_path: Path, server: FakeSGLang) -> None:
     assert state["running"] is None
     assert len(survived) <= state["rows_on_disk"] <= 23  # those in the journal too
     # what a kill in mid-write would leave
-    (tmp_path / "run" / "parts" / "part-main-000099.parquet.tmp").write_bytes(b"PAR1 torn")
+    (tmp_path / "run" / "parts" / ".part-main-000099.parquet.tmp").write_bytes(b"PAR1 torn")
     server.forget()
     server.script = lambda _: "answer"
     assert batchrun(file).exit_code == 0
@@ -516,7 +516,7 @@ def test_every_row_ends_once_over_all_starts(
             assert before.isdisjoint(rows_sent(server))
             assert before <= set(rows_in(job))
             if torn and (tmp_path / "run" / "parts").is_dir():
-                (tmp_path / "run" / "parts" / "part-main-999999.parquet.tmp").write_bytes(b"torn")
+                (tmp_path / "run" / "parts" / ".part-main-999999.parquet.tmp").write_bytes(b"torn")
     found = results_of(job)
     assert [row["row"] for row in found] == list(range(rows))
     assert [row["error"] is None for row in found] == [row not in refused for row in range(rows)]
