@@ -17,7 +17,8 @@ from pyroaring import BitMap64
 
 from batchrunner.errors import ResumeError
 from batchrunner.journal import read_journal
-from batchrunner.storage import number_of, whole_file, writing
+from batchrunner.sink import arrow_array
+from batchrunner.storage import whole_file, writing
 from batchrunner.tally import Failures
 
 if TYPE_CHECKING:
@@ -82,14 +83,14 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
     """
     done = Done()
     # before the parts are listed: a journal may become one meanwhile
-    journals = _read_journals(run_dir, without_failed=without_failed)
+    journals = _read_journals(run_dir)
     parts = run_dir.own_parts()
     with ThreadPoolExecutor(READERS) as pool:
         for found in pool.map(partial(_read_part, without_failed=without_failed), parts):
             done.include(found)
-    for part, found in journals.items():
-        if part not in parts:
-            done.include(found)
+    for table in journals:
+        new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in done.rows]
+        done.add(table.take(arrow_array(new, pa.int64())), without_failed=without_failed)
     return done
 
 
@@ -122,15 +123,12 @@ def rows_of_others(run_dir: RunDir) -> BitMap64:
     return rows
 
 
-def _read_journals(run_dir: RunDir, *, without_failed: bool) -> dict[Path, Done]:
-    """Return what the journals hold, by the part that each is to become."""
-    found: dict[Path, Done] = {}
+def _read_journals(run_dir: RunDir) -> list[pa.Table]:
+    """Return what is counted of the rows in the journals, and no more of them: a copy."""
+    found: list[pa.Table] = []
     for path in run_dir.journals():
-        done = Done()
         with contextlib.suppress(FileNotFoundError):
-            for table in read_journal(path):
-                done.add(table.select(_COUNTED), without_failed=without_failed)
-            found.setdefault(run_dir.part(number_of(path)), Done()).include(done)
+            found += [table.select(_COUNTED).sort_by("row") for table in read_journal(path)]
     return found
 
 

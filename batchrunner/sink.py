@@ -7,16 +7,25 @@ import functools
 import logging
 import time
 from array import array
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.job import RESULT_COLUMNS
 from batchrunner.journal import Journal, read_journal
-from batchrunner.storage import TEMPORARY, make_directory, number_of, whole_file, writing
+from batchrunner.storage import (
+    TEMPORARY,
+    make_directory,
+    name_part,
+    number_of,
+    sync_directory,
+    whole_file,
+    writing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -171,6 +180,7 @@ class Sink:
     async def _publish(self, part: _Part) -> None:
         """Write a part, while the rows that end meanwhile go into the next one's journal."""
         await self._disk.do(part.path, part.publish)
+        self._part.number = max(self._part.number, part.number + 1)
         await self._disk.do(part.path, functools.partial(self._landed, part.row_numbers()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
@@ -203,15 +213,20 @@ class _Part:
     """
 
     def __init__(self, run_dir: RunDir, number: int, claim: Claim) -> None:
+        self._run_dir = run_dir
         self._claim = claim
         self.number = number
-        self.path = run_dir.part(number)
         self.rows = 0
         self.bytes = 0
         self.began = 0.0
         self._journal_path = run_dir.journal(number, claim.token)
         self._journal: Journal | None = None
         self._tables: list[pa.Table] = []
+
+    @property
+    def path(self) -> Path:
+        """Where it is to be, unless another part is there."""
+        return self._run_dir.part(self.number)
 
     def take(self, table: pa.Table) -> None:
         """Add rows, which are then to be kept, or published."""
@@ -230,9 +245,10 @@ class _Part:
 
     def publish(self) -> None:
         """Write the part, which from now on stands for its journal."""
-        write_part(self.path, self._tables, self._claim)
+        number = write_part(self._run_dir, self.number, self._tables, self._claim)
         self.close()
         self._journal_path.unlink(missing_ok=True)
+        self.number = number  # now: a repeated try is to see the same parts
 
     def row_numbers(self) -> BitMap64:
         """Return the rows in it."""
@@ -254,12 +270,38 @@ def part_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.parquet"))
 
 
-def write_part(path: Path, tables: Sequence[pa.Table], claim: Claim) -> None:
-    """Write one part, its rows in input order; raises OSError or ClaimLostError, and then leaves no trace."""
+def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], claim: Claim) -> int:
+    """Write rows, in input order, as the part of the first number that is free; return the number.
+
+    A part that has it already stays: one that an old listing did not show, or ours, of a try that failed
+    afterwards. Rows that it holds are not written again. Raises OSError or ClaimLostError, and then leaves
+    no trace.
+    """
     table = pa.concat_tables(tables).sort_by("row")
-    with whole_file(path, claim.token) as temporary:
-        pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
-        claim.verify()
+    for number in count(first):
+        path = run_dir.part(number)
+        try:
+            with whole_file(path, claim.token, name_part) as temporary:
+                pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
+                claim.verify()
+            break
+        except FileExistsError:
+            table = _without(table, path)
+            if not table.num_rows:
+                sync_directory(path.parent)  # that may be where it failed
+                break
+            log.warning("%s: is there, and not of this start: it is kept, and the next number used", path)
+    return number
+
+
+def _without(table: pa.Table, path: Path) -> pa.Table:
+    """Return the rows that a part does not hold; one that cannot be read, or has just gone, holds none."""
+    try:
+        with pq.ParquetFile(path) as part:
+            there = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
+    except (FileNotFoundError, KeyError, pa.ArrowException):
+        return table
+    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=there)))
 
 
 def tidy(run_dir: RunDir, claim: Claim) -> None:
@@ -270,10 +312,9 @@ def tidy(run_dir: RunDir, claim: Claim) -> None:
     for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)
     for path in run_dir.journals():
-        part = run_dir.part(number_of(path))
-        if not part.exists() and (tables := list(read_journal(path))):
-            make_directory(part.parent)
-            write_part(part, tables, claim)
+        if tables := list(read_journal(path)):
+            make_directory(run_dir.parts)
+            write_part(run_dir, number_of(path), tables, claim)
         path.unlink(missing_ok=True)
 
 

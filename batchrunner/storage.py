@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -15,10 +16,12 @@ import orjson
 from batchrunner.errors import OutputError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 TEMPORARY = ".tmp"
 """What ends the name of a file that is not whole yet; a dot before it hides it from readers of the parts."""
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system says that knows no hard links: exFAT, SMB, FUSE."""
 LEAST_FREE_BYTES = 16 << 20
 """A run does not start on a disk with less room than this."""
 
@@ -141,45 +144,62 @@ def _is_empty(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
-    """Give a temporary path beside `path`; on success it is synced and renamed to it, else removed.
+def whole_file(
+    path: Path, writer: str = "", name: Callable[[Path, Path], object] = Path.replace
+) -> Iterator[Path]:
+    """Give a temporary path beside `path`; on success it is synced and gets its name, else it is removed.
 
-    `writer` tells several that may write the same file at the same time apart.
+    `writer` tells several that may write the same file at the same time apart. `name` gives the name: the
+    default replaces what has it, `name_first` and `name_part` raise FileExistsError.
     """
     temporary = path.with_name(f".{path.name}{writer and '.'}{writer}{TEMPORARY}")
-    temporary.unlink(missing_ok=True)  # it may be a link to elsewhere
+    temporary.unlink(missing_ok=True)  # it may be a link to elsewhere, or a part's other name
     try:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except BaseException:
+        name(temporary, path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
+    sync_directory(path.parent)
+
+
+def name_first(temporary: Path, path: Path) -> None:
+    """Name a file, as the first of all that want the name; else raise FileExistsError.
+
+    On NFS too: a hard link is made by the server, once, and where its reply was lost the number of links
+    tells.
+    """
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        if temporary.stat().st_nlink == 1:
+            raise
+
+
+def name_part(temporary: Path, path: Path) -> None:
+    """Do the same; on a file system without hard links by a look: one task alone has a part's name."""
+    try:
+        name_first(temporary, path)
+    except OSError as failure:
+        if failure.errno not in NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.replace(path)
 
 
 def create_file(path: Path, content: bytes, writer: str) -> bool:
     """Create a file, whole when it appears, unless there is one; tell whether it is ours.
 
-    Of several `writer`s one succeeds, on NFS too: a hard link is made by the server, once, and where its
-    reply was lost the number of links tells. Raises OSError.
+    Of several `writer`s one succeeds. Raises OSError.
     """
-    temporary = path.with_name(f".{path.name}.{writer}{TEMPORARY}")
-    temporary.unlink(missing_ok=True)  # it may be a link to elsewhere
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            return temporary.stat().st_nlink > 1
-        sync_directory(path.parent)
-        return True
-    finally:
-        temporary.unlink(missing_ok=True)
+        with whole_file(path, writer, name_first) as temporary:
+            temporary.write_bytes(content)
+    except FileExistsError:
+        return False
+    return True
 
 
 def make_directory(path: Path) -> None:

@@ -151,7 +151,7 @@ def write_run(directory: Path, rows: int, parts: int) -> Path:
         for number, mixed in enumerate(ended, 1):
             table = results(mixed, schema)
             if number <= len(ended) - JOURNALS:
-                write_part(run_dir.part(number), [table], claim)
+                write_part(run_dir, number, [table], claim)
             else:
                 write_journal(run_dir.journal(number, claim.token), table)
     write_day(EventLog(run_dir.events), rows)

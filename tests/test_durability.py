@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -141,6 +142,8 @@ def test_a_torn_journal(data: st.DataObject, finished: dict[str, Any]) -> None:
     failed=st.sets(st.integers(0, 39)),
     group_rows=st.integers(1, 15),
     in_journal=st.booleans(),
+    journal_number=st.integers(0, 5),
+    twice=st.sets(st.integers(0, 39)),
     retry_failed=st.booleans(),
 )
 def test_what_is_there_is_counted(
@@ -150,10 +153,15 @@ def test_what_is_there_is_counted(
     group_rows: int,
     *,
     in_journal: bool,
+    journal_number: int,
+    twice: set[int],
     retry_failed: bool,
     finished: dict[str, Any],
 ) -> None:
-    """However rows lie in parts and journals, status and the next start count them as a reader would."""
+    """However rows lie in parts and journals, status and the next start count them as a reader would.
+
+    A journal may have the number of a part, and then rows of that part or of later ones, or none of them.
+    """
     with scratch_copy(finished) as (job, run):
         (part,) = (run / "parts").glob("*.parquet")
         table = pq.read_table(part)
@@ -164,7 +172,11 @@ def test_what_is_there_is_counted(
         for number, piece in enumerate(pieces):
             written = pa.Table.from_pylist([found[row] for row in piece], schema=table.schema)
             if in_journal and number == len(pieces) - 1:
-                write_journal(run / "tasks" / "main" / f"journal-{number:06d}", written, group_rows)
+                became = min(journal_number, number)
+                also = [row for piece in pieces[became:number] for row in piece if row in twice]
+                more = pa.Table.from_pylist([found[row] for row in also], schema=table.schema)
+                path = run / "tasks" / "main" / f"journal-{became:06d}"
+                write_journal(path, pa.concat_tables([more, written]), group_rows)
             else:
                 path = run / "parts" / f"part-main-{number:06d}.parquet"
                 pq.write_table(written, path, row_group_size=group_rows)
@@ -295,7 +307,7 @@ def test_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == 60
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["fsync", "link", "unlink"])
 def test_parts_are_readable_at_any_moment(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads the directory of parts while one is being written sees whole ones only, and no row twice."""
     run, real = tmp_path / "run", getattr(os, call)
@@ -318,6 +330,80 @@ def test_parts_are_readable_at_any_moment(call: str, tmp_path: Path, monkeypatch
     assert all(before <= set(read) <= after for before, read, after in seen)
     assert all(len(read) == len(set(read)) for _, read, _ in seen)
     assert {20, 40, 60} <= {len(read) for _, read, _ in seen}
+
+
+def goes_on_beside(server: FakeSGLang, directory: Path, *, first: int, part_rows: int) -> dict[str, Any]:
+    """Do 10 rows while a part of 4 rows, from `first` on, appears under the number of ours; return the job.
+
+    It has been there all the time, perhaps, in a directory of which this machine saw an old listing.
+    """
+    job = job_of(directory, server, output={"part_rows": part_rows})
+    batchrunner.run(job, overrides=["input.limit=4"])
+    (part,) = (directory / "run" / "parts").iterdir()
+    rows = [{**row, "row": first + place, "output": "theirs"} for place, row in enumerate(results_of(job))]
+    theirs = pa.Table.from_pylist(rows, schema=pq.read_schema(part))
+    part.unlink()
+
+    def appears(_: Sent) -> Behaviour:
+        if not part.exists():
+            pq.write_table(theirs, part)
+        return "answer"
+
+    server.script = appears
+    assert batchrunner.run(job).rows_ok == 10
+    assert pq.read_table(part).equals(theirs)
+    return job
+
+
+@pytest.mark.parametrize(("first", "part_rows"), [(100, 4), (100, 10), (8, 10), (0, 10)])
+def test_a_part_that_is_there_stays(tmp_path: Path, server: FakeSGLang, first: int, part_rows: int) -> None:
+    """A part that appears under the number of ours is not replaced, and every row is there once."""
+    job = goes_on_beside(server, tmp_path, first=first, part_rows=part_rows)
+    assert [row["row"] for row in results_of(job)] == sorted({*range(10), *range(first, first + 4)})
+
+
+@pytest.mark.parametrize("refusal", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_links(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    """Where there are no hard links a run goes well all the same, and replaces no part that it sees."""
+
+    def link(*_: Any, **__: Any) -> None:
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr("os.link", link)
+    job = goes_on_beside(server, tmp_path, first=10, part_rows=4)
+    assert [row["row"] for row in results_of(job)] == list(range(14))
+
+
+@pytest.mark.parametrize("call", ["fsync", "unlink"])
+def test_a_part_that_is_written_again(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A part whose directory or journal the disk fails on is not doubled; it is synced before that goes."""
+    parts, real, real_unlink = tmp_path / "run" / "parts", os.fsync, os.unlink
+    made: list[str] = []
+
+    def happens(what: str, path: str) -> None:
+        if len(list(parts.glob("*.parquet"))) == 2 and (path == str(parts) or "journal-" in path):
+            made.append(what)
+            if what == call and made.count(what) == 1:
+                raise OSError(errno.EIO, "Input/output error")
+
+    def fsync(descriptor: int) -> None:
+        happens("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    def unlink(path: Any) -> None:
+        happens("unlink", str(path))
+        real_unlink(path)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr("os.unlink", unlink)
+    job = goes_on_beside(server, tmp_path, first=0, part_rows=10)
+    assert [row["row"] for row in results_of(job)] == list(range(10))
+    again = [call, "fsync", "unlink"] if call == "fsync" else ["fsync", call, "fsync", "unlink"]
+    assert made[: len(again)] == again
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class Task:
                 journal.append(table)
                 journal.close()
             else:
-                write_part(self.run_dir.part(self._parts), [table], self.claim)
+                write_part(self.run_dir, self._parts, [table], self.claim)
                 self._parts += 1
                 self.rows.landed(BitMap64(items))
 
