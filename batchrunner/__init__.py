@@ -10,6 +10,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     jobfile          YAML, environment, --set → job
     templates        Jinja2 in a sandbox
     rows             sets of rows, by their ordinals
+    deal             rows → the order of a column of theirs, in bounded memory
     dataset          Parquet → rows with stable ordinals
     prompt           rows → requests
     prefixes         what prompts have in common at their beginning

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from pyroaring import BitMap64
 
 from batchrunner.errors import ResumeError
 from batchrunner.journal import read_journal
+from batchrunner.rows import from_column
 from batchrunner.sink import arrow_array
 from batchrunner.storage import whole_file, writing
 from batchrunner.tally import Failures
@@ -49,7 +49,7 @@ class Done:
         """Count the rows of a table."""
         if without_failed:
             results = results.filter(pc.is_null(results.column("error")))
-        self.rows |= _bitmap(results.column("row"))
+        self.rows |= from_column(results.column("row"))
         bad = results.filter(pc.is_valid(results.column("error")))
         self.failed += bad.num_rows
         for row, error in zip(bad.column("row").to_pylist(), bad.column("error").to_pylist(), strict=True):
@@ -66,14 +66,6 @@ class Done:
         self.failed += other.failed
         self.failures = self.failures.merged(other.failures)
         self.output_tokens += other.output_tokens
-
-
-def _bitmap(rows: pa.ChunkedArray) -> BitMap64:
-    """Take the numbers as they lie in memory: as Python's they would need five times as much."""
-    numbers = array("Q")
-    for chunk in filter(len, rows.cast(pa.uint64()).chunks):
-        numbers.frombytes(chunk.buffers()[1].slice(8 * chunk.offset, 8 * len(chunk)))
-    return BitMap64(numbers)
 
 
 def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:

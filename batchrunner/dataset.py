@@ -138,7 +138,7 @@ class Dataset:
             self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
         )
         return parquet, parquet.iter_batches(
-            batch_size=max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1))),
+            batch_size=batch_rows(rows, size),
             row_groups=[group],
             columns=[name for name in columns if name not in self._partition_types],
             use_threads=False,
@@ -166,7 +166,7 @@ class Dataset:
                 parquet = pq.ParquetFile(source)
                 return parquet.metadata, parquet.schema_arrow, digest
         except (OSError, pa.ArrowException) as failure:
-            raise InputError(f"{path}: not a readable Parquet file: {_first_line(failure)}") from None
+            raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
 
 
 class Reader:
@@ -196,7 +196,7 @@ class Reader:
                         yield from self._read_group(file, group, start, between(wanted, start, start + rows))
                     start += rows
             except (OSError, pa.ArrowException) as failure:
-                raise InputError(f"{file.path}: cannot be read: {_first_line(failure)}") from None
+                raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
     def close(self) -> None:
         """Close the open file."""
@@ -225,6 +225,11 @@ class Reader:
         for data in self._batches:
             return data
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
+
+
+def batch_rows(rows: int, size: int) -> int:
+    """Return how many rows are read at once where so many have so many bytes."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:
@@ -283,7 +288,7 @@ def _discover_remote(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
             else:
                 files = {path} if info.type == pafs.FileType.File else set()
         except (OSError, pa.ArrowException) as failure:
-            raise InputError(f"{given}: cannot be opened: {_first_line(failure)}") from None
+            raise InputError(f"{given}: cannot be opened: {first_line(failure)}") from None
         if not files:
             raise InputError(f"{given}: no Parquet file there")
         found |= files
@@ -322,7 +327,8 @@ def _digest(source: pa.NativeFile, size: int) -> str:
     return digest.hexdigest()
 
 
-def _first_line(failure: BaseException) -> str:
+def first_line(failure: BaseException) -> str:
+    """Say what went wrong without the stack that Arrow may add."""
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 

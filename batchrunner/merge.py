@@ -6,22 +6,23 @@ import contextlib
 import shutil
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.claim import claimed
+from batchrunner.deal import Buckets
 from batchrunner.errors import HeldError, OutputError
 from batchrunner.sink import part_files, tidy
 from batchrunner.storage import RunDir, sync_directory, writing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    import pyarrow as pa
+
 BUCKET_ROWS = 100_000
-MOST_BUCKETS = 256
-"""Files that are open for writing at once."""
-_LIGHTLY = pa.ipc.IpcWriteOptions(compression="lz4")
+"""Of a bucket, and of a merged file."""
 
 
 def merge(run: str | Path) -> Path:
@@ -43,12 +44,8 @@ def merge(run: str | Path) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        _deal_out(parts, work)
-        for index, bucket in enumerate(sorted(work.glob("bucket-*.arrows"))):
-            with pa.OSFile(str(bucket)) as file, pa.ipc.open_stream(file) as reader:
-                table = reader.read_all().sort_by("row")
+        for index, table in enumerate(_in_order(parts, work)):
             pq.write_table(table, work / f"merged-{index:06d}.parquet", compression="zstd")
-            bucket.unlink()
         shutil.rmtree(run_dir.merged, ignore_errors=True)
         work.rename(run_dir.merged)
     finally:
@@ -57,23 +54,13 @@ def merge(run: str | Path) -> Path:
     return run_dir.merged
 
 
-def _deal_out(parts: list[Path], work: Path) -> None:
-    last = max(_last_row(part) for part in parts)
-    size = max(BUCKET_ROWS, -(-(last + 1) // MOST_BUCKETS))
-    writers: dict[int, pa.ipc.RecordBatchStreamWriter] = {}
-    try:
-        for part in parts:
-            with pq.ParquetFile(part) as file:
-                table = file.read()
-            buckets = pc.divide(table.column("row"), size)
-            for bucket in pc.unique(buckets).to_pylist():
-                if bucket not in writers:
-                    path = work / f"bucket-{bucket:06d}.arrows"
-                    writers[bucket] = pa.ipc.new_stream(path, table.schema, options=_LIGHTLY)
-                writers[bucket].write_table(table.filter(pc.equal(buckets, pa.scalar(bucket, pa.int64()))))
-    finally:
-        for writer in writers.values():
-            writer.close()
+def _in_order(parts: list[Path], work: Path) -> Iterator[pa.Table]:
+    rows = 1 + max(_last_row(part) for part in parts)
+    buckets = Buckets(work, "row", range(BUCKET_ROWS, rows + BUCKET_ROWS, BUCKET_ROWS))
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            buckets.put(file.read())
+    return buckets.take()
 
 
 def _last_row(part: Path) -> int:
