@@ -14,6 +14,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     dataset          Parquet → rows with stable ordinals
     prompt           rows → requests
     prefixes         what prompts have in common at their beginning
+    order            rows in the order in which they are sent: as they stand, or a sorted copy
     shard            what one of several tasks does
     plan             which rows are sent, in which order, in which leases
     gate             the in-flight windows, resizable
@@ -62,6 +63,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     tally            what became of the rows, in numbers
     sink             outcomes → journal → parts
     checkpoint       what is durable, and of which job
+    keysort          the keys of any number of rows, sorted on disk
     leases           ranges of rows that tasks take: free, held or done
     takeover         what dead tasks left
     merge            parts → one dataset in input order
@@ -70,6 +72,9 @@ The map; a file imports only from lines above its own (this one excepted), and a
     progress         what is shown while it goes on
     control          how a run is stopped from outside
     prepare          what is checked and read before an engine is needed
+    gain             what sorting would gain, from a sample
+    sort             writes a sorted copy
+    ordering         which order a start takes
     source           where a start's rows come from: its own, or leases
     join             the plan of a run that several tasks do
     begin            what a start has before it

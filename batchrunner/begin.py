@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
+from batchrunner.ordering import arrange, arranged_before
 from batchrunner.checkpoint import Done, done_by_all, rows_of_others
 from batchrunner.claim import claimed
+from batchrunner.gain import Choice
 from batchrunner.join import join
 from batchrunner.prepare import find_done
 from batchrunner.shard import Joint
@@ -56,7 +58,8 @@ def begin(
             leased, rows_of_run = join(prepared, sleep, retry_failed=retry_failed)
             if leased.has_rows():
                 return Start(leased, Done(), rows_of_run)
-            return Start(OwnRows(prepared, BitMap64(), rows_of_run), done_by_all(run_dir), rows_of_run)
+            nothing = OwnRows(prepared, BitMap64(), rows_of_run, None, Choice("input", "nothing is free"))
+            return Start(nothing, done_by_all(run_dir), rows_of_run)
         done, by_others = Done(), BitMap64()
         if fresh:
             check_nobody_works(run_dir, sleep)
@@ -67,7 +70,12 @@ def begin(
         selected = prepared.selected()
         todo = prepared.share_of(selected) - by_others
         total = len(todo | done.rows)
-        return Start(OwnRows(prepared, todo - done.rows, total), done, len(selected))
+        todo -= done.rows
+        place = run_dir.task_directory
+        arranged = arranged_before(prepared, todo, place) or arrange(
+            prepared, todo, place, claim.token, lambda: sleep(0)
+        )
+        return Start(OwnRows(prepared, todo, total, *arranged), done, len(selected))
 
 
 def check_nobody_works(run_dir: RunDir, sleep: Callable[[float], None]) -> None:

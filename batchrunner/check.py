@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from batchrunner.ordering import choice_for
 from batchrunner.engines.model import check_model
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.jobfile import load_job
@@ -17,6 +18,7 @@ from batchrunner.records import Request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batchrunner.gain import Choice
     from batchrunner.records import Outcome
 
 PROMPTS_SHOWN = 3
@@ -34,6 +36,7 @@ class Check:
     rows_done: int
     rows_failed: int
     rows_to_do: int
+    order: Choice
     prompts: list[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
@@ -45,6 +48,7 @@ class Check:
         lines = [
             f"input: {self.rows_in_input} rows in {self.files} file(s), {self.rows_total} selected",
             f"done: {self.rows_done} ({self.rows_failed} failed); to do: {self.rows_to_do}",
+            str(self.order),
         ]
         for prompt in self.prompts:
             text = prompt["error"] or prompt["prompt"]
@@ -74,6 +78,7 @@ def check(job: str, overrides: Sequence[str]) -> Check:
         rows_done=len(done.rows),
         rows_failed=done.failed,
         rows_to_do=len(todo),
+        order=choice_for(prepared, todo),
         prompts=[_shown(item) for item in islice(items, PROMPTS_SHOWN)],
     )
 

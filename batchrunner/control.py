@@ -65,7 +65,7 @@ class Sleeper:
     def sleep(self, seconds: float) -> None:
         """Sleep, or raise BatchrunError when the run is stopped."""
         if self._stopped.wait(seconds):
-            raise self._control.interrupted("while waiting for another start")
+            raise self._control.interrupted("before the first row was sent")
 
     async def run(self, work: Callable[[], T]) -> T:
         """Do work that sleeps in a thread; where we are cancelled, wait for its end."""

@@ -6,10 +6,12 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from batchrunner.ordering import arrange
 from batchrunner.checkpoint import check_same_run, done_by_all, drop_failed, fingerprint
 from batchrunner.claim import DEAD_AFTER_S, LOOK_S, claimed
 from batchrunner.errors import HeldError, ResumeError
 from batchrunner.leases import Leases, Plan
+from batchrunner.order import SortedCopy
 from batchrunner.plan import cut_into_leases
 from batchrunner.sink import tidy
 from batchrunner.source import LeasedRows
@@ -46,7 +48,7 @@ def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bo
     new = fingerprint(prepared.job, prepared.dataset, "")
     check_same_run(leases.plan.fingerprint, new, run_dir.path, model_known=False)
     leases.join()
-    return LeasedRows(prepared, leases, sleep), leases.plan.rows_total
+    return LeasedRows(prepared, leases, leases.plan, sleep), leases.plan.rows_total
 
 
 def _wait_and_plan(
@@ -84,9 +86,13 @@ def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *,
         selected = prepared.selected()
         rows = selected - done
         if rows or leases.plan is None:
-            ends = prepared.dataset.row_group_ends()
-            new = fingerprint(prepared.job, prepared.dataset, "")
-            leases.make_plan(Plan(rows, cut_into_leases(rows, ends), len(selected), new.as_dict()))
+            path, choice = arrange(prepared, rows, leases.directory, claim.token, lambda: sleep(0))
+            if path:
+                cuts, name = SortedCopy(path).begins, path.name
+            else:
+                cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
+            new = fingerprint(prepared.job, prepared.dataset, "").as_dict()
+            leases.make_plan(Plan(rows, cuts, len(selected), new, name, choice.as_dict()))
 
 
 def _done_by_all(run_dir: RunDir, leases: Leases | None, sleep: Callable[[float], None]) -> BitMap64:

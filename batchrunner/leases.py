@@ -4,6 +4,7 @@ No file is ever changed, and each is made by a hard link, once, so that neither 
 directory nor a reply that was lost lets two tasks have the same rows:
 
     plan-000000      the rows of the run and where its leases begin; the next one, of what was added later
+    order-….parquet  the rows in the order in which they are sent, where that is not the input's
     000012.0         lease 12 was taken, by the task that is named in it
     000012.0.end     it is over; what is left of its rows stands in it, and it is empty where nothing is …
     000012.1         … and was taken again
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pyroaring import BitMap64
 
+from batchrunner.order import SortedCopy
 from batchrunner.rows import between, from_text, to_text
 from batchrunner.storage import create_file, make_directory
 
@@ -39,10 +41,18 @@ class Plan:
 
     rows: BitMap64
     cuts: list[int]
-    """The ordinals that bound the leases."""
+    """The places that bound the leases."""
     rows_total: int
     """Rows of the whole run, those that were done before among them."""
     fingerprint: dict[str, Any]
+    order: str | None
+    """Name of the copy in whose order the rows are sent; None for the input's. Cuts are places in it."""
+    choice: dict[str, Any]
+    """Which order it is, and why."""
+
+    def count(self, places: range) -> int:
+        """Count the rows at these places: a copy has no others."""
+        return len(places) if self.order else self.rows.range_cardinality(places.start, places.stop)
 
     @property
     def rows_before(self) -> int:
@@ -57,6 +67,8 @@ class Lease:
     number: int
     turn: int
     rows: BitMap64
+    places: range
+    """Where they stand in the plan's order."""
 
 
 class Leases:
@@ -67,7 +79,8 @@ class Leases:
         self.plans: list[Plan] = []
         self._task = task
         self._joined = False
-        self._rows: list[BitMap64] = []  # of each lease, as planned
+        self._planned: list[tuple[Plan, range]] = []  # the places of each lease
+        self._copies: dict[str, SortedCopy] = {}
         self._turns: dict[int, tuple[int, bool]] = {}  # of those that were taken: the last, and if it ended
         self._lefts: dict[tuple[int, int], BitMap64] = {}  # of each lease and turn that ended
         self._holders: dict[tuple[int, int], str] = {}  # of each lease and turn
@@ -81,7 +94,7 @@ class Leases:
         for plan in filter(None, map(_PLAN.fullmatch, () if self._joined else names)):
             self._read_plan(int(plan[1]))
         for file in filter(None, map(_NAME.fullmatch, names)):
-            if int(file[1]) < len(self._rows):
+            if int(file[1]) < len(self):
                 self._note(int(file[1]), int(file[2]), ended=bool(file[3]))
 
     @property
@@ -105,6 +118,8 @@ class Leases:
             "cuts": plan.cuts,
             "rows_total": plan.rows_total,
             "fingerprint": plan.fingerprint,
+            "order": plan.order,
+            "choice": plan.choice,
         }
         number = len(self.plans)
         create_file(self._plan_path(number), orjson.dumps(text), self._task)
@@ -112,7 +127,7 @@ class Leases:
 
     def free(self) -> list[int]:
         """Return the leases that nobody holds and of which rows are left."""
-        return [number for number in range(len(self._rows)) if self._is_free(number)]
+        return [number for number in range(len(self)) if self._is_free(number)]
 
     def held(self) -> dict[int, str]:
         """Return the task that holds each lease that is held."""
@@ -122,7 +137,7 @@ class Leases:
 
     def rows_free(self) -> int:
         """Count the rows that nobody has taken."""
-        return sum(len(self._left(number)) for number in self.free())
+        return sum(self._count_left(number) for number in self.free())
 
     def held_by(self, task: str) -> list[Lease]:
         """Return the leases that a task holds, with the rows that it was to do."""
@@ -131,7 +146,7 @@ class Leases:
 
     def __len__(self) -> int:
         """Count them, whatever has become of them."""
-        return len(self._rows)
+        return len(self._planned)
 
     def take(self, number: int) -> Lease | None:
         """Take a free one; None where somebody else was faster."""
@@ -149,25 +164,33 @@ class Leases:
         self._note(lease.number, lease.turn, ended=True)
 
     def _lease(self, number: int, turn: int) -> Lease:
-        return Lease(number, turn, self._left_before(number, turn))
+        return Lease(number, turn, self._left_before(number, turn), self._planned[number][1])
 
     def _is_free(self, number: int) -> bool:
-        if number not in self._turns:
-            return bool(self._rows[number])
-        return self._turns[number][1] and bool(self._left(number))
+        return self._turns.get(number, (-1, True))[1] and self._count_left(number) > 0
 
-    def _left(self, number: int) -> BitMap64:
-        """Return what is left of one that nobody holds."""
-        turn, _ = self._turns.get(number, (-1, True))
-        return self._left_before(number, turn + 1)
+    def _count_left(self, number: int) -> int:
+        """Count what is left of one that nobody holds."""
+        if number not in self._turns:
+            plan, places = self._planned[number]
+            return plan.count(places)
+        return len(self._left_before(number, self._turns[number][0] + 1))
 
     def _left_before(self, number: int, turn: int) -> BitMap64:
         if turn == 0:
-            return self._rows[number]
+            plan, places = self._planned[number]
+            if plan.order is None:
+                return between(plan.rows, places.start, places.stop)
+            return self._copy(plan.order).rows(places)
         key = number, turn - 1
         if key not in self._lefts:
             self._lefts[key] = _left_in(self._end_path(*key))
         return self._lefts[key]
+
+    def _copy(self, name: str) -> SortedCopy:
+        if name not in self._copies:
+            self._copies[name] = SortedCopy(self.directory / name)
+        return self._copies[name]
 
     def _holder(self, number: int, turn: int) -> str:
         key = number, turn
@@ -191,9 +214,9 @@ class Leases:
         if number < len(self.plans):
             return
         found = orjson.loads(self._plan_path(number).read_bytes())
-        plan = Plan(from_text(found["rows"]), found["cuts"], found["rows_total"], found["fingerprint"])
+        plan = Plan(**{**found, "rows": from_text(found["rows"])})
         self.plans.append(plan)
-        self._rows += [between(plan.rows, start, stop) for start, stop in pairwise(plan.cuts)]
+        self._planned += [(plan, range(start, stop)) for start, stop in pairwise(plan.cuts)]
 
 
 def _left_in(end: Path) -> BitMap64:

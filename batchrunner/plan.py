@@ -1,4 +1,4 @@
-"""Which rows are sent, in which order, and in which ranges several tasks share them. Today: input order."""
+"""Which rows are sent, and in which ranges several tasks share them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
 very different times."""
 
 
+def lease_rows(rows: int) -> int:
+    """Return about how many of so many rows a lease has."""
+    least = min(LEAST_LEASE_ROWS, -(-rows // FEWEST_LEASES))
+    return max(1, min(max(rows // MOST_LEASES, least), MOST_LEASE_ROWS))
+
+
 def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
     """Return the ordinals that bound the leases, from 0 to the end of the input.
 
     They hold about the same number of `rows` each, at most 8,192; row groups (`group_ends`, sorted, the last
     is the end of the input) are put together or parted evenly, so that few are read by two tasks.
     """
-    least = min(LEAST_LEASE_ROWS, -(-len(rows) // FEWEST_LEASES))
-    size = max(1, min(max(len(rows) // MOST_LEASES, least), MOST_LEASE_ROWS))
+    size = lease_rows(len(rows))
     cuts, gathered, begin, before = [0], 0, 0, 0
     for end in group_ends:
         count = rows.range_cardinality(begin, end)

@@ -8,8 +8,11 @@ two at its end.
 from __future__ import annotations
 
 import struct
+from array import array
+from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,6 +21,34 @@ if TYPE_CHECKING:
 
 BYTES_A_TOKEN = 4
 """Of token ids exactly; of English text on average, until answers tell better."""
+
+BLOCK_BYTES, BLOCK_SHARE = 64, 16
+"""A sort key looks at blocks of so many bytes, and deep in a prompt of this part of the way that lies before
+them: two that have 10 kB in common may count as having 9.5 kB, and the key of a megabyte has 520 bytes."""
+
+
+def _blocks(longest: int) -> list[tuple[int, int]]:
+    blocks = [(0, BLOCK_BYTES)]
+    while (start := blocks[-1][1]) < longest:
+        blocks.append((start, start + max(BLOCK_BYTES, start // BLOCK_SHARE)))
+    return blocks
+
+
+_BLOCKS = _blocks(1 << 30)
+_ENDS = [end for _, end in _BLOCKS[:-1]]
+KEY_BYTES = 4
+"""Of a sort key, for each block."""
+
+
+def sort_key(prefix: bytes) -> tuple[bytes, int]:
+    """Return a short key, and what tells prompts with the same key apart.
+
+    In the order of keys those that begin alike stand together, at every depth, and one that goes on where
+    another ends comes behind it: a key is a checksum (4 bytes) of each whole block of the prompt.
+    """
+    whole = bisect_right(_ENDS, len(prefix))
+    sums = array("I", [crc32(prefix[start:end]) for start, end in _BLOCKS[:whole]])
+    return sums.tobytes(), crc32(prefix[_BLOCKS[whole][0] :])
 
 
 def prefix_of(request: Request) -> bytes:

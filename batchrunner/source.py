@@ -8,19 +8,21 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchrunner.ordering import order_at
 from batchrunner.claim import LOOK_S, SHORTLY_S
-from batchrunner.dataset import Reader
 from batchrunner.errors import OutputError
+from batchrunner.gain import Choice
 from batchrunner.leases import next_lease
 from batchrunner.storage import cannot_write
 from batchrunner.takeover import Takeover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from pyroaring import BitMap64
 
-    from batchrunner.leases import Lease, Leases
+    from batchrunner.leases import Lease, Leases, Plan
     from batchrunner.prepare import Prepared
     from batchrunner.records import Outcome, Request
 
@@ -60,29 +62,46 @@ class Source(Protocol):
 class OwnRows:
     """Rows that nobody else does."""
 
-    def __init__(self, prepared: Prepared, todo: BitMap64, total: int) -> None:
-        self._prepared = prepared
+    def __init__(
+        self, prepared: Prepared, todo: BitMap64, total: int, path: Path | None, choice: Choice
+    ) -> None:
+        """`path` is that of the copy that `choice` is about, if there is one."""
+        self._renderer = prepared.renderer
+        self._order = order_at(prepared, path)
+        self._choice = choice
         self._todo = todo
+        self._left = todo
         self.total = total
         self.unread = len(todo)
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Read and render them."""
-        for batch in self._prepared.batches(self._todo):
-            yield batch
-            self.unread -= len(batch)
+        with contextlib.closing(self._order):
+            for batch in self._order.read(self._todo):
+                yield self._renderer.render(batch)
+                self.unread -= len(batch.rows)
 
     def landed(self, rows: BitMap64) -> None:
-        """Do nothing."""
+        """Take note of them: the copy goes with the last."""
+        self._left = self._left - rows
 
     def begin(self, tell: Callable[..., None], unfinished: Callable[[], int]) -> None:
-        """Do nothing."""
+        """Tell of the order."""
+        del unfinished
+        _tell_order(self._choice, tell)
 
     def stop(self) -> None:
         """Do nothing: it never waits."""
 
     def give_back(self) -> None:
-        """Do nothing: a later start finds them in the input."""
+        """Leave the copy to a later start, unless nothing is left to be done."""
+        if not self._left:
+            self._order.discard()
+
+
+def _tell_order(choice: Choice, tell: Callable[..., None]) -> None:
+    log.info("%s", choice)
+    tell("order", **choice.as_dict())
 
 
 class LeasedRows:
@@ -95,6 +114,7 @@ class LeasedRows:
         self,
         prepared: Prepared,
         leases: Leases,
+        plan: Plan,
         sleep: Callable[[float], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -102,6 +122,8 @@ class LeasedRows:
         """`sleep` is called while nothing can be taken; once rows are sent, `stop` ends the waiting."""
         self._prepared = prepared
         self._leases = leases
+        self._choice = Choice(**plan.choice)
+        self._order = order_at(prepared, leases.directory / plan.order if plan.order else None)
         self._takeover = Takeover(prepared.run_dir, leases, self._tell)
         self._sleep = sleep
         self._clock = clock
@@ -138,6 +160,7 @@ class LeasedRows:
 
     def begin(self, tell: Callable[..., None], unfinished: Callable[[], int]) -> None:
         """Tell of leases and takeovers, those up to now included; with unfinished rows we do not leave."""
+        _tell_order(self._choice, tell)
         self._unfinished = unfinished
         self._sleep = self._wait
         self._listener, untold = tell, self._untold
@@ -148,10 +171,10 @@ class LeasedRows:
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Take leases, read and render their rows."""
         renderer = self._prepared.renderer
-        with contextlib.closing(Reader(self._prepared.dataset, renderer.columns)) as reader:
+        with contextlib.closing(self._order):
             lease, self._first = self._first or self._take(), None
             while lease is not None:
-                for batch in reader.read(lease.rows):
+                for batch in self._order.read(lease.rows, lease.places):
                     yield renderer.render(batch)
                     self._to_read -= len(batch.rows)
                 lease = self._take(patient=False)
@@ -177,6 +200,9 @@ class LeasedRows:
         with self._lock:
             for lease, left in list(self._open.values()):
                 self._end(lease, left)
+        self._leases.refresh()
+        if self._leases.is_done():
+            self._order.discard()
 
     def _take(self, *, patient: bool = True) -> Lease | None:
         """Take the next lease, as soon as it is known whether there is one for us, or if it is known now."""

@@ -28,7 +28,16 @@ LEAST_FREE_BYTES = 16 << 20
 
 MAIN_TASK = "main"
 """A run that is not parted among several tasks is one task."""
-OF_A_TASK = ("journal-*", "events.jsonl", "report.json", "run.png", "engine*.log", "owner*", "heartbeat")
+OF_A_TASK = (
+    "journal-*",
+    "events.jsonl",
+    "report.json",
+    "run.png",
+    "engine*.log",
+    "owner*",
+    "heartbeat",
+    "order-*.parquet",
+)
 """What lies in a task's directory."""
 
 
@@ -117,6 +126,8 @@ class RunDir:
             self.task_directory.glob("journal-*"),
             *map(self._of_others, OF_A_TASK),
         )
+        for work in chain(self.leases.glob("order-*.work"), self._of_others("order-*.work")):
+            shutil.rmtree(work, ignore_errors=True)
         for file in chain.from_iterable(ours):
             file.unlink(missing_ok=True)
         for directory in (self.parts, self.leases, *self.tasks.glob("*"), self.tasks):

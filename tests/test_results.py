@@ -398,7 +398,8 @@ def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
     assert found["fingerprint"]["model"] == "fake/model"
     assert found["versions"]["engine"] == "0.5.23"
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events if event["event"] != "sample"] == ["start", "window", "end"]
+    told = [event["event"] for event in events if event["event"] != "sample"]
+    assert told == ["start", "window", "order", "end"]
 
 
 def test_no_secret_is_written_down(
