@@ -9,6 +9,9 @@ The map; a file imports only from lines above its own (this one excepted), and a
     job              the job: what to run, on what, with which engine
     jobfile          YAML, environment, --set → job
     templates        Jinja2 in a sandbox
+    chattemplate     a model's own chat template, in another sandbox
+    room             how long a prompt may be, and how one is cut
+    tokens           prompts → token ids, as SGLang makes them
     rows             sets of rows, by their ordinals
     deal             rows → the order of a column of theirs, in bounded memory
     dataset          Parquet → rows with stable ordinals
@@ -29,6 +32,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.loglines   the same out of its log
     engines.wire     requests and replies as SGLang's HTTP interface has them
     engines.model    a model's name and whether it is there
+    engines.tokenizing  how a server says that it makes tokens
     engines.device   GPU or CPU, and what SGLang needs for a CPU
     engines.deadline   one timer for all requests
     engines.hang     when a server does nothing for too long
@@ -75,6 +79,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     gain             what sorting would gain, from a sample
     sort             writes a sorted copy
     ordering         which order a start takes
+    clientside       tokens are made here, where that comes to the same
     source           where a start's rows come from: its own, or leases
     join             the plan of a run that several tasks do
     begin            what a start has before it

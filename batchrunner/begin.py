@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
-from batchrunner.ordering import arrange, arranged_before
 from batchrunner.checkpoint import Done, done_by_all, rows_of_others
 from batchrunner.claim import claimed
 from batchrunner.gain import Choice
 from batchrunner.join import join
+from batchrunner.ordering import arrange, arranged_before
 from batchrunner.prepare import find_done
 from batchrunner.shard import Joint
 from batchrunner.sink import tidy

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from batchrunner.ordering import choice_for
 from batchrunner.engines.model import check_model
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.jobfile import load_job
+from batchrunner.ordering import choice_for
 from batchrunner.prepare import find_done, prepare
 from batchrunner.records import Request
 

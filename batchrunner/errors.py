@@ -51,6 +51,10 @@ class EngineStartError(BatchrunError):
     exit_code = 2
 
 
+class CannotTokenizeError(EngineStartError):
+    """Prompts cannot be made tokens here, or not the tokens that the engine would make of them."""
+
+
 class SubmitError(BatchrunError):
     """Slurm is not here, or did not take the job."""
 

@@ -121,6 +121,9 @@ class PromptSpec(_Spec):
     """A column with the whole prompt as it is, or a Jinja2 template of it (no chat template)."""
     input_ids: str | None = None
     """A column of lists of token ids."""
+    truncate: Literal["head", "tail", "middle"] | None = None
+    """What is cut off a prompt that leaves no room for `max_new_tokens`: its head, its tail or its middle; of
+    messages only the last user message's text is cut. Unset: such a row fails."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template, such as `{enable_thinking: false}`."""
 
@@ -455,6 +458,9 @@ class Job(_Spec):
     """At temperature 0, send rows that are alike once and write the answer to each of them."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Requests in flight, over all replicas; `auto` lets them follow the live load of each. Leave it."""
+    tokenize: Literal["auto", "client", "server"] = "auto"
+    """Where prompts become token ids. `auto`: here, where the first rows show that the engine makes the same
+    ones and nothing else would differ; else there, and the log says why. `client`: here, or not at all."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
     """The band in which `#queue-req` of each scheduler is held; scaled down where it runs few at once."""
 
@@ -483,6 +489,12 @@ class Job(_Spec):
                     f"sampling.{dropped[0]}: the gateway leaves it out of what it passes on: "
                     "use engine.kind attach with the urls of the replicas, or server"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_to_cut(self) -> Job:
+        if self.prompt.truncate is not None and self.tokenize == "server":
+            raise ValueError("prompt.truncate counts tokens here: leave out `tokenize: server`")
         return self
 
     @model_validator(mode="after")

@@ -6,12 +6,12 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from batchrunner.ordering import arrange
 from batchrunner.checkpoint import check_same_run, done_by_all, drop_failed, fingerprint
 from batchrunner.claim import DEAD_AFTER_S, LOOK_S, claimed
 from batchrunner.errors import HeldError, ResumeError
 from batchrunner.leases import Leases, Plan
 from batchrunner.order import SortedCopy
+from batchrunner.ordering import arrange
 from batchrunner.plan import cut_into_leases
 from batchrunner.sink import tidy
 from batchrunner.source import LeasedRows

@@ -59,6 +59,27 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Tokenizing:
+    """What an engine says of how it makes tokens of prompts."""
+
+    tokenizer: str
+    """Its tokenizer's directory or name."""
+    model: str
+    own: str | None = None
+    """Why only the engine can make tokens of prompts."""
+    own_chat: str | None = None
+    """The same of messages; also what it does to their answers, and only to theirs."""
+    model_sampling: bool = True
+    """Whether messages are sampled as the model's generation_config.json says, where the request does not."""
+    template: str | None = None
+    """The chat template's name, of several."""
+    cuts: bool = False
+    """Whether the engine cuts a prompt that is too long, instead of refusing it."""
+    longest_prompt: int | None = None
+    """A prompt must have fewer tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an open engine says of itself."""
 
@@ -77,6 +98,7 @@ class EngineInfo:
     """Whether what prompts have in common at their beginning is computed once."""
     routes: tuple[str, ...] = ("engine",)
     """Where requests can be sent: a replica's URL, a gateway, or the one engine that there is."""
+    tokenizing: Tokenizing | None = None
     connections: int | None = None
     """Requests that the transport can hold open at once, over all routes; None for no such limit."""
     simulated: bool = False

@@ -18,6 +18,7 @@ from batchrunner.arrange import Arranger
 from batchrunner.begin import begin, check_nobody_works
 from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint, read_done
 from batchrunner.claim import claimed
+from batchrunner.clientside import Prompts
 from batchrunner.control import Control, Sleeper
 from batchrunner.controller import Band
 from batchrunner.disk import Disk
@@ -210,6 +211,8 @@ class _Run:
                 rows_done=len(self._done.rows),
                 engine=asdict(self._info),
             )
+            kind = self._prepared.renderer.kind
+            self._prompts = Prompts(self._job, self._engine, self._info, kind, self._events.write)
             await self._open_gate()
             self._source.begin(self._events.write, lambda: self._submitter.unfinished)
             return await self._send_all()
@@ -225,8 +228,9 @@ class _Run:
         arranger = self._make_arranger(len(first))
         self._feedback = Feedback(self._engine, self._admission, arranger, self._gate, self._events)
         self._submitter = Submitter(
-            self._engine, arranger, self._gate, self._patience, self._deliver, self._feedback
-        )
+            self._engine, self._prompts.ready, arranger, self._gate, self._patience, self._deliver,
+            self._feedback,
+        )  # fmt: skip
         if self._admission.fixed is not None:
             why = "set by the job"
         else:

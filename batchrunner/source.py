@@ -8,11 +8,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchrunner.ordering import order_at
 from batchrunner.claim import LOOK_S, SHORTLY_S
 from batchrunner.errors import OutputError
 from batchrunner.gain import Choice
 from batchrunner.leases import next_lease
+from batchrunner.ordering import order_at
 from batchrunner.storage import cannot_write
 from batchrunner.takeover import Takeover
 

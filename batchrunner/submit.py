@@ -26,6 +26,7 @@ from batchrunner.ready import Ready
 from batchrunner.records import Outcome
 from batchrunner.retry import pause_before_retry
 from batchrunner.suspects import MOST_DEATHS, Suspects
+from batchrunner.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
     from batchrunner.arrange import Arranger
     from batchrunner.engines.base import Engine
     from batchrunner.gate import Gate
-    from batchrunner.records import Completion
+    from batchrunner.records import Completion, Request
     from batchrunner.source import Source
-    from batchrunner.work import Work
 
 READ_AHEAD_ROWS = 512
 """Rendered rows that wait for a place; the reader goes on when there are fewer."""
+AT_ONCE = READ_AHEAD_ROWS // 2
+"""Rows that are made ready together."""
 PRIME_S = 30.0
 """A primer saves a prefill pass or two: it is not waited for longer."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
@@ -72,18 +74,21 @@ class Submitter:
     def __init__(
         self,
         engine: Engine,
+        ready: Callable[[list[Request]], Awaitable[list[Request | Outcome]]],
         arranger: Arranger,
         gate: Gate,
         patience: Patience,
         deliver: Callable[[Outcome], Awaitable[None]],
         listener: Listener,
     ) -> None:
+        """`ready` makes rendered rows what is sent."""
         self._engine = engine
         self._arranger = arranger
         self._gate = gate
         self._patience = patience
         self._deliver = deliver
         self._listener = listener
+        self._make_ready = ready
         self._ready = Ready(tuple(gate.by_route))
         self._suspects: Suspects[Work] = Suspects()
         self._resting = 0
@@ -150,29 +155,53 @@ class Submitter:
                 batch = await asyncio.to_thread(next, batches, None)
                 if batch is None:
                     break
-                primers = [item for item in batch if isinstance(item, Primer)]
-                if primers:
-                    await self._prime(primers)
-                for item in batch:
-                    if isinstance(item, Outcome):  # the row failed before it could be sent
-                        await self._deliver(item)
-                    elif not isinstance(item, Primer):
-                        self._ready.add(item)
-                        self._unended += 1
-                self._wake_dispatch.set()
-                while not self._wants_rows():
-                    self._wake_reader.clear()
-                    await self._wake_reader.wait()
+                await self._take(batch)
         self._exhausted = True
         self._notify()
+
+    async def _take(self, batch: list[Work | Primer | Outcome]) -> None:
+        """Have rows ready to be sent, some at a time: as tokens they take more memory."""
+        works = [item for item in batch if isinstance(item, Work)]
+        self._unended += len(works)
+        for item in batch:
+            if isinstance(item, Outcome):  # the row failed before it could be sent
+                await self._deliver(item)
+        await self._prime([item for item in batch if isinstance(item, Primer)])
+        for start in range(0, len(works), AT_ONCE):
+            chunk = works[start : start + AT_ONCE]
+            found = await self._make_ready([work.request for work in chunk])
+            for work, request in zip(chunk, found, strict=True):
+                if isinstance(request, Outcome):
+                    await self._end(work, request)
+                else:
+                    work.request = request
+                    self._ready.add(work)
+            self._wake_dispatch.set()
+            while not self._wants_rows():
+                self._wake_reader.clear()
+                await self._wake_reader.wait()
+
+    async def _end(self, work: Work, outcome: Outcome) -> None:
+        """Deliver what became of a row, and of those that are exactly like it."""
+        await self._deliver(outcome)
+        for twin in work.twins:
+            await self._deliver(outcome._replace(ref=twin, latency_s=None, attempts=0))
+        self._unended -= 1
+        if self._unended == 0:
+            self._notify()
 
     async def _prime(self, primers: Sequence[Primer]) -> None:
         """Have beginnings computed on every route; what goes wrong goes wrong again with the rows."""
         turn = attrgetter("round")
         for _, group in groupby(sorted(primers, key=turn), key=turn):
             works = [primer.work for primer in group]
-            probes = [work.request._replace(sampling=ONE_TOKEN) for work in works]
-            sent = [self._engine.generate(probe, route) for probe in probes for route in self._gate.by_route]
+            found = await self._make_ready([work.request._replace(sampling=ONE_TOKEN) for work in works])
+            sent = [
+                self._engine.generate(probe, route)
+                for probe in found
+                if not isinstance(probe, Outcome)
+                for route in self._gate.by_route
+            ]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PRIME_S):
                     await asyncio.gather(*sent, return_exceptions=True)
@@ -238,12 +267,7 @@ class Submitter:
             elif self._rests(work, error, now):
                 return
         message = None if error is None else str(error)
-        await self._deliver(Outcome(work.request.ref, completion, message, now - sent_at, work.tries))
-        for twin in work.twins:
-            await self._deliver(Outcome(twin, completion, message, None, 0))
-        self._unended -= 1
-        if self._unended == 0:
-            self._notify()
+        await self._end(work, Outcome(work.request.ref, completion, message, now - sent_at, work.tries))
 
     def _refused(self, route: str, error: RequestError, now: float) -> None:
         """Leave a route that took nothing alone for a while, and say so."""

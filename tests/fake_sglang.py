@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias
 
@@ -82,6 +82,8 @@ class FakeSGLang:
         max_running: int = 8,
         delay_s: float = 0.0,
         port: int = 0,
+        arguments: Mapping[str, Any] | None = None,
+        tokenize: Callable[[dict[str, Any]], list[int]] | None = None,
     ) -> None:
         self.script = script
         self.model = model
@@ -92,6 +94,10 @@ class FakeSGLang:
         self.delay_s = delay_s
         """Time that an answer takes; with one, `max_running` are answered at once and the others wait."""
         self.port = port
+        self.arguments = arguments or {}
+        """Of the server and its model, as /server_info and /model_info tell them."""
+        self.tokenize = tokenize
+        """What /v1/tokenize makes of a body; None for a release without it."""
         self.url = ""
         self.sent: list[Sent] = []
         self.most_in_flight = 0
@@ -143,6 +149,7 @@ class FakeSGLang:
             app.router.add_get("/model_info", self._model_info)
             app.router.add_get("/server_info", self._server_info)
             app.router.add_get("/v1/loads", self._loads)
+            app.router.add_post("/v1/tokenize", self._tokens)
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
         else:
@@ -177,6 +184,7 @@ class FakeSGLang:
                 "preferred_sampling_params": None,
                 "weight_version": "default",
                 "model_type": "llama",
+                **self.arguments,
             }
         )
 
@@ -190,8 +198,15 @@ class FakeSGLang:
                 "skip_tokenizer_init": False,
                 **limits,
                 "internal_states": [limits],
+                **self.arguments,
             }
         )
+
+    async def _tokens(self, request: web.Request) -> web.Response:
+        if self.tokenize is None:
+            return web.Response(status=404)
+        tokens = self.tokenize(await request.json())
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
     async def _loads(self, request: web.Request) -> web.Response:
         if self.polls == "hang":

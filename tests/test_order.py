@@ -32,12 +32,22 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.fake_sglang import FakeSGLang
 from tests.test_results import CARRIED
 
 if TYPE_CHECKING:
-    from tests.fake_sglang import FakeSGLang, Sent
+    from collections.abc import Iterator
+
+    from tests.fake_sglang import Sent
 
 DOCUMENT = 600
+
+
+@pytest.fixture
+def server() -> Iterator[FakeSGLang]:
+    """A server without a prefix cache gets rows just as the plan has them: no leader goes ahead."""
+    with FakeSGLang(arguments={"disable_radix_cache": True}) as fake:
+        yield fake
 
 
 def document(number: int) -> str:
@@ -349,7 +359,7 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("batchrunner.arrange.write_sorted", full)
+    monkeypatch.setattr("batchrunner.ordering.write_sorted", full)
     monkeypatch.setattr("batchrunner.gain.WINDOW_ROWS", 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
     with pytest.raises(OutputError, match=r"No space left.*MiB are free: make room, or say order: input$"):

@@ -40,6 +40,10 @@ class AttachedServers:
         """Send one request once; see `Engine.generate`."""
         return await self._client.generate(request, route)
 
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask the server; see `Engine.tokens_of`."""
+        return await self._client.tokens_of(request)
+
     async def signals(self) -> Sequence[Signals]:
         """Return the load of each scheduler that answers now."""
         signals = await self._client.signals()

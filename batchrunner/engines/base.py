@@ -26,6 +26,9 @@ class Engine(Protocol):
         no engine left to ask.
         """
 
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Return the tokens that the engine makes of a prompt, or None where it does not tell."""
+
     async def signals(self) -> Sequence[Signals]:
         """Return the load of each scheduler now; empty where the engine does not tell.
 

@@ -110,6 +110,11 @@ class LaunchedGateway:
             raise gateway or lost[0]
         return await self._client.generate(request, route)
 
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask a replica; see `Engine.tokens_of`."""
+        assert self._client is not None
+        return await self._client.tokens_of(request)
+
     async def signals(self) -> Sequence[Signals]:
         """Return the load of each replica that answers now."""
         if self._client is None:

@@ -58,6 +58,11 @@ class AttachedGateway:
         assert self._client is not None
         return await self._client.generate(request, route)
 
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask a worker; see `Engine.tokens_of`."""
+        assert self._client is not None
+        return await self._client.tokens_of(request)
+
     async def signals(self) -> Sequence[Signals]:
         """Return the load of each worker that answers now."""
         if self._client is None:

@@ -18,6 +18,7 @@ from batchrunner.engines.model import model_identity, vocabulary_of
 from batchrunner.engines.route import Route
 from batchrunner.engines.signals import from_loads, from_metrics
 from batchrunner.engines.sockets import loopback_sources, open_connections
+from batchrunner.engines.tokenizing import same_for_all, tokenizing_of
 from batchrunner.errors import (
     EngineDownError,
     EngineStartError,
@@ -112,6 +113,7 @@ class HttpEngine:
             prefill_tokens=wire.prefill_tokens(servers[0]),
             caches_prefixes=not servers[0].get("disable_radix_cache"),
             routes=tuple(self.routes),
+            tokenizing=same_for_all([*map(tokenizing_of, models, servers)]),
             connections=connections,
             notes=(*self._notes(limited_by), *_LPM_NOTE * (servers[0].get("schedule_policy") == "lpm")),
         )
@@ -122,11 +124,22 @@ class HttpEngine:
         wire.refuse_deadly(request, self._vocabulary)
         if self._gateway:
             wire.refuse_dropped(request)
-        body = orjson.dumps(wire.body_of(request))
+        body = wire.bytes_of(request)
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
         reply = await self._post(self.routes[route], wire.path_of(request), payload)
         return wire.completion_of(request, reply)
+
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask the first replica; see `Engine.tokens_of`."""
+        assert self._session is not None
+        url, body = self.urls[0] + wire.TOKENIZE_PATH, wire.tokenize_body(request)
+        timeout = aiohttp.ClientTimeout(total=OPEN_TIMEOUT_S)
+        try:
+            async with self._session.post(url, json=body, timeout=timeout) as response:
+                return wire.tokens_in(await response.read()) if response.ok else None
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
 
     async def signals(self) -> list[Signals]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""

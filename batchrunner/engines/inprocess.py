@@ -25,6 +25,7 @@ from anyio.from_thread import start_blocking_portal
 from batchrunner.engines import wire
 from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, cpu_environment, on_cpu, server_args
 from batchrunner.engines.model import check_model, model_identity, vocabulary_of
+from batchrunner.engines.tokenizing import tokenizing_of
 from batchrunner.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
 from batchrunner.records import EngineInfo, Signals
 
@@ -74,15 +75,17 @@ class InprocessSGLang:
         except (Exception, SystemExit) as failure:  # noqa: BLE001 - it fails in as many ways as there are flags
             raise EngineStartError(f"the engine did not start: {type(failure).__name__}: {failure}") from None
         load = (await self._there(self._loads))[0]
+        manager = self._engine.tokenizer_manager
         return EngineInfo(
             kind="inprocess",
             model=model_identity(self._spec.model),
             version=version,
             max_running=load.max_running_requests,
             max_total_tokens=load.max_total_num_tokens,
-            context_length=self._engine.tokenizer_manager.model_config.context_len,
+            context_length=manager.model_config.context_len,
             prefill_tokens=wire.prefill_tokens(vars(self._engine.server_args)),
             caches_prefixes=not self._engine.server_args.disable_radix_cache,
+            tokenizing=tokenizing_of(_model_info(manager), manager.server_args.resolved_dict()),
             notes=(CPU_NOTE,) if cpu else (),
         )
 
@@ -97,6 +100,10 @@ class InprocessSGLang:
         except (ValueError, TypeError) as failure:  # what SGLang's server turns into a 400
             raise RowRefusedError(str(failure)) from None
         return wire.completion_of(request, reply)
+
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask SGLang's own `/v1/tokenize`; see `Engine.tokens_of`."""
+        return wire.tokens_in(await self._there(self._tokenize, request))
 
     async def signals(self) -> list[Signals]:
         """Return the scheduler's load now."""
@@ -187,6 +194,14 @@ class InprocessSGLang:
             raise wire.error_of(reply.status_code, reply.body)
         return orjson.loads(reply.body)
 
+    async def _tokenize(self, request: Request) -> Any:
+        from sglang.srt.entrypoints.openai.protocol import TokenizeRequest  # noqa: PLC0415
+        from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize  # noqa: PLC0415
+
+        serving = OpenAIServingTokenize(self._engine.tokenizer_manager, self._engine.template_manager)
+        reply = await serving.handle_request(TokenizeRequest(**wire.tokenize_body(request)), None)
+        return reply.model_dump() if hasattr(reply, "model_dump") else None
+
     def _watch_for_death(self) -> None:
         """Survive SIGQUIT, with which a dying scheduler ends its parent; only the main thread can."""
         if threading.current_thread() is threading.main_thread():
@@ -197,6 +212,17 @@ class InprocessSGLang:
         self._dead = True
         for waiting in list(self._pending):
             waiting.cancel()
+
+
+def _model_info(manager: Any) -> dict[str, Any]:
+    """Return what the HTTP server's `/model_info` says of the model, as far as it is read."""
+    model = manager.model_config
+    return {
+        "model_path": manager.model_path,
+        "model_type": getattr(model.hf_config, "model_type", None),
+        "has_image_understanding": model.is_image_understandable_model,
+        "has_audio_understanding": model.is_audio_understandable_model,
+    }
 
 
 @contextlib.contextmanager

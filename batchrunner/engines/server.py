@@ -70,6 +70,11 @@ class LaunchedServer:
         await self._guard.ready()
         return await self._client.generate(request, route)
 
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask the server; see `Engine.tokens_of`."""
+        assert self._client is not None
+        return await self._client.tokens_of(request)
+
     async def signals(self) -> Sequence[Signals]:
         """Return the server's load now, out of its log where it tells it nowhere else."""
         if self._client is None or self._guard is None:

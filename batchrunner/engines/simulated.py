@@ -155,6 +155,10 @@ class Simulator:
             completion = await self._decode(request, completion)
         return completion
 
+    async def tokens_of(self, request: Request) -> list[int] | None:  # noqa: ARG002 - see `Engine`
+        """Return nothing: it has no tokenizer."""
+        return None
+
     async def signals(self) -> Sequence[Signals]:
         """Return the load as the one made-up scheduler last wrote it down."""
         gauges = self._replica.gauges

@@ -91,7 +91,7 @@ _NOT_REACHED = (
 )
 
 
-GENERATE_PATH, CHAT_PATH = "/generate", "/v1/chat/completions"
+GENERATE_PATH, CHAT_PATH, TOKENIZE_PATH = "/generate", "/v1/chat/completions", "/v1/tokenize"
 
 
 def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
@@ -136,6 +136,14 @@ def body_of(request: Request) -> dict[str, Any]:
     return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 
+def bytes_of(request: Request) -> bytes:
+    """Make the body as it is sent; raises RowRefusedError for what JSON cannot hold."""
+    try:
+        return orjson.dumps(body_of(request))
+    except TypeError as failure:  # an unpaired surrogate, that a template can write
+        raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
+
+
 def generate_body(request: Request) -> dict[str, Any]:
     """Make the body for `/generate`."""
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
@@ -167,6 +175,23 @@ def chat_body(request: Request) -> dict[str, Any]:
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
     return body
+
+
+def tokenize_body(request: Request) -> dict[str, Any]:
+    """Make the body for `/v1/tokenize` that makes of a prompt what its own endpoint would."""
+    if request.kind == "messages":
+        body = {"messages": request.prompt, "chat_template_kwargs": request.chat_template_kwargs}
+        return {"model": "default", **body}
+    return {"model": "default", "prompt": request.prompt}
+
+
+def tokens_in(reply: bytes | Any) -> list[int] | None:
+    """Read a reply of `/v1/tokenize`, as JSON or as its plain Python values."""
+    try:
+        found = orjson.loads(reply) if isinstance(reply, bytes) else reply
+        return [int(token) for token in found["tokens"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def completion_of(request: Request, reply: bytes | Any) -> Completion:
