@@ -10,8 +10,8 @@ kills a minute).
 In half of the rounds several starts join the run (`--join`), and each that is killed is replaced by another.
 
 The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
-tiny random model at temperature 0, every second one behind the real gateway, in which the runner, a scheduler
-or the gateway is killed.
+tiny random model at temperature 0, every second one behind the real gateway. In each of them the gateway, a
+scheduler and the runner are killed, one after the other, each after another part.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -44,7 +45,7 @@ from benchmarks.measure import save
 from tests.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from batchrunner.records import Outcome
 
@@ -57,7 +58,9 @@ TOGETHER = 3
 DURABLE_S = 0.2
 LATE_S = 0.8
 """More than `durable`, by what a busy machine's fsync and scheduling take."""
-LONGEST_START_S = 300.0
+LONGEST_START_S = 900.0
+"""A start that takes longer hangs: two replicas that were killed start again on two busy cores."""
+REAL = "real: "
 
 
 @dataclass
@@ -73,6 +76,15 @@ class Totals:
     redone_too_late: int = 0
     vanished: int = 0
     by_moment: Counter[str] = field(default_factory=Counter)
+
+    def killed(self, moment: str) -> None:
+        self.kills += 1
+        self.by_moment[moment] += 1
+
+    def of_real_engine(self) -> str:
+        """Say who was killed in the rounds with the real engine, and how often."""
+        kinds = {name.removeprefix(REAL): n for name, n in self.by_moment.items() if name.startswith(REAL)}
+        return ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
 
 
 def child(job_file: str, told: str, call: str, moment: str, number: int, *, join: bool) -> None:
@@ -191,8 +203,7 @@ class Round:
                 raise SystemExit(f"a start hangs: {where} in {self.folder}") from None
         died_at = time.monotonic()
         if process.returncode == -signal.SIGKILL:
-            self.totals.kills += 1
-            self.totals.by_moment[where] += 1
+            self.totals.killed(f"{REAL}runner" if strike else where)
             self._look(died_at, process.pid)
             return False
         if process.returncode != 0:
@@ -226,8 +237,7 @@ class Round:
                 if each.process.returncode != -signal.SIGKILL:
                     raise SystemExit(f"exit {each.process.returncode} in {self.folder}")
                 kills -= 1
-                self.totals.kills += 1
-                self.totals.by_moment[each.where] += 1
+                self.totals.killed(each.where)
                 self._look(cut_off, each.process.pid)
                 running.append(self._spawn(job_file, kill=kills > 0))
             for each in running:
@@ -241,6 +251,26 @@ class Round:
         command, where = self._command(job_file, at_a_call=not by_time, join=True)
         dies_at = time.monotonic() + self.made.uniform(0.7, 3.0) if by_time and kill else math.inf
         return _Joined(subprocess.Popen(command), where, dies_at)
+
+    def kill_each(self, kinds: Sequence[str], process: subprocess.Popen[bytes]) -> None:
+        """Kill one process of each kind, the runner last, each as soon as another part is there."""
+        for kind in kinds:
+            before, deadline = self._parts(), time.monotonic() + LONGEST_START_S
+            while self._parts() == before or (victim := _victim(kind, process.pid)) is None:
+                if process.poll() is not None:
+                    return
+                if time.monotonic() > deadline:
+                    process.kill()
+                    raise SystemExit(f"no part comes, or no {kind} in {self.folder}")
+                time.sleep(0.05)
+            time.sleep(self.made.uniform(0.0, 0.5))
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(victim, signal.SIGKILL)
+                if kind != "runner":  # whose death is seen at the end of its start
+                    self.totals.killed(REAL + kind)
+
+    def _parts(self) -> int:
+        return len(list(Path(self.job["output"]["path"]).glob("parts/part-*.parquet")))
 
     def _look(self, died_at: float, pid: int) -> None:
         """See that what was durable still is, and that all that ended more than a moment ago is."""
@@ -307,39 +337,36 @@ def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals:
 
 
 def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed: int, totals: Totals) -> None:
-    """Kill the runner, the engine's scheduler or the gateway in the middle of real work."""
+    """Kill the gateway, a scheduler and the runner in the middle of real work."""
     model = str(make_tiny_llama(scratch / "tiny", tokenizer))
     server: dict[str, Any] = {"model": model, "device": "cpu", "args": {"max-running-requests": 16}}
-    engines: list[dict[str, Any]] = [
-        {"kind": "server", **server},
-        {"kind": "gateway", "replicas": 2, **server},
+    engines: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"kind": "server", **server}, ("scheduler", "runner")),
+        ({"kind": "gateway", "replicas": 2, **server}, ("gateway", "scheduler", "runner")),
     ]
-    expected, calls = undisturbed(scratch / "calm-real", source, engines[0])
+    expected, calls = undisturbed(scratch / "calm-real", source, engines[0][0])
     made = random.Random(seed)
     for number in range(rounds):
         folder = scratch / f"real-{number}"
         folder.mkdir()
-        job = job_for(folder, source, engines[number % 2])
-        parts = folder / "run" / "parts"
+        engine, kinds = engines[number % 2]
+        one = Round(folder, job_for(folder, source, engine), expected, totals, made, calls)
+        one.go(kills=1, strike=partial(one.kill_each, kinds))
+        told = f"{totals.kills} kills, with the real engine: {totals.of_real_engine()}"
+        print(f"real round {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
 
-        def strike(process: subprocess.Popen[bytes], parts: Path = parts) -> None:
-            before = len(list(parts.glob("part-*.parquet")))
-            while process.poll() is None and len(list(parts.glob("part-*.parquet"))) <= before:
-                time.sleep(0.05)
-            time.sleep(made.uniform(0.0, 0.5))
-            below = _below(process.pid)
-            victims = {"scheduler": [pid for pid in below if b"sglang::scheduler" in _command_of(pid)]}
-            victims["gateway"] = [pid for pid in below if "tokio" in _threads_of(pid)]
-            what = made.choice(["runner", *(name for name, pids in victims.items() if pids)])
-            if what == "runner":
-                process.kill()
-            else:
-                os.kill(victims[what][0], signal.SIGKILL)
-                totals.kills += 1
-                totals.by_moment[f"real: {what}"] += 1
 
-        Round(folder, job, expected, totals, made, calls).go(kills=3, strike=strike)
-        print(f"real round {number + 1} of {rounds}: {totals.kills} kills", file=sys.stderr, flush=True)
+def _victim(kind: str, pid: int) -> int | None:
+    """Return the runner, or a process of this kind that it has started; None while there is none.
+
+    The gateway's threads are those of Rust's tokio.
+    """
+    if kind == "runner":
+        return pid
+    for each in _below(pid):
+        if "tokio" in _threads_of(each) if kind == "gateway" else b"sglang::scheduler" in _command_of(each):
+            return each
+    return None
 
 
 def _below(pid: int) -> list[int]:
@@ -359,7 +386,7 @@ def _command_of(pid: int) -> bytes:
 
 
 def _threads_of(pid: int) -> str:
-    """Return the names of its threads; the gateway's are those of Rust's tokio."""
+    """Return the names of its threads."""
     names = ""
     for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
         with contextlib.suppress(OSError):
@@ -394,6 +421,8 @@ def main() -> None:
         f"{totals.different} different, {totals.vanished} durable ones gone, {totals.redone} done again "
         f"({totals.redone_too_late} of them older than {DURABLE_S + LATE_S:g} s)"
     )
+    if args.real:
+        line += f"; kills with the real engine: {totals.of_real_engine()}"
     figures = {
         "goal_met": not (
             totals.lost or totals.doubled or totals.different or totals.vanished or totals.redone_too_late
