@@ -2,12 +2,12 @@
 # make test   all tests, the real engine's included              make check  lint and types
 # make install  the light part: .venv/bin/batchrun without SGLang     make torture  kill runs by the hundred
 # make bench-client bench-journal bench-memory bench-resume bench-engine bench-control bench-gateway
-#      bench-simulation bench-control-simulated: what they measure stands at the head of each file in benchmarks/
+#      bench-simulation bench-control-simulated bench-tokenize: what they measure stands at each one's head
 
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated torture clean
+.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-tokenize torture clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -82,6 +82,9 @@ bench-control: .venv/.engine data/smollm2-135m-instruct/config.json
 
 bench-control-simulated: .venv/.light
 	.venv/bin/python -m benchmarks.control_simulated
+
+bench-tokenize: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.tokenize
 
 bench-gateway: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.gateway
