@@ -320,3 +320,45 @@ def test_gpu_is_used_where_there_is_one(tmp_path: Path, tiny: Path) -> None:
     report = json.loads(done.stdout)
     assert report["rows_ok"] == 50
     assert not any("CPU engine" in note for note in report["engine"]["notes"])
+
+
+def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> None:
+    """Client and server mode give the same prompts to the token, the same answers to the byte; cuts fit."""
+    texts = [
+        "Zürich is",
+        "日本の首都は",
+        "  def f(x):\n\treturn",
+        "👩\u200d👧 <|im_end|> &amp;",
+        "word " * 5000,
+    ]
+    source = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": texts}), source)
+
+    def results(name: str, **changes: Any) -> dict[str, list[Any]]:
+        job: dict[str, Any] = {
+            "input": {"path": str(source)},
+            "sampling": {"max_new_tokens": 24, "temperature": 0},
+            "output": {"path": str(tmp_path / name)},
+            "engine": engine.spec,
+            "limits": {"max_failed_rows": 1},
+            **changes,
+        }
+        assert batchrunner.run(job, engine=engine).exit_code == 0
+        table: pa.Table = pq.read_table(tmp_path / name / "parts").sort_by("row")
+        return {name: table[name].to_pylist() for name in table.column_names if name != "latency_s"}
+
+    spec = {"kind": "server", "model": str(tiny), "device": "cpu"}
+    with batchrunner.open_engine(spec, log_dir=tmp_path) as engine:
+        for kind in ("user", "text"):
+            prompt = {kind: "{{ text }} "}
+            ours = results(f"client-{kind}", prompt=prompt, tokenize="client")
+            theirs = results(f"server-{kind}", prompt=prompt, tokenize="server")
+            for column in ("output", "finish_reason", "prompt_tokens", "completion_tokens"):
+                assert ours[column] == theirs[column]
+            for found in (ours, theirs):
+                assert [error is None for error in found["error"]] == [True] * 4 + [False]
+                assert "longer than the model's context length (4096 tokens)" in found["error"][4]
+            cut = results(f"cut-{kind}", prompt={**prompt, "truncate": "middle"})
+            assert cut["error"] == [None] * 5
+            assert 4060 <= cut["prompt_tokens"][4] <= 4096 - 24
+            assert cut["output"][:4] == ours["output"][:4]
