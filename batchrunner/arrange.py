@@ -36,11 +36,11 @@ KIND_BYTES = 256
 GONE_ROWS, GONE_BYTES = 32, 8 << 20
 """Of the rows that were sent, what is remembered to find that a window goes on with their beginnings."""
 FAMILY_SHARE = 0.25
-"""A beginning that more than this share of a route's part of the window has is computed on each route."""
+"""A beginning that more than this share of a cache's part of the window has is computed for each cache."""
 
 
 class Primer(NamedTuple):
-    """A row whose beginning is to be computed, on each route, before any other row goes.
+    """A row whose beginning is to be computed before any other row goes.
 
     At the start, where the engine is empty, one prefill pass takes many rows: it would compute the same
     beginning for each of them.
@@ -49,17 +49,22 @@ class Primer(NamedTuple):
     work: Work
     round: int
     """Primers of a later round share beginnings with those before."""
+    everywhere: bool
+    """Whether those that follow it are not of its family: then each cache needs the beginning."""
 
 
 class Arranger:
     """Puts rows in order as they come from the plan."""
 
-    def __init__(self, lead: Lead | None, lengths: Lengths | None, *, dedupe: bool, routes: int = 1) -> None:
-        """Without a `lead` beginnings do not matter; without `lengths` rows go as they come."""
+    def __init__(self, lead: Lead | None, lengths: Lengths | None, *, dedupe: bool, caches: int = 1) -> None:
+        """Without a `lead` beginnings do not matter; without `lengths` rows go as they come.
+
+        Each of the engine's schedulers has one of the `caches`.
+        """
         self._lead = lead
         self._lengths = lengths
         self._dedupe = dedupe
-        self._routes = routes
+        self.caches = caches
         self._window: list[Work] = []
         self._window_bytes = 0
         self._gone: deque[Work] = deque(maxlen=GONE_ROWS)
@@ -141,8 +146,8 @@ class Arranger:
             parent.children.append(work)
         for parent in gone:
             self._release(parent, self._sent_at[parent])
-        if self._routes > 1:
-            most = max(1, FAMILY_SHARE * len(window) / self._routes)
+        if self.caches > 1:
+            most = max(1, FAMILY_SHARE * len(window) / self.caches)
             common = {rows[index] for index, place in places.items() if place.rows > most}
             for work in window:
                 _settle(work, common)
@@ -157,7 +162,7 @@ class Arranger:
     def _in_turn(self, leaders: list[Work], *, last: bool) -> tuple[list[Work], list[Primer]]:
         """Send those that are due, else the next leader; where there is none, those that are due soonest."""
         works: list[Work] = []
-        rounds: dict[Work, int] = {}
+        primers: dict[Work, Primer] = {}
         waiting = deque(leaders)
         while True:
             if self._due and self._due[0][0] <= self._clock:
@@ -166,20 +171,23 @@ class Arranger:
                 work = waiting.popleft()
             elif self._due and (last or len(self._due) > MOST_HELD):
                 work = heapq.heappop(self._due)[2]
-                self._prime(work.parent, rounds)
+                self._prime(work, primers)
             else:
                 break
             self._send(work)
             works.append(work)
         self._remember(leaders, works)
-        return works, [Primer(work, turn) for work, turn in rounds.items()]
+        return works, [*primers.values()]
 
-    def _prime(self, work: Work | None, rounds: dict[Work, int]) -> None:
-        """Have a row's beginning computed ahead of all, if it is among the first that the engine gets."""
+    def _prime(self, work: Work, primers: dict[Work, Primer]) -> None:
+        """Have the beginning of a row's parent computed, if that is among the first that the engine gets."""
         assert self._lead is not None
-        if work is None or self._began or work in rounds or self._sent_at[work] > self._lead.tokens:
-            return
-        rounds[work] = rounds[work.parent] + 1 if work.parent in rounds else 0
+        assert work.parent is not None
+        parent = work.parent
+        if not self._began and self._sent_at[parent] <= self._lead.tokens:
+            turn = primers[parent.parent].round + 1 if parent.parent in primers else 0
+            known = primers.get(parent, Primer(parent, turn, everywhere=self.caches == 1))
+            primers[parent] = known._replace(everywhere=known.everywhere or work.family is not parent.family)
 
     def _send(self, work: Work) -> None:
         if self._lead is None:

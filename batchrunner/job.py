@@ -339,8 +339,10 @@ class GatewayEngine(LaunchedEngine):
     tp: Annotated[int, Field(ge=1)] = 1
     """GPUs a replica (`--tp-size`)."""
     policy: Literal["auto", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
-    """How the gateway chooses a replica. `auto` is round_robin: cache_aware keeps similar prompts on one
-    replica until it has 64 requests more than another, so a batch with one system prompt fills one first."""
+    """How the gateway chooses a replica. `auto` is its policy `manual` with keys that the runner sends: rows
+    that share a beginning go to one replica, all others to the one with the fewest requests. (cache_aware
+    keeps similar prompts on one replica until it has 64 requests more than another: a batch with one system
+    prompt fills one first.)"""
     gateway_args: dict[str, Any] = {}
     """More arguments of sglang_router, such as `{log-level: info}`."""
 

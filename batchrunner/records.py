@@ -33,6 +33,8 @@ class Request(NamedTuple):
     sampling: dict[str, Any]
     lora_path: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    affinity: str | None = None
+    """Where a gateway chooses: requests with the same one should go to the same replica."""
 
 
 class Completion(NamedTuple):
@@ -96,6 +98,8 @@ class EngineInfo:
     """Tokens of prompts that one scheduler computes in one pass at most."""
     caches_prefixes: bool = True
     """Whether what prompts have in common at their beginning is computed once."""
+    keeps_together: bool = False
+    """Whether somebody behind the route chooses the scheduler, by the requests' `affinity`."""
     routes: tuple[str, ...] = ("engine",)
     """Where requests can be sent: a replica's URL, a gateway, or the one engine that there is."""
     tokenizing: Tokenizing | None = None

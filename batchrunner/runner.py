@@ -229,7 +229,7 @@ class _Run:
         self._feedback = Feedback(self._engine, self._admission, arranger, self._gate, self._events)
         self._submitter = Submitter(
             self._engine, self._prompts.ready, arranger, self._gate, self._patience, self._deliver,
-            self._feedback,
+            self._feedback, keyed=self._info.keeps_together,
         )  # fmt: skip
         if self._admission.fixed is not None:
             why = "set by the job"
@@ -247,7 +247,7 @@ class _Run:
             Lead(self._info, schedulers) if arranged and self._info.caches_prefixes else None,
             Lengths() if arranged else None,
             dedupe=self._job.dedupe,
-            routes=len(self._info.routes),
+            caches=schedulers,
         )
 
     async def _send_all(self) -> Report:

@@ -80,8 +80,11 @@ class Submitter:
         patience: Patience,
         deliver: Callable[[Outcome], Awaitable[None]],
         listener: Listener,
+        *,
+        keyed: bool = False,
     ) -> None:
-        """`ready` makes rendered rows what is sent."""
+        """`ready` makes rendered rows what is sent; with `keyed` a gateway is told what belongs together."""
+        self._keyed = keyed
         self._engine = engine
         self._arranger = arranger
         self._gate = gate
@@ -191,22 +194,33 @@ class Submitter:
             self._notify()
 
     async def _prime(self, primers: Sequence[Primer]) -> None:
-        """Have beginnings computed on every route; what goes wrong goes wrong again with the rows."""
+        """Have beginnings computed for every cache; what goes wrong goes wrong again with the rows."""
         turn = attrgetter("round")
         for _, group in groupby(sorted(primers, key=turn), key=turn):
-            works = [primer.work for primer in group]
-            found = await self._make_ready([work.request._replace(sampling=ONE_TOKEN) for work in works])
+            some = list(group)
+            probes = [primer.work.request._replace(sampling=ONE_TOKEN) for primer in some]
             sent = [
-                self._engine.generate(probe, route)
-                for probe in found
+                self._engine.generate(probe._replace(affinity=key), route)
+                for primer, probe in zip(some, await self._make_ready(probes), strict=True)
                 if not isinstance(probe, Outcome)
-                for route in self._gate.by_route
+                for key, route in self._places_of(primer)
             ]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PRIME_S):
                     await asyncio.gather(*sent, return_exceptions=True)
-            for work in works:
-                work.computed_at = time.monotonic()
+            for primer in some:
+                primer.work.computed_at = time.monotonic()
+
+    def _places_of(self, primer: Primer) -> Iterator[tuple[str, str]]:
+        """Yield the keys and routes that lead to the caches which need a beginning."""
+        work, routes = primer.work, list(self._gate.by_route)
+        if primer.everywhere or work.family is None:
+            for copy in range(max(self._arranger.caches, len(routes))):
+                yield f"{work.request.ref.row}.primer.{copy}", routes[copy % len(routes)]
+            return
+        if work.family.route is None:
+            work.family.route = routes[work.request.ref.row % len(routes)]
+        yield work.affinity, work.family.route
 
     def _wants_rows(self) -> bool:
         enough = len(self._ready) >= READ_AHEAD_ROWS or self._resting >= max(
@@ -247,8 +261,9 @@ class Submitter:
         sent_at, work.route = time.monotonic(), route
         work.sent_at = sent_at
         completion, error = None, None
+        request = work.request._replace(affinity=work.affinity) if self._keyed else work.request
         try:
-            completion = await self._engine.generate(work.request, route)
+            completion = await self._engine.generate(request, route)
         except RequestError as failure:
             error = failure
         now = time.monotonic()

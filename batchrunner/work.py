@@ -39,3 +39,10 @@ class Work:
     failures: int = 0
     deaths: int = 0
     """Of the engine, while it had this row."""
+
+    @property
+    def affinity(self) -> str:
+        """Tell a gateway where it should go: with its family; after a failed try anywhere else."""
+        if self.tries > 1:
+            return f"{self.request.ref.row}.{self.tries}"
+        return str((self.family or self).request.ref.row)

@@ -31,8 +31,8 @@ def request(row: int, text: str, **sampling: Any) -> Request:
     return Request(RowRef(row, CARRIED, row), "text", text, {"temperature": 0, **sampling})
 
 
-def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, routes: int = 1) -> Arranger:
-    return Arranger(Lead(info, routes), Lengths(), dedupe=dedupe, routes=routes)
+def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Arranger:
+    return Arranger(Lead(info, caches), Lengths(), dedupe=dedupe, caches=caches)
 
 
 def arranged(
@@ -316,7 +316,7 @@ def test_the_distance_is_bounded_by_the_pool() -> None:
 
 def test_a_family_stays_on_one_route() -> None:
     """Rows with a common beginning go where the first of them went; what all have in common binds nobody."""
-    by = arranger(routes=2)
+    by = arranger(caches=2)
     system = words("system", 200)
     texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
     works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])

@@ -35,10 +35,6 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 120
 """How long replicas keep the gateway's idle connections; it drops them itself after 90 s. SGLang's 5 s would
 have it send rows into connections that are just being closed."""
-ROUND_ROBIN_NOTE = (
-    "gateway policy round_robin (auto): cache_aware would send rows that share a prompt to one replica "
-    "until it had 64 more than another; engine.policy chooses"
-)
 
 
 class LaunchedGateway:
@@ -88,11 +84,7 @@ class LaunchedGateway:
         self._guards[GATEWAY_ROUTE] = Guard(self._gateway, self._start_gateway, tell, up=self._give_workers)
         self._vigils = {name: Vigil(self._limits.hang, alone=name not in urls) for name in self._guards}
         self._watching = {asyncio.create_task(guard.watch()) for guard in self._guards.values()}
-        notes = (
-            *((CPU_NOTE,) if cpu else ()),
-            *((ROUND_ROBIN_NOTE,) if spec.policy == "auto" and len(urls) > 1 else ()),
-            *info.notes,
-        )
+        notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
         return dataclasses.replace(
             info,
             kind="gateway",

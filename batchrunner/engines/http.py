@@ -40,6 +40,8 @@ OPEN_TIMEOUT_S = 10.0
 _NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
+AFFINITY_HEADER = "X-SMG-Routing-Key"
+"""By which sglang_router's policy `manual` keeps requests together; the others do not look at it."""
 _LPM_NOTE = ("the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it",)
 
 
@@ -115,6 +117,7 @@ class HttpEngine:
             routes=tuple(self.routes),
             tokenizing=same_for_all([*map(tokenizing_of, models, servers)]),
             connections=connections,
+            keeps_together=self._gateway is not None,
             notes=(*self._notes(limited_by), *_LPM_NOTE * (servers[0].get("schedule_policy") == "lpm")),
         )
 
@@ -127,7 +130,8 @@ class HttpEngine:
         body = wire.bytes_of(request)
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
-        reply = await self._post(self.routes[route], wire.path_of(request), payload)
+        key = {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
+        reply = await self._post(self.routes[route], wire.path_of(request), payload, key)
         return wire.completion_of(request, reply)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
@@ -159,7 +163,9 @@ class HttpEngine:
             await self._session.close()
             self._session = None
 
-    async def _post(self, route: Route, path: str, payload: aiohttp.BytesPayload) -> bytes:
+    async def _post(
+        self, route: Route, path: str, payload: aiohttp.BytesPayload, headers: dict[str, str] | None
+    ) -> bytes:
         """Send a body and return the whole reply; raises what a refusal or a failure means."""
         assert self._session is not None
         if route.closed:
@@ -168,7 +174,7 @@ class HttpEngine:
         route.in_flight += 1
         try:
             with route.deadline:
-                async with self._session.post(route.paths[path], data=payload) as response:
+                async with self._session.post(route.paths[path], data=payload, headers=headers) as response:
                     content = await response.read()
         except aiohttp.ClientConnectorError as failure:
             raise EngineDownError(f"no connection to {route.url}: {failure.os_error}") from None

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 START_S = 120.0
 """It imports torch where SGLang is installed: 5 s of CPU time, more on a busy machine."""
+KEEP_TOGETHER: dict[str, Any] = {
+    "policy": "manual",
+    "assignment-mode": "min_load",
+    "max-idle-secs": 300,
+    "eviction-interval-secs": 60,
+}
+"""A new key goes to the replica that has the fewest requests, and the same one follows it. There is one for
+each row, so they are forgotten after a while (the gateway's own limit is four hours)."""
 LATER_S = 60.0
 """The gateway gives up on a request this long after the runner, who then says so in its own words."""
 
@@ -31,7 +39,7 @@ def gateway_process(
     """
     port = free_port()
     args: dict[str, Any] = {
-        "policy": "round_robin" if spec.policy == "auto" else spec.policy,
+        **(KEEP_TOGETHER if spec.policy == "auto" else {"policy": spec.policy}),
         # the runner repeats and paces; the gateway would repeat a refusal five times within half a second
         "disable-retries": True,
         # … and after ten failures of a replica answer 503 for it for a minute
