@@ -98,45 +98,63 @@ def rows_of(case: Case) -> Iterator[tuple[int, int, int, bool]]:
 def run(case: Case) -> dict[str, Any]:
     """Let a whole run pass in virtual time."""
     began = time.perf_counter()
-    fleet = _Fleet(case)
-    while fleet.ended < case.rows:
-        fleet.tick()
-    schedulers = [replica.scheduler for replica in fleet.replicas.values()]
-    return {
-        "tokens_per_s": round(fleet.tokens / fleet.now, 1),
-        "virtual_s": round(fleet.now, 1),
-        "took_s": round(time.perf_counter() - began, 1),
-        "tail_share": round(1 - (fleet.drained_at or fleet.now) / fleet.now, 4),
-        "passes": sum(s.prefill_passes + s.decode_passes for s in schedulers),
-        "retractions": sum(s.retractions for s in schedulers),
-        **fleet.seen.as_dict(),
-    }
+    samples = (Sample(*row) for row in rows_of(case))
+    config = SchedulerConfig(MAX_RUNNING, KV_TOKENS)
+    fleet = Fleet(samples, case.rows, config, case.replicas, window=case.window, late_s=case.late_s)
+    fleet.run()
+    return {**fleet.totals(), "took_s": round(time.perf_counter() - began, 1), **fleet.seen.as_dict()}
 
 
-class _Fleet:
+class Fleet:
     """Replicas, and the gate and admission that fill them as the submitter and its feedback loop would."""
 
-    def __init__(self, case: Case) -> None:
-        self._case = case
+    def __init__(
+        self,
+        samples: Iterator[Sample],
+        rows: int,
+        config: SchedulerConfig,
+        replicas: int = 1,
+        *,
+        window: int | None = None,
+        late_s: float = 0.0,
+    ) -> None:
+        """`window` is a fixed one per replica; gauges are told `late_s` late."""
+        self._samples = samples
+        self._count = rows
+        self._late_s = late_s
         self._luck = random.Random(SEED + 1)
-        routes = tuple(f"r{i}" for i in range(case.replicas))
-        config = SchedulerConfig(MAX_RUNNING, KV_TOKENS)
+        routes = tuple(f"r{i}" for i in range(replicas))
         self.replicas = {route: Replica(config, H100_8B) for route in routes}
-        fixed = None if case.window is None else case.window * case.replicas
+        fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
         self._admission = Admission(info, Band(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed)
-        self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=case.rows)
+        self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=rows)
         self._gate = Gate(self._admission.windows)
         self._told: dict[str, deque[Signals]] = {route: deque() for route in routes}
-        self._rows = rows_of(case)
-        self._waiting = next(self._rows, None)
+        self._waiting = next(samples, None)
         self._sent = 0
         self._next_poll = 0.0
-        self.now, self.ended, self.tokens = 0.0, 0, 0
+        self.now, self.ended, self.tokens, self.uncached_tokens = 0.0, 0, 0, 0
         self.drained_at: float | None = None
         self.seen = _Seen()
 
-    def tick(self) -> None:
+    def run(self) -> None:
+        """Let all rows come to their end."""
+        while self.ended < self._count:
+            self._tick()
+
+    def totals(self) -> dict[str, Any]:
+        """Say what the run came to."""
+        schedulers = [replica.scheduler for replica in self.replicas.values()]
+        return {
+            "tokens_per_s": round(self.tokens / self.now, 1),
+            "virtual_s": round(self.now, 1),
+            "tail_share": round(1 - (self.drained_at or self.now) / self.now, 4),
+            "passes": sum(s.prefill_passes + s.decode_passes for s in schedulers),
+            "retractions": sum(s.retractions for s in schedulers),
+        }
+
+    def _tick(self) -> None:
         self.now += TICK_S
         self._collect()
         self._send()
@@ -149,14 +167,14 @@ class _Fleet:
             for end in replica.advance(self.now):
                 self.ended += 1
                 self.tokens += end.sample.outputs
+                self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
                 self._gate.release(route)
                 self._admission.ended(route, end.sample.retractions, end.at_s)
 
     def _send(self) -> None:
         while self._waiting is not None and (route := self._gate.take(self.now)) is not None:
-            prompt, output, most, ignore_eos = self._waiting
-            self.replicas[route].submit(Sample(prompt, output, most, ignore_eos))
-            self._waiting = next(self._rows, None)
+            self.replicas[route].submit(self._waiting)
+            self._waiting = next(self._samples, None)
             self._sent += 1
         if self._waiting is None and self.drained_at is None:
             self.drained_at = self.now
@@ -166,11 +184,11 @@ class _Fleet:
         for route, replica in self.replicas.items():
             past = self._told[route]
             past.append(_signal(route, replica))
-            while len(past) > max(1, self._case.late_s / POLL_S):
+            while len(past) > max(1, self._late_s / POLL_S):
                 past.popleft()
             if self._luck.random() >= LOST_POLLS:
                 signals.append(past[0])
-        unsent = self._case.rows - self._sent
+        unsent = self._count - self._sent
         self._admission.observe(signals, self._gate.by_route, self.now, unsent=unsent)
         for route, window in self._admission.windows.items():
             self._gate.resize(route, window)

@@ -1,0 +1,260 @@
+"""How much of the cache does each order of sending reach, and how far apart should rows be? In virtual time.
+
+The schedulers are simulated (`batchrunner.simulation`: SGLang's admission, radix cache and eviction, with the
+step times of an 8B model on an H100), the gate and the admission are the runner's own. Each workload is sent
+in no order, sorted by prompt, and sorted with leaders before followers, in two ways: in windows whose shared
+beginnings take a share of the KV pool, and with every follower so many computed tokens behind the row that
+brings its beginning in. The least that must be computed is known exactly. No figure here is a measurement of
+a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.scheduler import SchedulerConfig
+from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
+from benchmarks.engine import lognormal
+from benchmarks.measure import save
+from benchmarks.prompts import (
+    Parts,
+    Row,
+    conversations,
+    few_shot,
+    groups,
+    least_tokens,
+    nested,
+    shuffled,
+    unrelated,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+SEED = 5
+GOAL = 1.05
+SHARES = (0.05, 0.1, 0.2, 0.4)
+"""Of the KV pool, for the beginnings that the rows of a window share."""
+DISTANCES = (4096, 8192, 16_384, 32_768)
+"""Tokens computed between a leader and its followers; a prefill pass computes 8,192 at most."""
+WAITING_ROWS = 4096
+"""Rows that are held back at most: what a client reads ahead."""
+SMALL_POOL = 60_000
+ARMS = (
+    "shuffled",
+    "sorted",
+    "sorted, lpm",
+    *(f"windows {share}" for share in SHARES),
+    *(f"apart {tokens}" for tokens in DISTANCES),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of a workload in one order."""
+
+    workload: str
+    rows: int
+    kv_tokens: int
+    arm: str
+
+
+WORKLOADS: dict[str, Callable[[random.Random, int], list[Row]]] = {
+    "documents, short answers": lambda made, rows: groups(made, rows // 8, 8, 4096, 40, outputs=32),
+    "documents, long answers": lambda made, rows: groups(made, rows // 8, 8, 4096, 40, outputs=400),
+    "small groups": lambda made, rows: groups(made, rows // 8, 8, 430, 32, outputs=24),
+    "pairs": lambda made, rows: groups(made, rows // 2, 2, 1000, 40, outputs=50),
+    "few-shot, labels": lambda made, rows: few_shot(made, rows, 800, 40, outputs=4),
+    "few-shot, answers": lambda made, rows: few_shot(made, rows, 800, 40, outputs=200),
+    "multi-turn, short answers": lambda made, rows: conversations(made, rows * 2 // 11, 10, 250, outputs=100),
+    "multi-turn, long answers": lambda made, rows: conversations(made, rows * 2 // 11, 10, 250, outputs=500),
+    "nested": lambda made, rows: nested(made, (20, rows // 160, 8), (500, 1500, 1000, 60), outputs=50),
+    "unrelated": lambda made, rows: unrelated(
+        (lognormal(made, 220, 350), lognormal(made, 200, 200)) for _ in range(rows)
+    ),
+}
+"""About so many rows. The lengths of the unrelated are ShareGPT's."""
+
+
+@cache
+def planned(name: str, rows: int) -> list[Row]:
+    """Make a workload, in the order of its prompts."""
+    return sorted(WORKLOADS[name](random.Random(SEED), rows))
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A row of the plan, and the row before it that brings in the longest beginning they share."""
+
+    row: Row
+    shared: int
+    """Tokens at its beginning that an earlier row has."""
+    leader: Step | None
+    sent_at: int | None = None
+    followers: list[tuple[int, Step]] = field(default_factory=list)
+    """With their place in the plan, those that wait for it to be sent."""
+
+
+def common(one: Parts, other: Parts) -> int:
+    """Return how many tokens two prompts have in common at their beginning."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(tokens for (_, tokens), _ in same)
+
+
+def steps(rows: Iterable[Row]) -> Iterator[Step]:
+    """Find each row's leader, from rows in the order of their prompts."""
+    path: list[tuple[int, Step]] = []  # up to which token of the last prompt each step brought it in
+    last: Parts = ()
+    for row in rows:
+        shared = common(last, row.parts)
+        while path and (path[-2][0] if len(path) > 1 else 0) >= shared:
+            path.pop()
+        leader = path[-1][1] if path else None
+        if leader:
+            path[-1] = (min(path[-1][0], shared), leader)
+        step = Step(row, shared, leader)
+        path.append((row.tokens, step))
+        yield step
+        last = row.parts
+
+
+def in_windows(rows: Iterable[Row], tokens: float) -> Iterator[Row]:
+    """Send a window's leaders, then who follows them, and so on; its shared beginnings fit in `tokens`."""
+    window: dict[Step, int] = {}  # with how many leaders are above each in the window
+    held = shared = 0
+    for step in steps(rows):
+        more = max(0, step.shared - shared)
+        shared = step.shared
+        if window and (held + more > tokens or len(window) == WAITING_ROWS):
+            yield from (each.row for each in sorted(window, key=window.__getitem__))
+            window.clear()
+            held = more = 0
+        held += more
+        window[step] = window.get(step.leader, -1) + 1 if step.leader else 0
+    yield from (each.row for each in sorted(window, key=window.__getitem__))
+
+
+def apart(rows: Iterable[Row], tokens: int) -> Iterator[Row]:
+    """Send rows in the plan's order, but a follower so many computed tokens after its leader.
+
+    Where nothing else is left to be sent, or too much waits, followers go earlier.
+    """
+    resting: list[tuple[int, int, Step]] = []  # when it may go, its place in the plan
+    ready: list[tuple[int, Step]] = []
+    computed = waiting = 0
+    plan = enumerate(steps(rows))
+    upcoming = next(plan, None)
+    while upcoming or waiting:
+        forced = upcoming is None or waiting >= WAITING_ROWS
+        while resting and (resting[0][0] <= computed or (forced and not ready)):
+            heapq.heappush(ready, heapq.heappop(resting)[1:])
+        if ready:
+            _, step = heapq.heappop(ready)
+            waiting -= 1
+            computed += max(1, step.row.tokens - step.shared)
+            step.sent_at = computed
+            for place, follower in step.followers:
+                heapq.heappush(resting, (computed + tokens, place, follower))
+            step.followers.clear()
+            yield step.row
+            continue
+        assert upcoming
+        (place, step), upcoming = upcoming, next(plan, None)
+        waiting += 1
+        if step.leader is None:
+            ready.append((place, step))
+        elif step.leader.sent_at is None:
+            step.leader.followers.append((place, step))
+        else:
+            heapq.heappush(resting, (step.leader.sent_at + tokens, place, step))
+
+
+def ordered(rows: list[Row], arm: str, kv_tokens: int) -> Iterator[Row]:
+    """Put rows, which come in the order of their prompts, into the arm's."""
+    match arm.split():
+        case ["shuffled"]:
+            return iter(shuffled(rows))
+        case ["windows", share]:
+            return in_windows(rows, float(share) * kv_tokens)
+        case ["apart", tokens]:
+            return apart(rows, int(tokens))
+    return iter(rows)
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Let a whole run pass in virtual time."""
+    began = time.perf_counter()
+    rows = planned(case.workload, case.rows)
+    samples = (
+        Sample(row.tokens, row.outputs, row.outputs, prefix=row.parts)
+        for row in ordered(rows, case.arm, case.kv_tokens)
+    )
+    config = SchedulerConfig(
+        MAX_RUNNING, case.kv_tokens, policy="lpm" if case.arm.endswith("lpm") else "fcfs"
+    )
+    fleet = Fleet(samples, len(rows), config)
+    fleet.run()
+    prompt_tokens, least = sum(row.tokens for row in rows), least_tokens(rows)
+    return {
+        "prompt_tokens": prompt_tokens, "least_tokens": least, "prefilled_tokens": fleet.uncached_tokens,
+        "ratio_to_least": round(fleet.uncached_tokens / least, 4),
+        "hit_rate": round(1 - fleet.uncached_tokens / prompt_tokens, 4),
+        "hit_rate_at_most": round(1 - least / prompt_tokens, 4),
+        **fleet.totals(), "took_s": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def report(found: list[tuple[Case, dict[str, Any]]]) -> None:
+    table = [{**asdict(case), **result} for case, result in found]
+    worst = {
+        (arm, kv): max(row["ratio_to_least"] for row in table if (row["arm"], row["kv_tokens"]) == (arm, kv))
+        for arm, kv in dict.fromkeys((row["arm"], row["kv_tokens"]) for row in table)
+    }
+    told = "; ".join(f"{arm} {ratio:.2f} at {kv // 1000}k" for (arm, kv), ratio in worst.items())
+    line = f"order in virtual time: prefilled tokens of the worst workload x the least possible: {told}"
+    figures = {
+        "simulated": "no figure here is a measurement of a GPU",
+        "goal": {"ratio_to_least_at_most": GOAL}, "max_running": MAX_RUNNING, "cases": table,
+    }  # fmt: skip
+    save("order_simulated", line, figures, ("batchrunner",))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=100_000, help="of each workload, about")
+    parser.add_argument("--workload", action="append", default=[], choices=WORKLOADS)
+    parser.add_argument("--arm", action="append", default=[], choices=ARMS)
+    parser.add_argument("--kv-tokens", type=int, nargs="+", default=[KV_TOKENS, SMALL_POOL])
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    cases = [
+        Case(name, args.rows, kv, arm)
+        for name in args.workload or WORKLOADS
+        for kv in args.kv_tokens
+        for arm in args.arm or ARMS
+    ]
+    found = []
+    with ProcessPoolExecutor(args.processes) as pool:
+        for case, result in zip(cases, pool.map(run, cases), strict=True):
+            found.append((case, result))
+            print(
+                f"  {case.workload}, {case.kv_tokens // 1000}k, {case.arm}: {result['ratio_to_least']} x the "
+                f"least, hit rate {result['hit_rate']} of {result['hit_rate_at_most']}, "
+                f"{result['virtual_s']:,} s, {result['retractions']} retracted",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+    report(found)
+
+
+if __name__ == "__main__":
+    main()

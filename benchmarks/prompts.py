@@ -1,0 +1,109 @@
+"""Rows that begin alike: what the benchmarks of the order send, as named parts of so many tokens.
+
+Parts of one name are the same tokens, of two names differ from the first token on. Without tokens that is
+all that a simulated scheduler needs to know; `text_of` makes words of it for a real one.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Parts = tuple[tuple[str, int], ...]
+"""(name, tokens) from the start of a prompt to its end."""
+
+
+class Row(NamedTuple):
+    """A prompt and how many tokens are put out for it."""
+
+    parts: Parts
+    outputs: int
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt."""
+        return sum(tokens for _, tokens in self.parts)
+
+
+def least_tokens(rows: Iterable[Row]) -> int:
+    """Return the fewest tokens that an engine must compute in prefills, however the rows are ordered.
+
+    Each different beginning is computed once, and of each row the last token, which puts out the first
+    new one: a prompt that comes m times costs m - 1 tokens more. Shorter prompts first, it can be reached.
+    """
+    beginnings: dict[Parts, int] = {}
+    ends: dict[Parts, int] = {}
+    for row in rows:
+        for count in range(1, len(row.parts) + 1):
+            beginnings[row.parts[:count]] = row.parts[count - 1][1]
+        ends[row.parts] = ends.get(row.parts, 0) + 1
+    return sum(beginnings.values()) + sum(count - 1 for count in ends.values())
+
+
+def shuffled(rows: Sequence[Row], seed: int = 1) -> list[Row]:
+    """Put rows in no order."""
+    mixed = list(rows)
+    random.Random(seed).shuffle(mixed)
+    return mixed
+
+
+def groups(made: random.Random, count: int, each: int, head: int, own: int, outputs: int) -> list[Row]:
+    """Make documents, each asked some questions, one document after the other."""
+    return [
+        Row(((f"d{group:06}", head), (f"q{group:06}.{row:03}", _about(made, own))), _about(made, outputs))
+        for group in range(count)
+        for row in range(each)
+    ]
+
+
+def few_shot(made: random.Random, count: int, head: int, own: int, outputs: int) -> list[Row]:
+    """Make rows with the same examples before them."""
+    return groups(made, 1, count, head, own, outputs)
+
+
+def conversations(made: random.Random, count: int, longest: int, turn: int, outputs: int) -> list[Row]:
+    """Make conversations of 1 to `longest` turns; there is a row for each turn, with all that was before."""
+    rows = []
+    for number in range(count):
+        parts: Parts = ()
+        for turn_number in range(made.randint(1, longest)):
+            parts = (*parts, (f"c{number:06}.{turn_number:02}", _about(made, turn)))
+            rows.append(Row(parts, _about(made, outputs)))
+    return rows
+
+
+def nested(
+    made: random.Random, counts: tuple[int, int, int], tokens: tuple[int, int, int, int], outputs: int
+) -> list[Row]:
+    """Make questions on documents under examples under one system prompt.
+
+    `counts`: blocks of examples, documents under each, questions to each; `tokens`: of the system prompt,
+    the examples, the document and the question.
+    """
+    return [
+        Row(
+            (
+                ("system", tokens[0]),
+                (f"e{block:04}", tokens[1]),
+                (f"d{block:04}.{document:04}", tokens[2]),
+                (f"q{block:04}.{document:04}.{question:03}", _about(made, tokens[3])),
+            ),
+            _about(made, outputs),
+        )
+        for block in range(counts[0])
+        for document in range(counts[1])
+        for question in range(counts[2])
+    ]
+
+
+def unrelated(lengths: Iterable[tuple[int, int]]) -> list[Row]:
+    """Make prompts of these lengths (prompt, outputs) that share nothing."""
+    return [Row(((f"u{row:06}", prompt),), outputs) for row, (prompt, outputs) in enumerate(lengths)]
+
+
+def _about(made: random.Random, tokens: int) -> int:
+    """Return a length between a half and one and a half times as much."""
+    return made.randint(max(1, tokens // 2), max(1, tokens + tokens // 2))
