@@ -2,12 +2,13 @@
 # make test   all tests, the real engine's included              make check  lint and types
 # make install  the light part: .venv/bin/batchrun without SGLang     make torture  kill runs by the hundred
 # make bench-client bench-journal bench-memory bench-resume bench-engine bench-control bench-gateway
-#      bench-simulation bench-control-simulated bench-tokenize: what they measure stands at each one's head
+#      bench-simulation bench-control-simulated bench-order bench-order-simulated bench-order-distance
+#      bench-tokenize: what they measure stands at the head of each file in benchmarks/
 
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-tokenize torture clean
+.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-order bench-order-simulated bench-order-distance bench-tokenize torture clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -85,6 +86,15 @@ bench-control-simulated: .venv/.light
 
 bench-tokenize: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.tokenize
+
+bench-order: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.order
+
+bench-order-distance: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.order_distance
+
+bench-order-simulated: .venv/.light
+	.venv/bin/python -m benchmarks.order_simulated
 
 bench-gateway: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.gateway

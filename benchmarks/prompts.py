@@ -1,16 +1,20 @@
 """Rows that begin alike: what the benchmarks of the order send, as named parts of so many tokens.
 
 Parts of one name are the same tokens, of two names differ from the first token on. Without tokens that is
-all that a simulated scheduler needs to know; `text_of` makes words of it for a real one.
+all that a simulated scheduler needs to know; `Words` makes text of it for a real one.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
 Parts = tuple[tuple[str, int], ...]
 """(name, tokens) from the start of a prompt to its end."""
@@ -107,3 +111,35 @@ def unrelated(lengths: Iterable[tuple[int, int]]) -> list[Row]:
 def _about(made: random.Random, tokens: int) -> int:
     """Return a length between a half and one and a half times as much."""
     return made.randint(max(1, tokens // 2), max(1, tokens + tokens // 2))
+
+
+WORD = re.compile(r"Ġ([a-z]{3,})")
+"""A token of the tokenizer that is a space and a word: prompts of these have one token a word."""
+
+
+class Words:
+    """Words of one token each; a part's are always the same ones."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
+        self._words = sorted(match[1] for token in vocabulary if (match := WORD.fullmatch(token)))
+        self._parts: dict[tuple[str, int], list[str]] = {}
+
+    def of(self, row: Row) -> list[str]:
+        """Return the prompt, word by word; a space before each makes it the text."""
+        return [word for part in row.parts for word in self._part(part)]
+
+    def _part(self, part: tuple[str, int]) -> list[str]:
+        if part not in self._parts:
+            self._parts[part] = random.Random(part[0]).choices(self._words, k=part[1])
+        return self._parts[part]
+
+
+def nodes(prompts: Iterable[Sequence[str]]) -> int:
+    """Return the tokens of the trie of all different prompts: what must be computed of them at least."""
+    ordered = sorted({tuple(prompt) for prompt in prompts})
+    shared = sum(
+        next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+        for one, other in pairwise(ordered)
+    )
+    return sum(map(len, ordered)) - shared

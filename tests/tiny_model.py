@@ -13,8 +13,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 CONTEXT_TOKENS = 8192
 
 
-def make_tiny_llama(directory: Path, tokenizer_from: Path) -> Path:
-    """Write a seeded random 2-layer Llama (hidden 64, float32) and return its folder.
+def make_tiny_llama(directory: Path, tokenizer_from: Path, *, hidden: int = 64, layers: int = 2) -> Path:
+    """Write a seeded random Llama (float32, heads of 16) and return its folder.
 
     The tokenizer and chat template are copied from the model folder `tokenizer_from`, so that
     prompts have real lengths; the tokens that come out mean nothing. A folder that already holds
@@ -28,11 +28,11 @@ def make_tiny_llama(directory: Path, tokenizer_from: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 16,
+        num_key_value_heads=hidden // 32,
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

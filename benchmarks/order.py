@@ -1,0 +1,323 @@
+"""What does the order of the rows spare a real engine? SGLang on the CPU, random models, eight workloads.
+
+Each is sent by `sglang.Engine.generate` (all rows at once, in the order of the file: the peer), by the runner
+in input order, and by the runner as it is (`order: auto`, `dedupe: true`), in turns; once more by
+`Engine.generate` with the rows sorted by prompt (plain sorting), and by the runner against a server with
+`--schedule-policy lpm`. The radix cache is flushed before each. Where prefill is what matters the model is
+one whose prefill costs; elsewhere it is the tiny one.
+
+Seconds are noisy on a shared machine; the scheduler's own counts are not: tokens that were prefilled (beside
+the fewest possible, which are known exactly: SGLang computes each different beginning once, and of each row
+at least the last token) and forward passes. Output tokens are those that the engine put out: a row that got
+its answer from its twin counts for none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchrunner.events import read_events
+from benchmarks.engine import (
+    KEY_VARIABLE,
+    SERVER_ARGS,
+    SERVER_ENVIRONMENT,
+    Server,
+    flush,
+    lognormal,
+    runner,
+    serve,
+)
+from benchmarks.measure import Interval, in_fresh_process, interval, save
+from benchmarks.peer import LAST_ROWS, Log, Peer, peer
+from benchmarks.prompts import (
+    Row,
+    Words,
+    conversations,
+    few_shot,
+    groups,
+    nested,
+    nodes,
+    shuffled,
+    unrelated,
+)
+from tests.tiny_model import make_tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+SEED = 7
+LEAST_GOAL, FASTER_GOAL, HARM_GOAL, SLOWER_GOAL, TAIL_GOAL = 1.05, 1.35, 1.01, 0.95, 0.07
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 64, "layers": 2},
+    "small": {"hidden": 128, "layers": 4},
+}
+COUNTERS = {
+    "prompt_tokens": "prompt_tokens", "cached_tokens": "cached_tokens", "generation_tokens": "tokens",
+    "num_requests": "requests",
+}  # fmt: skip
+"""SGLang's names of what we read from `/metrics`, and ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Rows in the order of the file, and what is hoped for."""
+
+    rows: list[Row]
+    goal: Literal["faster", "no harm", "tail"]
+    model: Literal["tiny", "small"] = "tiny"
+    same_length: bool = False
+    """All outputs have the same length, which the job states; else a column does."""
+
+
+def workloads() -> dict[str, Workload]:
+    """Make the eight; each takes some 10 to 40 s on two cores."""
+    made = random.Random(SEED)
+    chat = [(lognormal(made, 102, 169), lognormal(made, 74, 70)) for _ in range(900)]
+    tail = [(48, 1500 if made.random() < 0.004 else lognormal(made, 40, 60)) for _ in range(1500)]
+    alone = unrelated((lognormal(made, 102, 60), 40) for _ in range(700))
+    shared = {
+        "groups": shuffled(groups(made, 120, 8, 430, 32, 4)),
+        "few-shot": few_shot(made, 1500, 800, 24, 4),
+        "documents": groups(made, 60, 8, 800, 30, 4),
+        "multi-turn": conversations(made, 110, 10, 120, 4),
+        "nested": shuffled(nested(made, (4, 30, 6), (100, 300, 300, 24), 4)),
+    }
+    return {
+        **{
+            name: Workload([row._replace(outputs=4) for row in rows], "faster", "small", same_length=True)
+            for name, rows in shared.items()
+        },
+        "unrelated": Workload(unrelated(chat), "no harm"),
+        "heavy tail": Workload(unrelated(tail), "tail"),
+        "duplicates": Workload(shuffled(alone + made.sample(alone, 300)), "no harm", same_length=True),
+    }
+
+
+def write_input(path: Path, workload: Workload, words: Words) -> dict[str, int]:
+    """Write the rows, with their sampling beside them; return what is known of them."""
+    prompts = [words.of(row) for row in workload.rows]
+    table = {
+        "text": ["".join(f" {word}" for word in prompt) for prompt in prompts],
+        "tokens": pa.array([row.outputs for row in workload.rows], pa.int32()),
+    }
+    pq.write_table(pa.table(table), path)
+    return {
+        "rows": len(prompts), "prompt_tokens": sum(map(len, prompts)), "least_tokens": nodes(prompts),
+        "output_tokens": sum(row.outputs for row in workload.rows),
+        "longest_output": max(row.outputs for row in workload.rows),
+    }  # fmt: skip
+
+
+def job_for(folder: Path, workload: Workload, url: str, order: str) -> Path:
+    outputs = workload.rows[0].outputs if workload.same_length else {"column": "tokens"}
+    job = {
+        "input": {"path": str(folder / "input.parquet")},
+        "prompt": {"text": "text"},
+        "sampling": {"max_new_tokens": outputs, "ignore_eos": True, "temperature": 0},
+        "output": {"path": str(folder / "run")},
+        "engine": {"kind": "attach", "urls": [url], "api_key_env": KEY_VARIABLE},
+        "order": order, "dedupe": order == "auto",
+    }  # fmt: skip
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def by_runner(server: Server, folder: Path, workload: Workload, order: str) -> dict[str, Any]:
+    """Send the rows with the runner, in a fresh process."""
+    job_file = job_for(folder, workload, server.url, order)
+    flush(server)
+    before, log = _counters(server), Log(server.log)
+    found = in_fresh_process("benchmarks.order", "--side", str(job_file))
+    after = _counters(server)
+    found |= {name: round(after[name] - before[name]) for name in before}
+    samples = [event for event in read_events(folder / "run" / "events.jsonl") if event["event"] == "sample"]
+    late = [s["elapsed_s"] for s in samples if s["rows_done"] < (1 - LAST_ROWS) * len(workload.rows)]
+    latencies = pq.read_table(folder / "run" / "parts", columns=["latency_s"])["latency_s"]
+    found |= {
+        "last_rows_s": found["wall_s"] - max(late, default=0.0),
+        "slowest_row_s": pc.max(latencies).as_py(),
+    }
+    return found | {"work": log.work()}
+
+
+def _counters(server: Server) -> dict[str, float]:
+    """Read what the server has counted of the rows that it has finished."""
+    text = server.ask("GET", "/metrics").decode()
+    found = dict.fromkeys(COUNTERS.values(), 0.0)
+    for metric, value in re.findall(r"^sglang:(\w+)_total\{.*?\} (\S+)$", text, re.MULTILINE):
+        if metric in COUNTERS:
+            found[COUNTERS[metric]] += float(value)
+    return found
+
+
+def summed(name: str, known: dict[str, int], found: dict[str, Any]) -> dict[str, Any]:
+    """Say of one run what counts."""
+    work, least = found["work"], known["least_tokens"]
+    passes = work["decode_passes"] + work["prefill_passes"]
+    result = {
+        **found, "passes": passes, "prefilled_tokens": found["prompt_tokens"] - found["cached_tokens"],
+        "tokens_per_s": round(found["tokens"] / found["wall_s"], 1),
+        "rows_per_s": round(known["rows"] / found["wall_s"], 1),
+        "requests": found.get("requests", known["rows"]),
+        "hit_rate": round(found["cached_tokens"] / found["prompt_tokens"], 4),
+        "last_rows_share": round(found["last_rows_s"] / found["wall_s"], 4),
+        "load": {k: v for k, v in found.get("load", {}).items() if k != "window_over_time"},
+    }  # fmt: skip
+    result["ratio_to_least"] = round(result["prefilled_tokens"] / least, 4)
+    print(
+        f"  {name}: {result['ratio_to_least']} x the least of {least:,} prefilled, hit rate "
+        f"{result['hit_rate']}, {passes} passes, {result['tokens_per_s']:,.0f} tok/s, "
+        f"{result['wall_s']:.1f} s, last rows {result['last_rows_share']:.1%}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    return result
+
+
+def measure(tokenizer: Path, names: list[str], rounds: int, *, lpm: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    words = Words(tokenizer)
+    for kind, size in MODELS.items():
+        chosen = {n: w for n, w in workloads().items() if w.model == kind and (not names or n in names)}
+        if not chosen:
+            continue
+        with tempfile.TemporaryDirectory(prefix="bench-order-") as scratch:
+            folder = Path(scratch)
+            model = make_tiny_llama(folder / kind, tokenizer, **size)
+            with peer(model, folder) as engine, serve(model, folder) as server:
+                for name, workload in chosen.items():
+                    print(name, file=sys.stderr, flush=True)
+                    found[name] = in_turns(engine, server, folder, workload, words, rounds)
+            if lpm:
+                args = {**SERVER_ARGS, "schedule-policy": "lpm"}
+                with serve(model, folder, args, name="lpm") as server:
+                    for name, workload in chosen.items():
+                        print(f"{name}, lpm", file=sys.stderr, flush=True)
+                        found[name] |= with_lpm(server, folder, workload, words)
+    return found
+
+
+def in_turns(
+    engine: Peer, server: Server, folder: Path, workload: Workload, words: Words, rounds: int
+) -> dict[str, Any]:
+    """Run the three sides so many times, each round beginning with another one, and plain sorting once."""
+    os.environ[KEY_VARIABLE] = server.key
+    known = write_input(folder / "input.parquet", workload, words)
+    sides: dict[str, Callable[[], dict[str, Any]]] = {
+        "engine_generate": lambda: engine.generate(folder / "input.parquet"),
+        "input": lambda: by_runner(server, folder, workload, "input"),
+        "ours": lambda: by_runner(server, folder, workload, "auto"),
+    }
+    names = list(sides)
+    measured = []
+    for turn in range(rounds):
+        order = names[turn % 3 :] + names[: turn % 3]
+        measured.append({name: summed(name, known, sides[name]()) for name in order})
+    in_order = summed("sorted", known, engine.generate(folder / "input.parquet", in_order=True))
+    return {**known, "model": workload.model, "goal": workload.goal, "rounds": measured, "sorted": in_order}
+
+
+def with_lpm(server: Server, folder: Path, workload: Workload, words: Words) -> dict[str, Any]:
+    """Run both orders of the runner once against a server that looks for the longest prefix itself."""
+    os.environ[KEY_VARIABLE] = server.key
+    known = write_input(folder / "input.parquet", workload, words)
+    return {
+        f"lpm_{side}": summed(side, known, by_runner(server, folder, workload, order))
+        for side, order in (("input", "input"), ("ours", "auto"))
+    }
+
+
+def verdict(found: dict[str, Any]) -> dict[str, Any]:
+    """Compare the runner with the peer and with its own input order."""
+    rounds = found["rounds"]
+
+    def of(key: str) -> Interval:
+        return interval([turn["ours"][key] for turn in rounds])
+
+    def ratio(key: str, side: str) -> Interval:
+        return interval([turn["ours"][key] / turn[side][key] for turn in rounds])
+
+    slowest = interval([turn["ours"]["slowest_row_s"] / turn["ours"]["wall_s"] for turn in rounds])
+    least_passes = max(found["longest_output"], found["output_tokens"] / SERVER_ARGS["max-running-requests"])
+    judged = {
+        "ratio_to_least": of("ratio_to_least"), "hit_rate": of("hit_rate"),
+        "tokens_per_s_to_engine_generate": ratio("tokens_per_s", "engine_generate"),
+        "rows_per_s_to_engine_generate": ratio("rows_per_s", "engine_generate"),
+        "rows_per_s_to_input": ratio("rows_per_s", "input"),
+        "passes_to_input": ratio("passes", "input"),
+        "prefilled_to_input": ratio("prefilled_tokens", "input"),
+        "passes_to_least": interval([turn["ours"]["passes"] / least_passes for turn in rounds]),
+        "last_rows_share": of("last_rows_share"), "slowest_row_share": slowest,
+    }  # fmt: skip
+    return judged | {"met": met(found["goal"], judged)}
+
+
+def met(goal: str, judged: Mapping[str, Interval]) -> dict[str, bool]:
+    """Tell which goals of a workload are met."""
+    goals = {"least": judged["ratio_to_least"].median <= LEAST_GOAL}
+    if goal == "faster":
+        return goals | {"faster": judged["tokens_per_s_to_engine_generate"].median >= FASTER_GOAL}
+    goals |= {
+        "passes": judged["passes_to_input"].median <= HARM_GOAL,
+        "prefilled": judged["prefilled_to_input"].median <= HARM_GOAL,
+        "time": judged["rows_per_s_to_input"].low >= SLOWER_GOAL,
+    }
+    if goal == "tail":  # no order ends a run before its longest row
+        by_itself = judged["slowest_row_share"].median >= 1 - TAIL_GOAL
+        goals["tail"] = judged["last_rows_share"].median <= TAIL_GOAL or by_itself
+    return goals
+
+
+def report(found: dict[str, Any]) -> None:
+    verdicts = {name: verdict(workload) for name, workload in found.items()}
+    for name, judged in verdicts.items():
+        missed = [goal for goal, is_met in judged["met"].items() if not is_met]
+        print(
+            f"{name}: prefilled {judged['ratio_to_least']} x the least, {judged['prefilled_to_input']} x "
+            f"input order; output tok/s {judged['tokens_per_s_to_engine_generate']} x Engine.generate; "
+            f"passes {judged['passes_to_input']} x input order; last rows "
+            f"{judged['last_rows_share'].median:.1%} of the time; missed: {', '.join(missed) or 'nothing'}"
+        )
+    well = [name for name, judged in verdicts.items() if all(judged["met"].values())]
+    line = f"order: {len(well)} of {len(verdicts)} workloads meet their goals ({', '.join(well) or 'none'})"
+    figures = {
+        "goals": {
+            "ratio_to_least_at_most": LEAST_GOAL, "faster_at_least": FASTER_GOAL,
+            "passes_and_prefilled_to_input_at_most": HARM_GOAL, "time_low_at_least": SLOWER_GOAL,
+            "last_rows_share_at_most": TAIL_GOAL,
+        },
+        "models": MODELS, "server_args": SERVER_ARGS, "server_environment": SERVER_ENVIRONMENT,
+        "verdicts": verdicts, "workloads": found,
+    }  # fmt: skip
+    save("order", line, figures, ("batchrunner", "sglang", "torch", "aiohttp", "uvloop", "orjson"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", action="append", default=[], choices=list(workloads()))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-lpm", action="store_true", help="leave the server with that policy out")
+    parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(runner(args.side)))
+    else:
+        report(measure(args.tokenizer, args.workload, args.rounds, lpm=not args.no_lpm))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The peer: `sglang.Engine.generate` on all rows, in a process of its own that is kept for many calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+
+from batchrunner.engines.device import cpu_environment, server_args
+from benchmarks.engine import SERVER_ARGS, SERVER_ENVIRONMENT, work_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LAST_ROWS = 0.05
+"""The share of the rows that are a run's last ones."""
+
+
+class Log:
+    """What a scheduler writes of its passes from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size
+
+    def work(self) -> dict[str, Any]:
+        """Count them."""
+        with self._path.open("rb") as log:
+            log.seek(self._at)
+            return work_of(log.read().decode(errors="replace"))
+
+
+class Peer:
+    """`sglang.Engine` in a process of its own, kept for all workloads."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    def generate(self, path: Path, *, in_order: bool = False) -> dict[str, Any]:
+        """Send the rows of a Parquet file (text, tokens) at once; `in_order` sorts them by prompt before."""
+        assert self._process.stdin
+        assert self._process.stdout
+        log = Log(self._log)
+        request = {"path": str(path), "sorted": in_order}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith('{"wall_s"'):
+                return {**json.loads(line), "work": log.work()}
+        raise SystemExit(self._log.read_text()[-3000:])
+
+
+@contextmanager
+def peer(model: Path, folder: Path) -> Iterator[Peer]:
+    """Start it; it is ended with the block."""
+    environment = dict(os.environ)
+    environment |= {**cpu_environment(environment), **SERVER_ENVIRONMENT}
+    log = folder / "peer.log"
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.peer", str(model)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=environment,
+        ) as process,
+    ):  # fmt: skip
+        yield Peer(process, log)
+        assert process.stdin
+        process.stdin.close()  # it ends by itself then
+
+
+def engine_generate(model: str) -> None:
+    """Answer requests of a `Peer`, a line each; the scheduler logs to standard error."""
+    import sglang  # noqa: PLC0415
+
+    args = {k.replace("-", "_"): v for k, v in server_args(SERVER_ARGS, cpu=True).items()}
+    engine = sglang.Engine(model_path=model, log_level="info", **args)
+    for line in sys.stdin:
+        request = json.loads(line)
+        rows = pq.read_table(request["path"]).to_pylist()
+        if request["sorted"]:
+            rows.sort(key=lambda row: row["text"])
+        sampling = [{"max_new_tokens": r["tokens"], "ignore_eos": True, "temperature": 0} for r in rows]
+        engine.flush_cache()
+        began_at, began = time.time(), time.perf_counter()
+        answers = engine.generate(prompt=[row["text"] for row in rows], sampling_params=sampling)
+        wall_s = time.perf_counter() - began
+        metas = [answer["meta_info"] for answer in answers]
+        ended = sorted(meta["request_finished_ts"] - began_at for meta in metas)
+        found = {
+            "wall_s": wall_s, "last_rows_s": wall_s - ended[int((1 - LAST_ROWS) * len(rows)) - 1],
+            "slowest_row_s": max(meta["e2e_latency"] for meta in metas),
+            "tokens": sum(meta["completion_tokens"] for meta in metas),
+            "prompt_tokens": sum(meta["prompt_tokens"] for meta in metas),
+            "cached_tokens": sum(meta["cached_tokens"] for meta in metas),
+        }  # fmt: skip
+        print(json.dumps(found), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    engine_generate(sys.argv[1])
