@@ -31,7 +31,7 @@ from benchmarks.engine import lognormal
 from benchmarks.measure import save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 SEED = 5
 GOAL = 0.98
@@ -117,8 +117,9 @@ class Fleet:
         *,
         window: int | None = None,
         late_s: float = 0.0,
+        ended: Callable[[Sample], None] = lambda _: None,
     ) -> None:
-        """`window` is a fixed one per replica; gauges are told `late_s` late."""
+        """`window` is a fixed one per replica; gauges are told `late_s` late; `ended` learns of each end."""
         self._samples = samples
         self._count = rows
         self._late_s = late_s
@@ -131,7 +132,8 @@ class Fleet:
         self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=rows)
         self._gate = Gate(self._admission.windows)
         self._told: dict[str, deque[Signals]] = {route: deque() for route in routes}
-        self._waiting = next(samples, None)
+        self._tell = ended
+        self._waiting: Sample | None = None
         self._sent = 0
         self._next_poll = 0.0
         self.now, self.ended, self.tokens, self.uncached_tokens = 0.0, 0, 0, 0
@@ -140,8 +142,19 @@ class Fleet:
 
     def run(self) -> None:
         """Let all rows come to their end."""
+        self._waiting = next(self._samples, None)
         while self.ended < self._count:
             self._tick()
+
+    def prime(self, samples: Sequence[Sample]) -> None:
+        """Let samples come to their end on each replica before anything else is sent."""
+        for replica in self.replicas.values():
+            for sample in samples:
+                replica.submit(sample)
+            while replica.busy:
+                self.now += TICK_S
+                ends = replica.advance(self.now)
+                self.uncached_tokens += sum(e.sample.prompt_tokens - e.sample.cached_tokens for e in ends)
 
     def totals(self) -> dict[str, Any]:
         """Say what the run came to."""
@@ -168,6 +181,7 @@ class Fleet:
                 self.ended += 1
                 self.tokens += end.sample.outputs
                 self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
+                self._tell(end.sample)
                 self._gate.release(route)
                 self._admission.ended(route, end.sample.retractions, end.at_s)
 

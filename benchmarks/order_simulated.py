@@ -2,10 +2,10 @@
 
 The schedulers are simulated (`batchrunner.simulation`: SGLang's admission, radix cache and eviction, with the
 step times of an 8B model on an H100), the gate and the admission are the runner's own. Each workload is sent
-in no order, sorted by prompt, and sorted with leaders before followers, in two ways: in windows whose shared
-beginnings take a share of the KV pool, and with every follower so many computed tokens behind the row that
-brings its beginning in. The least that must be computed is known exactly. No figure here is a measurement of
-a GPU.
+in no order, sorted by prompt, and sorted with leaders before followers, in three ways: in windows whose
+shared beginnings take a share of the KV pool; with every follower so many computed tokens behind the row that
+brings its beginning in; and as the runner does it (`batchrunner.arrange`), which finds its distance itself.
+The least that must be computed is known exactly. No figure here is a measurement of a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from batchrunner.arrange import Arranger, Primer
+from batchrunner.lead import Lead
+from batchrunner.lengths import Lengths
+from batchrunner.prefixes import BYTES_A_TOKEN
+from batchrunner.records import Completion, EngineInfo, Request, RowRef
 from batchrunner.simulation.sample import Sample
 from batchrunner.simulation.scheduler import SchedulerConfig
+from batchrunner.work import Work
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
@@ -41,6 +49,8 @@ from benchmarks.prompts import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from batchrunner.records import Outcome
+
 SEED = 5
 GOAL = 1.05
 SHARES = (0.05, 0.1, 0.2, 0.4)
@@ -49,8 +59,12 @@ DISTANCES = (4096, 8192, 16_384, 32_768)
 """Tokens computed between a leader and its followers; a prefill pass computes 8,192 at most."""
 WAITING_ROWS = 4096
 """Rows that are held back at most: what a client reads ahead."""
+PASS_TOKENS = 8192
+"""Of a prefill pass: SGLang's `--chunked-prefill-size` on such a card."""
+BATCH_ROWS = 128
 SMALL_POOL = 60_000
 ARMS = (
+    "runner",
     "shuffled",
     "sorted",
     "sorted, lpm",
@@ -191,19 +205,79 @@ def ordered(rows: list[Row], arm: str, kv_tokens: int) -> Iterator[Row]:
     return iter(rows)
 
 
+class AsTheRunner:
+    """The runner's own arrangement: makes samples of rows, and learns from those that ended."""
+
+    def __init__(self, rows: list[Row], kv_tokens: int) -> None:
+        info = EngineInfo("attach", "simulated", max_total_tokens=kv_tokens, prefill_tokens=PASS_TOKENS)
+        self._rows = rows
+        self._arranger = Arranger(Lead(info, 1), Lengths(), dedupe=True)
+        self._fleet: Fleet | None = None
+
+    def run(self, config: SchedulerConfig) -> Fleet:
+        """Let all rows come to their end."""
+        fleet = self._fleet = Fleet(self._samples(), len(self._rows), config, ended=self._ended)
+        fleet.run()
+        return fleet
+
+    def _samples(self) -> Iterator[Sample]:
+        assert self._fleet
+        for batch in self._arranger.arrange(self._batches(), lambda: self._unread):
+            primers = [item for item in batch if isinstance(item, Primer)]
+            for _, turn in itertools.groupby(sorted(primers, key=lambda p: p.round), key=lambda p: p.round):
+                works = [primer.work for primer in turn]
+                self._fleet.prime([self._sample(work, 1) for work in works])
+                for work in works:
+                    work.computed_at = self._fleet.now
+            for item in batch:
+                if isinstance(item, Work):
+                    item.route, item.sent_at = "r0", self._fleet.now
+                    yield self._sample(item, self._rows[item.request.ref.row].outputs)
+
+    def _batches(self) -> Iterator[list[Request | Outcome]]:
+        nothing = pa.RecordBatch.from_pylist([{}])
+        self._unread = len(self._rows)
+        for first in range(0, len(self._rows), BATCH_ROWS):
+            batch = self._rows[first : first + BATCH_ROWS]
+            self._unread -= len(batch)
+            yield [
+                Request(RowRef(row, nothing, 0), "text", text_of(each), {"max_new_tokens": each.outputs})
+                for row, each in enumerate(batch, first)
+            ]
+
+    def _sample(self, work: Work, outputs: int) -> Sample:
+        row = self._rows[work.request.ref.row]
+        return Sample(row.tokens, outputs, outputs, prefix=row.parts, payload=work)
+
+    def _ended(self, sample: Sample) -> None:
+        assert self._fleet
+        work = sample.payload
+        work.computed_at = min(work.computed_at, self._fleet.now)
+        seen = Completion([], [], [sample.outputs], sample.prompt_tokens, sample.cached_tokens)
+        self._arranger.saw(work, seen)
+
+
+def text_of(row: Row) -> str:
+    """Make a text of four characters a token, which begins like another's as far as the parts do."""
+    return "".join((name * tokens)[: BYTES_A_TOKEN * tokens] for name, tokens in row.parts)
+
+
 def run(case: Case) -> dict[str, Any]:
     """Let a whole run pass in virtual time."""
     began = time.perf_counter()
     rows = planned(case.workload, case.rows)
-    samples = (
-        Sample(row.tokens, row.outputs, row.outputs, prefix=row.parts)
-        for row in ordered(rows, case.arm, case.kv_tokens)
-    )
     config = SchedulerConfig(
         MAX_RUNNING, case.kv_tokens, policy="lpm" if case.arm.endswith("lpm") else "fcfs"
     )
-    fleet = Fleet(samples, len(rows), config)
-    fleet.run()
+    if case.arm == "runner":
+        fleet = AsTheRunner(rows, case.kv_tokens).run(config)
+    else:
+        samples = (
+            Sample(row.tokens, row.outputs, row.outputs, prefix=row.parts)
+            for row in ordered(rows, case.arm, case.kv_tokens)
+        )
+        fleet = Fleet(samples, len(rows), config)
+        fleet.run()
     prompt_tokens, least = sum(row.tokens for row in rows), least_tokens(rows)
     return {
         "prompt_tokens": prompt_tokens, "least_tokens": least, "prefilled_tokens": fleet.uncached_tokens,
