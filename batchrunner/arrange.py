@@ -69,6 +69,7 @@ class Arranger:
         self._window_bytes = 0
         self._gone: deque[Work] = deque(maxlen=GONE_ROWS)
         self._due: list[tuple[float, int, Work]] = []  # a heap: when by the clock, which was first, who
+        self._ready: list[tuple[int, int, Work]] = []  # a heap of those whose time has come
         self._serial = count()
         self._clock = 0.0  # tokens of prefill that were sent
         self._sent_at: dict[Work, float] = {}  # by the clock, of those in `_gone` and in this window
@@ -160,13 +161,21 @@ class Arranger:
         parent.children = []
 
     def _in_turn(self, leaders: list[Work], *, last: bool) -> tuple[list[Work], list[Primer]]:
-        """Send those that are due, else the next leader; where there is none, those that are due soonest."""
+        """Send those that are due, else the next leader; where there is none, those that are due soonest.
+
+        Of those that are due the one with the longest beginning goes. Below a common one many fall due
+        together, and have followers in turn: in the order of their times all of them would go first, and what
+        they brought in would be evicted before their followers came.
+        """
         works: list[Work] = []
         primers: dict[Work, Primer] = {}
         waiting = deque(leaders)
         while True:
-            if self._due and self._due[0][0] <= self._clock:
-                work = heapq.heappop(self._due)[2]
+            while self._due and self._due[0][0] <= self._clock:
+                _, serial, work = heapq.heappop(self._due)
+                heapq.heappush(self._ready, (-work.shared, serial, work))
+            if self._ready:
+                work = heapq.heappop(self._ready)[2]
             elif waiting:
                 work = waiting.popleft()
             elif self._due and (last or len(self._due) > MOST_HELD):

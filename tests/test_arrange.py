@@ -150,6 +150,22 @@ def test_followers_come_a_pass_behind_their_leader() -> None:
     assert prefilled_apart(as_given) > 1.5 * least
 
 
+def test_what_a_row_brought_in_is_used_soon() -> None:
+    """Documents below one system prompt fall due together: the questions to each go soon after it."""
+    system = words("system", 100)
+    texts = [system + words(f"d{d}", 200) + words(f"q{d}.{q}", 5) for d in range(60) for q in range(4)]
+    works, _, _ = arranged(arranger(), [[request(row, text) for row, text in enumerate(sorted(texts))]])
+    sent_at: dict[Work, float] = {}
+    clock = 0.0
+    for work in works:
+        clock += (work.size - work.shared) / 4
+        sent_at[work] = clock
+    questions = [work for work in works if work.shared > len(system) + 256]
+    waits = [sent_at[work] - sent_at[work.parent] for work in questions if work.parent]
+    assert len(waits) == 60 * 3
+    assert max(waits) <= 4 * PASS_TOKENS  # of some 24,000
+
+
 def test_nothing_alike_keeps_the_order() -> None:
     """Rows that share nothing go as the plan has them."""
     batch = [request(row, words(str(row), 100)) for row in range(300)]
