@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -113,16 +113,18 @@ def _about(made: random.Random, tokens: int) -> int:
     return made.randint(max(1, tokens // 2), max(1, tokens + tokens // 2))
 
 
-WORD = re.compile(r"Ġ([a-z]{3,})")
+WORD = re.compile(r"Ġ([a-z]{2,})")
 """A token of the tokenizer that is a space and a word: prompts of these have one token a word."""
 
 
 class Words:
-    """Words of one token each; a part's are always the same ones."""
+    """Words of one token each, as frequent as in a text; a part's are always the same ones."""
 
     def __init__(self, tokenizer: Path) -> None:
         vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
-        self._words = sorted(match[1] for token in vocabulary if (match := WORD.fullmatch(token)))
+        by_rank = sorted(vocabulary, key=vocabulary.__getitem__)  # the tokenizer's frequent tokens come first
+        self._words = [match[1] for token in by_rank if (match := WORD.fullmatch(token))]
+        self._weights = list(accumulate(1 / rank for rank in range(1, len(self._words) + 1)))
         self._parts: dict[tuple[str, int], list[str]] = {}
 
     def of(self, row: Row) -> list[str]:
@@ -131,7 +133,9 @@ class Words:
 
     def _part(self, part: tuple[str, int]) -> list[str]:
         if part not in self._parts:
-            self._parts[part] = random.Random(part[0]).choices(self._words, k=part[1])
+            self._parts[part] = random.Random(part[0]).choices(
+                self._words, cum_weights=self._weights, k=part[1]
+            )
         return self._parts[part]
 
 
