@@ -1,14 +1,14 @@
 # make run    the main job on real input with a real engine      make demo   the same screen without an engine
 # make test   all tests, the real engine's included              make check  lint and types
 # make install  the light part: .venv/bin/batchrun without SGLang     make torture  kill runs by the hundred
-# make bench-client bench-journal bench-memory bench-resume bench-engine bench-control bench-gateway
+# make bench-client bench-journal bench-memory bench-planning bench-resume bench-engine bench-control bench-gateway
 #      bench-simulation bench-control-simulated bench-order bench-order-simulated bench-order-distance
 #      bench-tokenize: what they measure stands at the head of each file in benchmarks/
 
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-order bench-order-simulated bench-order-distance bench-tokenize torture clean
+.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-order bench-order-simulated bench-order-distance bench-tokenize bench-planning torture clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -65,6 +65,9 @@ bench-memory: .venv/.light
 
 bench-resume: .venv/.light
 	.venv/bin/python -m benchmarks.resume
+
+bench-planning: .venv/.light
+	.venv/bin/python -m benchmarks.planning
 
 bench-journal: .venv/.light
 	.venv/bin/python -m benchmarks.journal

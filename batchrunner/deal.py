@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-GATHERED_BYTES = 64 << 20
+GATHERED_BYTES = 32 << 20
 """Rows wait in memory until they are so many bytes: each bucket then gets a piece that is worth a write."""
 _LIGHTLY = pa.ipc.IpcWriteOptions(compression="lz4")
 

@@ -11,7 +11,7 @@ from batchrunner.claim import DEAD_AFTER_S, LOOK_S, claimed
 from batchrunner.errors import HeldError, ResumeError
 from batchrunner.leases import Leases, Plan
 from batchrunner.order import SortedCopy
-from batchrunner.ordering import arrange
+from batchrunner.ordering import arrange, remove_copies
 from batchrunner.plan import cut_into_leases
 from batchrunner.sink import tidy
 from batchrunner.source import LeasedRows
@@ -86,6 +86,7 @@ def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *,
         selected = prepared.selected()
         rows = selected - done
         if rows or leases.plan is None:
+            remove_copies(main.task_directory)
             path, choice = arrange(prepared, rows, leases.directory, claim.token, lambda: sleep(0))
             if path:
                 cuts, name = SortedCopy(path).begins, path.name
@@ -93,6 +94,8 @@ def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *,
                 cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
             new = fingerprint(prepared.job, prepared.dataset, "").as_dict()
             leases.make_plan(Plan(rows, cuts, len(selected), new, name, choice.as_dict()))
+        else:
+            remove_copies(leases.directory)
 
 
 def _done_by_all(run_dir: RunDir, leases: Leases | None, sleep: Callable[[float], None]) -> BitMap64:

@@ -67,12 +67,15 @@ class KeySort:
 
     def in_order(self) -> Iterator[tuple[bytes, int]]:
         """Yield key and size of the rows, place by place."""
-        for batch in self._batches("SELECT key, size FROM sorted ORDER BY rowid"):
+        for batch in self._batches("SELECT key, size FROM sorted"):
             yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
     def places(self) -> Iterator[pa.Array]:
-        """Yield the places of the rows, counted from 0, row by row."""
-        for batch in self._batches("SELECT rowid FROM sorted ORDER BY row"):
+        """Yield the places of the rows, counted from 0, row by row; the keys are forgotten."""
+        with self._errors():
+            self._duckdb.execute("CREATE TABLE places AS SELECT row, rowid AS place FROM sorted")
+            self._duckdb.execute("DROP TABLE sorted")
+        for batch in self._batches("SELECT place FROM places ORDER BY row"):
             yield batch.column(0)
 
     def close(self) -> None:

@@ -123,6 +123,7 @@ class LeasedRows:
         self._prepared = prepared
         self._leases = leases
         self._choice = Choice(**plan.choice)
+        self._has_copy = plan.order is not None
         self._order = order_at(prepared, leases.directory / plan.order if plan.order else None)
         self._takeover = Takeover(prepared.run_dir, leases, self._tell)
         self._sleep = sleep
@@ -200,9 +201,10 @@ class LeasedRows:
         with self._lock:
             for lease, left in list(self._open.values()):
                 self._end(lease, left)
-        self._leases.refresh()
-        if self._leases.is_done():
-            self._order.discard()
+        if self._has_copy:
+            self._leases.refresh()
+            if self._leases.is_done():
+                self._order.discard()
 
     def _take(self, *, patient: bool = True) -> Lease | None:
         """Take the next lease, as soon as it is known whether there is one for us, or if it is known now."""

@@ -8,6 +8,7 @@ what is done again may only have ended in the last second (by default; here `dur
 kills a minute).
 
 In half of the rounds several starts join the run (`--join`), and each that is killed is replaced by another.
+In half of either, rows are sorted first (`order: prefix`).
 
 The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
 tiny random model at temperature 0, every second one behind the real gateway. In each of them the gateway, a
@@ -330,6 +331,7 @@ def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals:
         folder.mkdir()
         job = job_for(folder, source, engine)
         job["output"]["part_rows"] = made.choice((40, 10_000))
+        job["order"] = "prefix" if number // 2 % 2 else "input"
         one = Round(folder, job, expected, totals, made, calls)
         one.go_together(kills=12) if number % 2 else one.go(kills=12)
         number += 1

@@ -394,6 +394,28 @@ def test_three_tasks_in_prefix_order(tmp_path: Path, server: FakeSGLang) -> None
     assert [row["row"] for row in results_of(job)] == list(range(650))
 
 
+def test_a_sorted_run_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
+    """Tasks that go on with what one start has begun sort what is left, and its copy goes."""
+    write_texts(tmp_path / "input.parquet", shuffled(100, 5))
+    server.script = lambda _: "hold" if len(server.sent) > 30 else "answer"
+    job = sorted_job(tmp_path, server, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    run = tmp_path / "run"
+    with started(file) as alone:
+        eventually(lambda: len(server.sent) == 31)
+        eventually(lambda: json.loads(batchrun("status", run, "--json").stdout)["rows_on_disk"] == 30)
+        alone.process.kill()
+        alone.end()
+    server.answer_held()
+    server.forget()
+    server.script = lambda _: "answer"
+    assert batchrun(file, "--join").exit_code == 0
+    assert len(server.sent) == 70
+    assert stretches(sent_texts(server)) <= 5
+    assert [row["row"] for row in results_of(job)] == list(range(100))
+    assert copies_in(run) == []
+
+
 def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> None:
     """A start that cannot know the rows of a lease says which file is missing."""
     write_texts(tmp_path / "input.parquet", shuffled(100, 5))
