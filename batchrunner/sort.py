@@ -99,7 +99,7 @@ def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[
     total = 0
     for key, size in rows:
         alike.append(common(before, key))
-        if len(sizes) == 2 * least or (sizes and total + size > MOST_GROUP_BYTES):
+        while len(sizes) == 2 * least or (sizes and total + size > MOST_GROUP_BYTES):
             first = min(least, (len(sizes) + 1) // 2)
             cut = min(range(first, len(alike)), key=alike.__getitem__)
             yield cut, sum(sizes[:cut])

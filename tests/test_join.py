@@ -132,7 +132,7 @@ def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
     """In any sequence of starts, work, stops and deaths, all rows end up in parts, none of them twice."""
     with tempfile.TemporaryDirectory() as directory:
         rows = data.draw(st.integers(1, 2000))
-        job = job_of(Path(directory), rows=rows)
+        job = job_of(Path(directory), rows=rows, order=data.draw(st.sampled_from(["input", "prefix"])))
         tasks: list[Task] = []
         dead: list[Task] = []
         for number in range(data.draw(st.integers(1, 25))):

@@ -33,6 +33,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.fake_sglang import FakeSGLang
+from tests.test_layout import loaded_by
 from tests.test_results import CARRIED
 
 if TYPE_CHECKING:
@@ -309,6 +310,22 @@ def test_a_start_that_was_killed_while_it_sorted(tmp_path: Path, server: FakeSGL
     assert len(server.sent) == 100
 
 
+@pytest.mark.parametrize("options", [[], ["--join"]])
+def test_a_kill_in_the_middle_of_the_sort(tmp_path: Path, options: list[str]) -> None:
+    """The next start begins the sort anew, and nothing of the one before stays."""
+    write_texts(tmp_path / "input.parquet", shuffled(20_000, 100), 5000)
+    job = job_of(tmp_path, order="prefix")
+    with started(write_job(job, tmp_path), *options) as process:
+        eventually(lambda: list((tmp_path / "run").rglob("order-*.work")))
+        process.process.kill()
+        assert process.end() == -signal.SIGKILL
+    assert copies_in(tmp_path / "run")
+    file = write_job({**job, "input": {**job["input"], "limit": 300}}, tmp_path)
+    assert batchrun(file, *options).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(300))
+    assert copies_in(tmp_path / "run") == []
+
+
 @pytest.mark.parametrize("changed", ["prompt", "order", "files"])
 def test_a_copy_that_does_not_fit_is_replaced(tmp_path: Path, server: FakeSGLang, changed: str) -> None:
     """Another prompt (before a row was done), another order, more files: the rows are sorted anew."""
@@ -509,6 +526,13 @@ def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
     (told,) = chosen(job)
     assert (told["order"], told["rows_sampled"]) == ("prefix", 3000)
     assert told["sorted_share"] > told["input_share"] + 0.05
+
+
+@pytest.mark.parametrize(("order", "loads"), [("auto", False), ("prefix", True)])
+def test_only_who_sorts_loads_the_database(tmp_path: Path, order: str, *, loads: bool) -> None:
+    """A start that leaves rows as they stand does not pay for what sorts them."""
+    file = write_job(job_of(tmp_path, order=order), tmp_path)
+    assert ("duckdb" in loaded_by(f"import batchrunner; batchrunner.run({str(file)!r})")) == loads
 
 
 def test_auto_leaves_a_small_input_alone(tmp_path: Path, server: FakeSGLang) -> None:
