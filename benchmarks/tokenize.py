@@ -22,7 +22,7 @@ import batchrunner
 from benchmarks.measure import interval, save
 from tests.tiny_model import make_tiny_llama
 
-LENGTHS = {500: 400, 4000: 200, 16_000: 60}
+LENGTHS = {500: 200, 4000: 100, 16_000: 30}
 """Characters of a prompt, and rows."""
 SIDES = ("client", "server")
 MARK = f"BENCH_TOKENIZE={os.getpid()}"
