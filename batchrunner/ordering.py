@@ -82,7 +82,7 @@ def arranged_before(prepared: Prepared, rows: BitMap64, directory: Path) -> tupl
 
 def remove_copies(directory: Path) -> None:
     """Delete what starts before have sorted, or begun to; raises OSError."""
-    for path in directory.glob("order-*"):
+    for path in directory.glob("*order-*"):  # hidden ones too, which are not whole
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -36,7 +36,7 @@ OF_A_TASK = (
     "engine*.log",
     "owner*",
     "heartbeat",
-    "order-*.parquet",
+    "*order-*.parquet*",
 )
 """What lies in a task's directory."""
 

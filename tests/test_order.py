@@ -85,7 +85,7 @@ def sorted_job(directory: Path, engine: Any = INSTANT, **changes: Any) -> dict[s
 
 def copies_in(run: Path) -> list[Path]:
     """Return what of sorted copies lies in a run."""
-    return sorted(run.rglob("order-*"))
+    return sorted(run.rglob("*order-*"))
 
 
 def chosen(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -303,7 +303,7 @@ def test_a_start_that_was_killed_while_it_sorted(tmp_path: Path, server: FakeSGL
     for order in ("prefix", "input"):
         (place / "order-dead.work" / "spilled").mkdir(parents=True)
         (place / "order-dead.work" / "bucket-000000.arrows").write_bytes(b"torn")
-        (place / "order-dead.parquet.tmp").write_bytes(b"PAR1")
+        (place / ".order-dead.parquet.tmp").write_bytes(b"PAR1")
         (place / "order-other.parquet").write_bytes(b"PAR1 torn")
         assert batchrunner.run(sorted_job(tmp_path, server, order=order), fresh=True).rows_ok == 50
         assert copies_in(tmp_path / "run") == []
