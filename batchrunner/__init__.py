@@ -89,6 +89,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     families         which row goes before which
     lengths          how long an output will be
     lead             how far leaders go ahead, corrected by what the cache holds
+    pace             when a row may follow its leader
     arrange          the order within a window of rows
     ready            rows that wait for a place, each for its route
     submit           requests → engine → outcomes

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 READ_AHEAD_ROWS = 512
 """Rendered rows that wait for a place; the reader goes on when there are fewer."""
-AT_ONCE = READ_AHEAD_ROWS // 2
-"""Rows that are made ready together."""
 PRIME_S = 30.0
 """A primer saves a prefill pass or two: it is not waited for longer."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
@@ -163,26 +161,24 @@ class Submitter:
         self._notify()
 
     async def _take(self, batch: list[Work | Primer | Outcome]) -> None:
-        """Have rows ready to be sent, some at a time: as tokens they take more memory."""
+        """Have rows ready to be sent, and wait until more are wanted."""
         works = [item for item in batch if isinstance(item, Work)]
         self._unended += len(works)
         for item in batch:
             if isinstance(item, Outcome):  # the row failed before it could be sent
                 await self._deliver(item)
         await self._prime([item for item in batch if isinstance(item, Primer)])
-        for start in range(0, len(works), AT_ONCE):
-            chunk = works[start : start + AT_ONCE]
-            found = await self._make_ready([work.request for work in chunk])
-            for work, request in zip(chunk, found, strict=True):
-                if isinstance(request, Outcome):
-                    await self._end(work, request)
-                else:
-                    work.request = request
-                    self._ready.add(work)
-            self._wake_dispatch.set()
-            while not self._wants_rows():
-                self._wake_reader.clear()
-                await self._wake_reader.wait()
+        found = await self._make_ready([work.request for work in works])
+        for work, request in zip(works, found, strict=True):
+            if isinstance(request, Outcome):
+                await self._end(work, request)
+            else:
+                work.request = request
+                self._ready.add(work)
+        self._wake_dispatch.set()
+        while not self._wants_rows():
+            self._wake_reader.clear()
+            await self._wake_reader.wait()
 
     async def _end(self, work: Work, outcome: Outcome) -> None:
         """Deliver what became of a row, and of those that are exactly like it."""

@@ -28,6 +28,10 @@ class Work:
     shared: int = 0
     """Bytes of that beginning."""
     children: list[Work] = field(default_factory=list)
+    new_tokens: float = 0.0
+    """What the engine has to compute of its prompt, if that beginning is there."""
+    clock: float = 0.0
+    """All such tokens that had been sent when it had gone."""
     family: Work | None = None
     """The first of the rows that should be sent where it is; None where any route will do."""
     route: str | None = None

@@ -80,15 +80,15 @@ def grouped(groups: int, members: int, count: int = 200) -> list[str]:
 
 
 def prefilled_apart(works: Sequence[Work]) -> int:
-    """Return the bytes that are computed if a beginning counts as cached a whole pass after it was sent."""
+    """Return the bytes that are computed if a beginning is cached when the pass that it began in is over."""
     sent: list[tuple[float, bytes]] = []
     clock, total = 0.0, 0
     for work in works:
         prompt = work.request.prompt.encode()
         best = max((common(prompt, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0)
         total += len(prompt) - best
-        clock += (len(prompt) - best) / 4
         sent.append((clock, prompt))
+        clock += (len(prompt) - best) / 4
     return total
 
 
@@ -304,7 +304,7 @@ def test_followers_that_come_too_early_widen_the_distance() -> None:
     """Their beginning was not there, and was not known to be computed when they were sent."""
     lead = Lead(INFO, 1)
     before = lead.tokens
-    assert follow(lead, cached=0, computed_before=False) == ["64 of 64 came too early for their beginning"]
+    assert follow(lead, cached=0, computed_before=False) == ["32 of 32 came too early for their beginning"]
     assert before < lead.tokens <= 0.4 * 100_000
 
 
@@ -312,7 +312,7 @@ def test_followers_that_come_too_late_narrow_the_distance() -> None:
     """Their beginning had been computed, and is gone."""
     lead = Lead(INFO, 1)
     before = lead.tokens
-    assert follow(lead, cached=0, computed_before=True) == ["64 of 64 came too late for their beginning"]
+    assert follow(lead, cached=0, computed_before=True) == ["32 of 32 came too late for their beginning"]
     assert 0 < lead.tokens < before
 
 

@@ -1,0 +1,89 @@
+"""When a row may follow the one that brings its beginning in. Pure: its clock is tokens of prefill."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchrunner.lead import Lead
+    from batchrunner.work import Work
+
+MOST_HELD = 1024
+"""Rows that wait for their beginning while others can still come."""
+
+
+class Turn(NamedTuple):
+    """A row whose turn it is."""
+
+    work: Work
+    is_early: bool
+    """Whether there was nothing else to send until its beginning is computed."""
+
+
+class Pace:
+    """Rows that wait for their turn: leaders in order, followers until their leader is far enough ahead."""
+
+    def __init__(self, lead: Lead | None) -> None:
+        """Without a `lead` all go as they come."""
+        self._lead = lead
+        self._leaders: deque[Work] = deque()
+        self._following: list[tuple[float, int, Work]] = []  # a heap: since when, which was first, who
+        self._due: list[tuple[int, int, Work]] = []  # a heap: the longest beginning first
+        self._serial = count()
+        self._clock = 0.0  # tokens of prefill that were sent
+
+    def __len__(self) -> int:
+        """Count those that wait."""
+        return len(self._leaders) + len(self._following) + len(self._due)
+
+    def add(self, leaders: Iterable[Work]) -> None:
+        """Add rows that wait for no other; their followers come with them."""
+        self._leaders.extend(leaders)
+
+    def follow(self, leader: Work) -> None:
+        """Let the followers of a row that has gone wait: first those that are followed in turn."""
+        for work in sorted(leader.children, key=lambda work: not work.children):
+            heapq.heappush(self._following, (leader.clock, next(self._serial), work))
+        leader.children = []
+
+    def take(self, *, last: bool) -> Turn | None:
+        """Take the next row; None where all that wait should wait on, unless no others come (`last`).
+
+        Of those whose time has come the one with the longest beginning goes. Below a common one many fall due
+        together, and have followers in turn: in the order of their times all of them would go first, and what
+        they brought in would be evicted before their followers came.
+        """
+        self._look()
+        is_early = False
+        if self._due:
+            work = heapq.heappop(self._due)[2]
+        elif self._leaders:
+            work = self._leaders.popleft()
+        elif self._following and (last or len(self._following) > MOST_HELD):
+            work, is_early = heapq.heappop(self._following)[2], True
+        else:
+            return None
+        self._count(work)
+        return Turn(work, is_early)
+
+    def _look(self) -> None:
+        """Find those whose time has come."""
+        while self._following and self._lead is not None:
+            _, serial, work = self._following[0]
+            assert work.parent is not None
+            if not self._lead.is_ahead(work.parent, self._clock):
+                return
+            heapq.heappop(self._following)
+            heapq.heappush(self._due, (-work.shared, serial, work))
+
+    def _count(self, work: Work) -> None:
+        if self._lead is not None:
+            work.new_tokens = (work.size - work.shared) / self._lead.bytes_a_token
+            self._clock += work.new_tokens
+            work.clock = self._clock
+            self.follow(work)
