@@ -62,7 +62,7 @@ SEED = 7
 LEAST_GOAL, FASTER_GOAL, HARM_GOAL, SLOWER_GOAL, TAIL_GOAL = 1.05, 1.35, 1.01, 0.95, 0.07
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 64, "layers": 2},
-    "small": {"hidden": 128, "layers": 4},
+    "small": {"hidden": 256, "layers": 2},
 }
 COUNTERS = {
     "prompt_tokens": "prompt_tokens", "cached_tokens": "cached_tokens", "generation_tokens": "tokens",
@@ -86,7 +86,8 @@ def workloads() -> dict[str, Workload]:
     """Make the eight; each takes some 10 to 40 s on two cores."""
     made = random.Random(SEED)
     chat = [(lognormal(made, 102, 169), lognormal(made, 74, 70)) for _ in range(900)]
-    tail = [(48, 1500 if made.random() < 0.004 else lognormal(made, 40, 60)) for _ in range(1500)]
+    # the longest need alone as many passes as all others do together
+    tail = [(48, 400 if made.random() < 0.003 else min(200, lognormal(made, 32, 40))) for _ in range(3000)]
     alone = unrelated((lognormal(made, 102, 60), 40) for _ in range(700))
     shared = {
         "groups": shuffled(groups(made, 120, 8, 430, 32, 4)),

@@ -63,7 +63,7 @@ def measure(tokenizer: Path, repeats: int) -> dict[str, Any]:
                     ]
                     for between in BETWEEN
                 }
-                for outputs in (1, 400)
+                for outputs in (1, 32)
             }
     return {"group_of": EACH, "head_tokens": HEAD, "group_together": together, "follower": distances}
 
@@ -83,7 +83,7 @@ def report(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     args = parser.parse_args()
     report(measure(args.tokenizer, args.repeats))
