@@ -40,9 +40,6 @@ class Order(Protocol):
     def close(self) -> None:
         """Close what is open."""
 
-    def discard(self) -> None:
-        """Delete what was written for it: nothing is left to be done."""
-
 
 class InputOrder:
     """The rows as they stand in the input."""
@@ -58,9 +55,6 @@ class InputOrder:
     def close(self) -> None:
         """Close the open file."""
         self._reader.close()
-
-    def discard(self) -> None:
-        """Leave the input alone."""
 
 
 class SortedCopy:
@@ -110,11 +104,6 @@ class SortedCopy:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def discard(self) -> None:
-        """Delete it."""
-        self.close()
-        self._path.unlink(missing_ok=True)
 
     def _groups(self, places: range) -> range:
         return range(bisect_left(self.begins, places.start), bisect_left(self.begins, places.stop))

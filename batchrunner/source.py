@@ -63,11 +63,11 @@ class OwnRows:
     """Rows that nobody else does."""
 
     def __init__(
-        self, prepared: Prepared, todo: BitMap64, total: int, path: Path | None, choice: Choice
+        self, prepared: Prepared, todo: BitMap64, total: int, copy: Path | None, choice: Choice
     ) -> None:
-        """`path` is that of the copy that `choice` is about, if there is one."""
-        self._renderer = prepared.renderer
-        self._order = order_at(prepared, path)
+        """`copy` is where the rows are in the order of the `choice`, unless the input has it."""
+        self._prepared = prepared
+        self._copy = copy
         self._choice = choice
         self._todo = todo
         self._left = todo
@@ -76,9 +76,9 @@ class OwnRows:
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Read and render them."""
-        with contextlib.closing(self._order):
-            for batch in self._order.read(self._todo):
-                yield self._renderer.render(batch)
+        with contextlib.closing(order_at(self._prepared, self._copy)) as order:
+            for batch in order.read(self._todo):
+                yield self._prepared.renderer.render(batch)
                 self.unread -= len(batch.rows)
 
     def landed(self, rows: BitMap64) -> None:
@@ -95,8 +95,8 @@ class OwnRows:
 
     def give_back(self) -> None:
         """Leave the copy to a later start, unless nothing is left to be done."""
-        if not self._left:
-            self._order.discard()
+        if self._copy and not self._left:
+            self._copy.unlink(missing_ok=True)
 
 
 def _tell_order(choice: Choice, tell: Callable[..., None]) -> None:
@@ -123,8 +123,7 @@ class LeasedRows:
         self._prepared = prepared
         self._leases = leases
         self._choice = Choice(**plan.choice)
-        self._has_copy = plan.order is not None
-        self._order = order_at(prepared, leases.directory / plan.order if plan.order else None)
+        self._copy = leases.directory / plan.order if plan.order else None
         self._takeover = Takeover(prepared.run_dir, leases, self._tell)
         self._sleep = sleep
         self._clock = clock
@@ -172,10 +171,12 @@ class LeasedRows:
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Take leases, read and render their rows."""
         renderer = self._prepared.renderer
-        with contextlib.closing(self._order):
-            lease, self._first = self._first or self._take(), None
+        lease, self._first = self._first or self._take(), None
+        if lease is None:  # then the copy may have gone
+            return
+        with contextlib.closing(order_at(self._prepared, self._copy)) as order:
             while lease is not None:
-                for batch in self._order.read(lease.rows, lease.places):
+                for batch in order.read(lease.rows, lease.places):
                     yield renderer.render(batch)
                     self._to_read -= len(batch.rows)
                 lease = self._take(patient=False)
@@ -201,10 +202,10 @@ class LeasedRows:
         with self._lock:
             for lease, left in list(self._open.values()):
                 self._end(lease, left)
-        if self._has_copy:
+        if self._copy:
             self._leases.refresh()
             if self._leases.is_done():
-                self._order.discard()
+                self._copy.unlink(missing_ok=True)
 
     def _take(self, *, patient: bool = True) -> Lease | None:
         """Take the next lease, as soon as it is known whether there is one for us, or if it is known now."""
