@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchrunner.prefixes import BYTES_A_TOKEN
-
 if TYPE_CHECKING:
     from batchrunner.records import Completion, EngineInfo
     from batchrunner.work import Work
@@ -24,6 +22,7 @@ PASSES = 1.1
 POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
 """Of the KV pool that beginnings may take which wait for their followers: at first, and at most."""
 LEAST_PASSES = 1 / 8
+MOST_BYTES_A_TOKEN = 6
 LOOK_ROWS = 32
 """Followers between two corrections."""
 MISSES = 0.1
@@ -71,8 +70,8 @@ class Lead:
 
     @property
     def bytes_a_token(self) -> float:
-        """Of the prompts so far."""
-        return self._bytes / self._bytes_tokens if self._bytes_tokens else BYTES_A_TOKEN
+        """Of the prompts so far; before there is one, many: rather too far apart than too near."""
+        return self._bytes / self._bytes_tokens if self._bytes_tokens else MOST_BYTES_A_TOKEN
 
     def saw(self, work: Work, completion: Completion) -> LeadChange | None:
         """Take note of an answer; return the correction that it brought."""

@@ -32,6 +32,7 @@ class Pace:
         """Without a `lead` all go as they come."""
         self._lead = lead
         self._leaders: deque[Work] = deque()
+        self._leaders_bytes = 0
         self._following: list[tuple[float, int, Work]] = []  # a heap: since when, which was first, who
         self._due: list[tuple[int, int, Work]] = []  # a heap: the longest beginning first
         self._serial = count()
@@ -43,7 +44,9 @@ class Pace:
 
     def add(self, leaders: Iterable[Work]) -> None:
         """Add rows that wait for no other; their followers come with them."""
-        self._leaders.extend(leaders)
+        for work in leaders:
+            self._leaders.append(work)
+            self._leaders_bytes += work.size
 
     def follow(self, leader: Work) -> None:
         """Let the followers of a row that has gone wait: first those that are followed in turn."""
@@ -60,16 +63,25 @@ class Pace:
         """
         self._look()
         is_early = False
-        if self._due:
+        if self._due and not (last and self._is_near_end()):
             work = heapq.heappop(self._due)[2]
         elif self._leaders:
             work = self._leaders.popleft()
+            self._leaders_bytes -= work.size
+        elif self._due:
+            work = heapq.heappop(self._due)[2]
         elif self._following and (last or len(self._following) > MOST_HELD):
             work, is_early = heapq.heappop(self._following)[2], True
         else:
             return None
         self._count(work)
         return Turn(work, is_early)
+
+    def _is_near_end(self) -> bool:
+        """Tell whether the last leaders should go now: then others' followers are left to go behind them."""
+        if self._lead is None or not self._leaders:
+            return False
+        return self._leaders_bytes / self._lead.bytes_a_token <= 2 * self._lead.tokens
 
     def _look(self) -> None:
         """Find those whose time has come."""

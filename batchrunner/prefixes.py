@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from batchrunner.records import Request
 
-BYTES_A_TOKEN = 4
-"""Of token ids exactly; of English text on average, until answers tell better."""
 
 BLOCK_BYTES, BLOCK_SHARE = 64, 16
 """A sort key looks at blocks of so many bytes, and deep in a prompt of this part of the way that lies before
