@@ -6,7 +6,7 @@ Rows come as the plan has them and are looked at some thousand at a time. Pure: 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from batchrunner.families import find_families
@@ -72,6 +72,10 @@ class Arranger:
     def held(self) -> int:
         """Rows that came and have not been sent."""
         return len(self._window) + len(self._pace)
+
+    def sharing(self) -> dict[str, Any]:
+        """Return what came of it, as report.json has it."""
+        return self._lead.as_dict() if self._lead is not None else {}
 
     def saw(self, work: Work, completion: Completion) -> LeadChange | None:
         """Learn from an answer; return how that changed the distance between leaders and followers."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from batchrunner.prepare import Prepared
 
 WINDOW_ROWS = 1024
-"""Rows that are looked at together when they are sent: what they have in common is found in any order."""
+"""Rows that are sure to be looked at together when they are sent (`arrange` takes more at a time): what they
+have in common is found in any order."""
 STRETCHES = 4
 STRETCH_BYTES = 16 << 20
 """Of prompts, that a stretch of the sample has at most (and one prompt more)."""

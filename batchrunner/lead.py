@@ -55,8 +55,7 @@ class Lead:
         self._tokens = max(self._least, min(PASSES * pass_tokens, POOL_SHARE * pool))
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._early, self._evicted = 0, 0, 0
-        self.expected_tokens, self.found_tokens = 0.0, 0.0
-        """Of followers: what they share with the row before them, and what of it was in the cache."""
+        self._expected_tokens, self._found_tokens = 0.0, 0.0
 
     @property
     def tokens(self) -> int:
@@ -83,8 +82,8 @@ class Lead:
         parent, cached = work.parent, completion.cached_tokens
         if parent is None or cached is None or expected < LEAST_EXPECTED_TOKENS:
             return None
-        self.expected_tokens += expected
-        self.found_tokens += min(expected, cached)
+        self._expected_tokens += expected
+        self._found_tokens += min(expected, cached)
         if not self._sees or parent.route != work.route:  # it may have been elsewhere
             return None
         self._followers += 1
@@ -94,6 +93,14 @@ class Lead:
             else:
                 self._early += 1
         return self._correct() if self._followers >= LOOK_ROWS else None
+
+    def as_dict(self) -> dict[str, int]:
+        """Return what followers should have found in the cache, and what they found, in tokens."""
+        return {
+            "expected_tokens": round(self._expected_tokens),
+            "found_tokens": round(self._found_tokens),
+            "lead_tokens": self.tokens,
+        }
 
     def _correct(self) -> LeadChange | None:
         rows, early, evicted, old = self._followers, self._early, self._evicted, self.tokens

@@ -49,6 +49,9 @@ class Report:
     """Requests in flight at the end, over all replicas."""
     load: dict[str, Any] = field(default_factory=dict)
     """How healthy the queues were: shares of steady time, retractions, the window over time."""
+    sharing: dict[str, Any] = field(default_factory=dict)
+    """Of rows that begin alike: tokens that followers share with the one before, and those that were cached;
+    the distance between the two at the end, in tokens of prefill."""
     simulated: bool = False
     versions: dict[str, str | None] = field(default_factory=dict)
 
@@ -78,6 +81,9 @@ class Report:
                 f"{self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
                 + (" [simulated: these numbers mean nothing]" if self.simulated else "")
             )
+        if self.cached_tokens and self.prompt_tokens:
+            share = self.cached_tokens / self.prompt_tokens
+            lines.append(f"{share:.0%} of {self.prompt_tokens:,} prompt tokens were in the engine's cache")
         if self.rows_deduplicated:
             lines.append(
                 f"{self.rows_deduplicated} rows have the answer of an equal one (dedupe: false sends all)"

@@ -225,7 +225,7 @@ class _Run:
             await self._engine.signals(), time.monotonic(), unsent=self._source.unread
         )
         self._gate = Gate(self._admission.windows)
-        arranger = self._make_arranger(len(first))
+        arranger = self._arranger = self._make_arranger(len(first))
         self._feedback = Feedback(self._engine, self._admission, arranger, self._gate, self._events)
         self._submitter = Submitter(
             self._engine, self._prompts.ready, arranger, self._gate, self._patience, self._deliver,
@@ -380,6 +380,7 @@ class _Run:
             engine=asdict(self._info),
             window=self._admission.window,
             load=self._feedback.summary.as_dict(),
+            sharing=self._arranger.sharing(),
             simulated=self._info.simulated,
             versions=versions(self._info),
         )

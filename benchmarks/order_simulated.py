@@ -26,7 +26,6 @@ import pyarrow as pa
 from batchrunner.arrange import Arranger, Primer
 from batchrunner.lead import Lead
 from batchrunner.lengths import Lengths
-from batchrunner.prefixes import BYTES_A_TOKEN
 from batchrunner.records import Completion, EngineInfo, Request, RowRef
 from batchrunner.simulation.sample import Sample
 from batchrunner.simulation.scheduler import SchedulerConfig
@@ -63,6 +62,7 @@ PASS_TOKENS = 8192
 """Of a prefill pass: SGLang's `--chunked-prefill-size` on such a card."""
 BATCH_ROWS = 128
 SMALL_POOL = 60_000
+BYTES_A_TOKEN = 4
 ARMS = (
     "runner",
     "shuffled",
