@@ -25,6 +25,7 @@ LEAST_PASSES = 1 / 8
 MOST_BYTES_A_TOKEN = 6
 LOOK_ROWS = 32
 """Followers between two corrections."""
+NEARER, WIDER = 0.7, 1.5
 MISSES = 0.1
 """More than this share of them without their beginning in the cache makes a correction."""
 LEAST_EXPECTED_TOKENS = 64
@@ -54,7 +55,10 @@ class Lead:
         self._most = max(MOST_POOL_SHARE * pool, self._least)
         self._tokens = max(self._least, min(PASSES * pass_tokens, POOL_SHARE * pool))
         self._bytes, self._bytes_tokens = 0, 0
-        self._followers, self._early, self._evicted = 0, 0, 0
+        self._followers, self._missed, self._gone = 0, 0, 0
+        self._share_before = 0.0
+        self._clock, self._since = 0.0, 0.0  # of what has gone, and when the distance was changed
+        self._factor = WIDER
         self._expected_tokens, self._found_tokens = 0.0, 0.0
 
     @property
@@ -64,6 +68,7 @@ class Lead:
 
     def is_ahead(self, work: Work, clock: float) -> bool:
         """Tell whether a row that has gone is far enough ahead, when so many tokens have been sent in all."""
+        self._clock = clock
         own = work.new_tokens % self._pass_tokens
         return clock - work.clock >= (self._tokens - own) * self._scale
 
@@ -84,14 +89,12 @@ class Lead:
             return None
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
-        if not self._sees or parent.route != work.route:  # it may have been elsewhere
-            return None
+        if not self._sees or parent.route != work.route or work.clock < self._since:
+            return None  # its beginning may be elsewhere, or it went with another distance
         self._followers += 1
         if cached < expected / 2:
-            if parent.computed_at < work.sent_at:
-                self._evicted += 1
-            else:
-                self._early += 1
+            self._missed += 1
+            self._gone += parent.computed_at < work.sent_at
         return self._correct() if self._followers >= LOOK_ROWS else None
 
     def as_dict(self) -> dict[str, int]:
@@ -103,12 +106,22 @@ class Lead:
         }
 
     def _correct(self) -> LeadChange | None:
-        rows, early, evicted, old = self._followers, self._early, self._evicted, self.tokens
-        self._followers = self._early = self._evicted = 0
-        if early + evicted <= MISSES * rows:
+        """Change the distance where too many followers did not find their beginning.
+
+        It was evicted where it had been computed when they were sent, or where they were more than a pass
+        behind; else nobody knows, and what made it worse is undone.
+        """
+        rows, missed, gone, old = self._followers, self._missed, self._gone, self.tokens
+        self._followers = self._missed = self._gone = 0
+        share, before = missed / rows, self._share_before
+        self._share_before = share
+        if share <= MISSES:
             return None
-        if evicted > early:
-            self._tokens, why = max(self._least, self._tokens * 0.7), f"{evicted} of {rows} came too late"
-        else:
-            self._tokens, why = min(self._most, self._tokens * 1.5), f"{early} of {rows} came too early"
-        return LeadChange(old, self.tokens, f"{why} for their beginning") if self.tokens != old else None
+        if 2 * gone > missed or self._tokens >= self._pass_tokens:
+            self._factor = NEARER
+        elif share > before > MISSES:
+            self._factor = NEARER if self._factor == WIDER else WIDER
+        self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
+        self._since = self._clock
+        why = f"{missed} of {rows} followers did not find their beginning in the cache"
+        return LeadChange(old, self.tokens, why) if self.tokens != old else None

@@ -289,36 +289,50 @@ def test_rows_that_failed_before_they_could_be_sent_pass_through() -> None:
 # The distance corrects itself
 
 
-def follow(lead: Lead, *, cached: int, computed_before: bool) -> list[str]:
-    """Tell a lead of followers with 400 shared tokens; return the reasons of its corrections."""
+TIGHT = EngineInfo(kind="test", model="m", max_total_tokens=20_000, prefill_tokens=8192)
+"""Its pool has no room for the beginnings of a whole pass: nobody knows what distance is best."""
+
+
+def follow(lead: Lead, *, missed: int, computed_before: bool = False) -> list[str]:
+    """Tell a lead of followers with 400 shared tokens, some of which missed them; return what it says."""
     parent = Work(request(0, "x"), computed_at=1.0 if computed_before else 3.0)
     reasons = []
     for row in range(LOOK_ROWS):
         work = Work(request(row, "x"), size=2000, parent=parent, shared=1600, sent_at=2.0)
-        change = lead.saw(work, Completion(["x"], ["stop"], [1], 500, cached))
+        change = lead.saw(work, Completion(["x"], ["stop"], [1], 500, 0 if row < missed else 390))
         reasons += [change.reason] if change else []
     return reasons
 
 
-def test_followers_that_come_too_early_widen_the_distance() -> None:
-    """Their beginning was not there, and was not known to be computed when they were sent."""
-    lead = Lead(INFO, 1)
+def test_followers_less_than_a_pass_behind_come_too_early() -> None:
+    """Their beginning was not there, nor known to be computed: the distance widens, within the pool."""
+    lead = Lead(TIGHT, 1)
     before = lead.tokens
-    assert follow(lead, cached=0, computed_before=False) == ["32 of 32 came too early for their beginning"]
-    assert before < lead.tokens <= 0.4 * 100_000
+    assert follow(lead, missed=20) == ["20 of 32 followers did not find their beginning in the cache"]
+    assert before < lead.tokens <= 0.4 * 20_000
 
 
-def test_followers_that_come_too_late_narrow_the_distance() -> None:
+def test_a_change_that_made_it_worse_is_undone() -> None:
+    """Where wider means more misses, their beginnings are evicted: the distance narrows."""
+    lead = Lead(TIGHT, 1)
+    follow(lead, missed=10)
+    wider = lead.tokens
+    follow(lead, missed=25)
+    assert lead.tokens < wider
+
+
+@pytest.mark.parametrize("info", [INFO, TIGHT])
+def test_followers_that_come_too_late_narrow_the_distance(info: EngineInfo) -> None:
     """Their beginning had been computed, and is gone."""
-    lead = Lead(INFO, 1)
+    lead = Lead(info, 1)
     before = lead.tokens
-    assert follow(lead, cached=0, computed_before=True) == ["32 of 32 came too late for their beginning"]
+    assert follow(lead, missed=20, computed_before=True)
     assert 0 < lead.tokens < before
 
 
 def test_followers_that_hit_change_nothing() -> None:
     """As long as the cache holds what it should, the distance stays."""
-    assert follow(Lead(INFO, 1), cached=390, computed_before=True) == []
+    assert follow(Lead(INFO, 1), missed=3) == []
 
 
 def test_the_distance_is_bounded_by_the_pool() -> None:
