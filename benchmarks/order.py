@@ -87,7 +87,7 @@ def workloads() -> dict[str, Workload]:
     made = random.Random(SEED)
     chat = [(lognormal(made, 102, 169), lognormal(made, 74, 70)) for _ in range(900)]
     # the longest need alone as many passes as all others do together
-    tail = [(48, 400 if made.random() < 0.003 else min(200, lognormal(made, 32, 40))) for _ in range(3000)]
+    tail = [(48, 260 if made.random() < 0.004 else min(150, lognormal(made, 32, 40))) for _ in range(2000)]
     alone = unrelated((lognormal(made, 102, 60), 40) for _ in range(700))
     shared = {
         "groups": shuffled(groups(made, 120, 8, 430, 32, 4)),
