@@ -86,7 +86,7 @@ class Arranger:
     def arrange(
         self, batches: Iterable[list[Request | Outcome]], unread: Callable[[], int]
     ) -> Iterator[list[Work | Primer | Outcome]]:
-        """Return the rows of the plan as they are to be sent; an empty batch says that more may take long.
+        """Return the rows of the plan as they are to be sent; an empty batch: those before it should go.
 
         `unread` counts the rows that are still to come.
         """

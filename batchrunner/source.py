@@ -44,7 +44,7 @@ class Source(Protocol):
         """How many are still to be read; with leases, about how many will be."""
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Read and render them, a bounded batch at a time; blocks. An empty one says that it may for long."""
+        """Read and render them, a bounded batch at a time; blocks. An empty one: send those before it."""
 
     def landed(self, rows: BitMap64) -> None:
         """Take note of rows that are in a part; blocks."""
@@ -179,10 +179,8 @@ class LeasedRows:
                 for batch in order.read(lease.rows, lease.places):
                     yield renderer.render(batch)
                     self._to_read -= len(batch.rows)
-                lease = self._take(patient=False)
-                if lease is None:
-                    yield []
-                    lease = self._take()
+                yield []  # it is sent before another is taken: others may want that
+                lease = self._take()
 
     def landed(self, rows: BitMap64) -> None:
         """End the leases of which the last rows are in parts now."""
@@ -207,8 +205,8 @@ class LeasedRows:
             if self._leases.is_done():
                 self._copy.unlink(missing_ok=True)
 
-    def _take(self, *, patient: bool = True) -> Lease | None:
-        """Take the next lease, as soon as it is known whether there is one for us, or if it is known now."""
+    def _take(self) -> Lease | None:
+        """Take the next lease, as soon as it is known whether there is one for us."""
         while not self._stopped.is_set():
             try:
                 if self._clock() - self._looked_at > REFRESH_S:
@@ -223,8 +221,6 @@ class LeasedRows:
                 self._failing_since = None
             if lease is not None or (settled is False and not self._unfinished()):
                 return lease
-            if not patient:
-                return None
             if not settled:
                 self._sleep(SHORTLY_S if self._rows_free else LOOK_S)
         return None

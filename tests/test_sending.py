@@ -115,3 +115,13 @@ def test_input_order_is_the_order_of_the_files(tmp_path: Path, server: FakeSGLan
     texts = ["few-shot " * 100 + str(row % 7) + "x" * row for row in range(50)]
     batchrunner.run(alike(tmp_path, server, texts, order="input", window=1))
     assert server.prompts == texts
+
+
+def test_a_task_leaves_rows_to_those_that_come_later(tmp_path: Path, server: FakeSGLang) -> None:
+    """Of a run that several tasks do, the first takes what it can send soon, not all that it could sort."""
+    server.script = lambda _: "hold"
+    job = alike(tmp_path, server, [f"text {row}" for row in range(4000)], window=8)
+    with started(write_job(job, tmp_path), "--join"):
+        server.wait_for(8)
+        taken = list((tmp_path / "run" / "leases").glob("*.0"))
+        assert 0 < len(taken) < 24  # of 64
