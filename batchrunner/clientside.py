@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.chattemplate import OWN_NAMES, read_json
 from batchrunner.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.job import GATEWAY_DROPS, GatewayEngine
-from batchrunner.records import Request
 from batchrunner.room import Room
 from batchrunner.tokens import Encoder, Tokenizer
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from batchrunner.engines.base import Engine
     from batchrunner.job import Job
-    from batchrunner.records import EngineInfo, Outcome, PromptKind, Tokenizing
+    from batchrunner.records import EngineInfo, Outcome, PromptKind, Request, Tokenizing
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +63,9 @@ class Prompts:
             return [*items]
         return await asyncio.to_thread(self._encoder.encode, items)
 
-    async def _compare(self, encoder: Encoder, items: Sequence[Request | Outcome]) -> None:
+    async def _compare(self, encoder: Encoder, items: Sequence[Request]) -> None:
         """Compare our tokens of the first rows, and of a text made for it, with the engine's."""
-        taken = [item for item in items if isinstance(item, Request) and encoder.takes(item)]
+        taken = [item for item in items if encoder.takes(item)]
         if not taken:
             return
         self._compared = True

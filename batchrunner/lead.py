@@ -57,7 +57,7 @@ class Lead:
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._missed, self._gone = 0, 0, 0
         self._share_before = 0.0
-        self._clock, self._since = 0.0, 0.0  # of what has gone, and when the distance was changed
+        self._clock, self._since = 0.0, 0.0  # tokens of prefill that have gone, and had at the last change
         self._factor = WIDER
         self._expected_tokens, self._found_tokens = 0.0, 0.0
 
@@ -66,11 +66,16 @@ class Lead:
         """Tokens of prefill between a row and its followers."""
         return round(self._tokens * self._scale)
 
-    def is_ahead(self, work: Work, clock: float) -> bool:
-        """Tell whether a row that has gone is far enough ahead, when so many tokens have been sent in all."""
-        self._clock = clock
+    def goes(self, work: Work) -> None:
+        """Take note of a row that goes now."""
+        work.new_tokens = (work.size - work.shared) / self.bytes_a_token
+        self._clock += work.new_tokens
+        work.clock = self._clock
+
+    def is_ahead(self, work: Work) -> bool:
+        """Tell whether a row that has gone is far enough ahead of its followers."""
         own = work.new_tokens % self._pass_tokens
-        return clock - work.clock >= (self._tokens - own) * self._scale
+        return self._clock - work.clock >= (self._tokens - own) * self._scale
 
     @property
     def bytes_a_token(self) -> float:

@@ -36,7 +36,6 @@ class Pace:
         self._following: list[tuple[float, int, Work]] = []  # a heap: since when, which was first, who
         self._due: list[tuple[int, int, Work]] = []  # a heap: the longest beginning first
         self._serial = count()
-        self._clock = 0.0  # tokens of prefill that were sent
 
     def __len__(self) -> int:
         """Count those that wait."""
@@ -74,7 +73,9 @@ class Pace:
             work, is_early = heapq.heappop(self._following)[2], True
         else:
             return None
-        self._count(work)
+        if self._lead is not None:
+            self._lead.goes(work)
+            self.follow(work)
         return Turn(work, is_early)
 
     def _is_near_end(self) -> bool:
@@ -88,14 +89,7 @@ class Pace:
         while self._following and self._lead is not None:
             _, serial, work = self._following[0]
             assert work.parent is not None
-            if not self._lead.is_ahead(work.parent, self._clock):
+            if not self._lead.is_ahead(work.parent):
                 return
             heapq.heappop(self._following)
             heapq.heappush(self._due, (-work.shared, serial, work))
-
-    def _count(self, work: Work) -> None:
-        if self._lead is not None:
-            work.new_tokens = (work.size - work.shared) / self._lead.bytes_a_token
-            self._clock += work.new_tokens
-            work.clock = self._clock
-            self.follow(work)

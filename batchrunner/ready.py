@@ -21,21 +21,29 @@ class Ready:
     def __init__(self, routes: Sequence[str]) -> None:
         self._anywhere: deque[Work] = deque()
         self._kept: dict[str, deque[Work]] = {route: deque() for route in routes}
+        self._count = 0  # looked up for every row, however many routes there are
 
     def __len__(self) -> int:
         """Count them all."""
-        return len(self._anywhere) + sum(map(len, self._kept.values()))
+        return self._count
 
     def add(self, work: Work) -> None:
         """Add a row behind all others."""
         self._anywhere.append(work)
+        self._count += 1
 
     def add_first(self, work: Work) -> None:
         """Put a row before all others: it has waited for long."""
         self._anywhere.appendleft(work)
+        self._count += 1
 
     def take(self, route: str) -> Work | None:
         """Take the next row for a route; None where none waits."""
+        work = self._next(route)
+        self._count -= work is not None
+        return work
+
+    def _next(self, route: str) -> Work | None:
         kept = self._kept[route]
         if kept:
             return kept.popleft()
