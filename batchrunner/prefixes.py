@@ -10,12 +10,11 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_right
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from batchrunner.records import Request
 
@@ -79,11 +78,6 @@ def common(one: bytes, other: bytes) -> int:
         else:
             high = middle
     return low
-
-
-def shared(prefixes: Iterable[bytes]) -> int:
-    """Return how many bytes of some prompts an engine need not compute, if it still has all the others'."""
-    return sum(common(one, other) for one, other in pairwise(sorted(prefixes)))
 
 
 def _ids(ids: Sequence[int]) -> bytes:

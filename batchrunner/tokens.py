@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.chattemplate import load_chat_template
 from batchrunner.errors import CannotTokenizeError, RowRefusedError
-from batchrunner.records import Outcome, Request
+from batchrunner.records import Outcome
 from batchrunner.room import cut_text, cut_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from batchrunner.records import PromptKind
+    from batchrunner.records import PromptKind, Request
     from batchrunner.room import Cut, Offsets, Room
 
 _ROLES = {"system", "user", "assistant"}
@@ -100,13 +100,12 @@ class Encoder:
             return request.kind == "input_ids"
         return self._tokenizer.takes(request)
 
-    def encode(self, items: Sequence[Request | Outcome]) -> list[Request | Outcome]:
+    def encode(self, requests: Sequence[Request]) -> list[Request | Outcome]:
         """Encode a batch, in order; a row that cannot be sent becomes its final Outcome."""
-        done = list(items)
-        taken = [n for n, item in enumerate(done) if isinstance(item, Request) and self.takes(item)]
-        for n, ids in zip(taken, self.ids([done[n] for n in taken]), strict=True):  # type: ignore[misc]
-            request = done[n]
-            assert isinstance(request, Request)
+        done: list[Request | Outcome] = [*requests]
+        taken = [n for n, request in enumerate(requests) if self.takes(request)]
+        for n, ids in zip(taken, self.ids([requests[n] for n in taken]), strict=True):
+            request = requests[n]
             try:
                 if isinstance(ids, RowRefusedError):
                     raise ids

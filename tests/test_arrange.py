@@ -14,10 +14,11 @@ from batchrunner.arrange import LAST_ROWS, WINDOW_ROWS, Arranger, Primer
 from batchrunner.families import find_families
 from batchrunner.lead import LOOK_ROWS, Lead
 from batchrunner.lengths import Lengths
-from batchrunner.prefixes import common, shared
+from batchrunner.prefixes import common
 from batchrunner.ready import Ready
 from batchrunner.records import Completion, EngineInfo, Outcome, Request, RowRef
 from batchrunner.work import Work
+from tests.test_prefixes import shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

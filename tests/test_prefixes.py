@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.prefixes import common, prefix_of, shared
+from batchrunner.prefixes import common, prefix_of
 from batchrunner.records import Request, RowRef
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from batchrunner.records import PromptKind
 
 REF = RowRef(0, pa.RecordBatch.from_pydict({"a": [1]}), 0)
+
+
+def shared(prefixes: Iterable[bytes]) -> int:
+    """Return how many bytes of some prompts an engine need not compute, if it still has all the others'."""
+    return sum(common(one, other) for one, other in pairwise(sorted(prefixes)))
 
 
 def request(kind: PromptKind, prompt: Any, lora: str | None = None) -> Request:
