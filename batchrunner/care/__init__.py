@@ -1,0 +1,1 @@
+"""Engine care: see what SGLang does, explain it, advise, heal, tune."""
