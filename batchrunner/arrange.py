@@ -155,8 +155,8 @@ class Arranger:
         gone = list(self._gone)
         rows = [*gone, *window]
         places = find_families([work.prefix for work in rows], len(gone))
-        for index, place in places.items():
-            if index < len(gone):
+        for index, place in sorted(places.items()):  # as they came: neighbours in sorted order would go in
+            if index < len(gone):  # one pass, and compute again the little more that they have in common
                 continue
             work, parent = rows[index], rows[place.parent]
             work.parent, work.shared = parent, place.shared

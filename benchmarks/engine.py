@@ -173,7 +173,8 @@ def job_for(source: Path, out: Path, url: str) -> dict[str, Any]:
 
 def runner(job_file: str) -> dict[str, Any]:
     report = run_in_foreground(job_file, [], fresh=True, retry_failed=False, quiet=True, as_json=False)
-    assert report.exit_code == 0, report.reason
+    if report.exit_code:
+        raise SystemExit("\n".join(report.lines()))
     return {
         "wall_s": report.wall_s, "tokens": report.output_tokens, "window": report.window, "load": report.load,
     }  # fmt: skip

@@ -41,7 +41,7 @@ from benchmarks.engine import (
     serve,
 )
 from benchmarks.measure import Interval, in_fresh_process, interval, save
-from benchmarks.peer import LAST_ROWS, Log, Peer, peer
+from benchmarks.peer import LAST_ROWS, SAMPLING, Log, Peer, peer
 from benchmarks.prompts import (
     Row,
     Words,
@@ -91,7 +91,7 @@ def workloads() -> dict[str, Workload]:
     alone = unrelated((lognormal(made, 102, 60), 40) for _ in range(700))
     shared = {
         "groups": shuffled(groups(made, 120, 8, 430, 32, 4)),
-        "few-shot": few_shot(made, 1500, 800, 24, 4),
+        "few-shot": few_shot(made, 3000, 800, 24, 4),
         "documents": groups(made, 60, 8, 800, 30, 4),
         "multi-turn": conversations(made, 110, 10, 120, 4),
         "nested": shuffled(nested(made, (4, 30, 6), (100, 300, 300, 24), 4)),
@@ -127,7 +127,7 @@ def job_for(folder: Path, workload: Workload, url: str, order: str) -> Path:
     job = {
         "input": {"path": str(folder / "input.parquet")},
         "prompt": {"text": "text"},
-        "sampling": {"max_new_tokens": outputs, "ignore_eos": True, "temperature": 0},
+        "sampling": {"max_new_tokens": outputs, **SAMPLING},
         "output": {"path": str(folder / "run")},
         "engine": {"kind": "attach", "urls": [url], "api_key_env": KEY_VARIABLE},
         "order": order, "dedupe": order == "auto",

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 LAST_ROWS = 0.05
 """The share of the rows that are a run's last ones."""
+SAMPLING = {"ignore_eos": True, "temperature": 0, "skip_special_tokens": False}
+"""A random model puts out special tokens too: without the last an answer of them alone is empty, which the
+runner takes for a failed row."""
 
 
 class Log:
@@ -87,7 +90,7 @@ def engine_generate(model: str) -> None:
         rows = pq.read_table(request["path"]).to_pylist()
         if request["sorted"]:
             rows.sort(key=lambda row: row["text"])
-        sampling = [{"max_new_tokens": r["tokens"], "ignore_eos": True, "temperature": 0} for r in rows]
+        sampling = [{"max_new_tokens": row["tokens"], **SAMPLING} for row in rows]
         engine.flush_cache()
         began_at, began = time.time(), time.perf_counter()
         answers = engine.generate(prompt=[row["text"] for row in rows], sampling_params=sampling)
