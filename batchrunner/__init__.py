@@ -10,6 +10,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     jobfile          YAML, environment, --set → job
     templates        Jinja2 in a sandbox
     chattemplate     a model's own chat template, in another sandbox
+    detokens         token ids → the text that SGLang makes of them
     room             how long a prompt may be, and how one is cut
     tokens           prompts → token ids, as SGLang makes them
     rows             sets of rows, by their ordinals

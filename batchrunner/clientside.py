@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.chattemplate import OWN_NAMES, read_json
+from batchrunner.detokens import Detokenizer
 from batchrunner.errors import CannotTokenizeError, RowRefusedError
-from batchrunner.job import GATEWAY_DROPS, GatewayEngine
+from batchrunner.job import GATEWAY_DROPS, GatewayEngine, ServerEngine
 from batchrunner.room import Room
 from batchrunner.tokens import Encoder, Tokenizer
 
@@ -36,6 +37,40 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 """What SGLang's chat endpoint takes from generation_config.json (`get_default_sampling_params`)."""
 
 
+_NEEDS_TOKENIZER = (
+    *("stop", "stop_regex", "min_new_tokens", "spaces_between_special_tokens"),
+    *("json_schema", "regex", "ebnf", "structural_tag"),
+)
+"""Sampling parameters that a server needs its tokenizer for (`raise_if_tokenizer_required`, grammars)."""
+
+
+def reader_for(job: Job) -> Detokenizer | None:
+    """Return what reads answers, where the job wants all tokens made here and its engine can go without.
+
+    Then the server makes neither tokens nor texts: its tokenizer and detokenizer are one process each, for
+    all requests of however many GPUs (with 1,024 running they were the limit: SGLang issue 23393).
+    """
+    engine = job.engine
+    if job.tokenize != "client" or not isinstance(engine, (ServerEngine, GatewayEngine)) or not engine.model:
+        return None
+    try:
+        _check_needless(job)
+        reader = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
+    except CannotTokenizeError as why:
+        log.info("the engine keeps its tokenizer: %s", why)
+        return None
+    log.info("the engine goes without a tokenizer: texts are made of its answers here")
+    return reader
+
+
+def _check_needless(job: Job) -> None:
+    for name in _NEEDS_TOKENIZER:
+        if getattr(job.sampling, name) is not None:
+            raise CannotTokenizeError(f"sampling.{name} needs it")
+    if job.prompt.messages is not None:
+        raise CannotTokenizeError("prompt.messages may hold what only the server makes tokens of")
+
+
 class Prompts:
     """Makes rendered rows ready to be sent; the first time it compares a few with the engine's own tokens."""
 
@@ -46,6 +81,7 @@ class Prompts:
         self._engine = engine
         self._tell = tell
         self._kind = kind
+        self._told = info.tokenizing
         self._compared = False
         self._needed = job.tokenize == "client" or job.prompt.truncate is not None
         self._encoder: Encoder | None = None
@@ -69,14 +105,15 @@ class Prompts:
         if not taken:
             return
         self._compared = True
-        if self._kind != "input_ids":
+        told = self._told
+        if self._kind != "input_ids" and not (told and told.absent):
             try:
                 rows = await _agree(self._engine, encoder, taken)
             except CannotTokenizeError as why:
                 self._leave_to_engine(why)
                 return
             log.info("prompts are made tokens here: %d rows compared, the engine makes the same", rows)
-        self._tell("tokenize", where="client")
+        self._tell("tokenize", where="client", engine_has_tokenizer=not (told and told.absent))
 
     def _leave_to_engine(self, why: CannotTokenizeError) -> None:
         if self._needed:

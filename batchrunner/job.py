@@ -462,7 +462,9 @@ class Job(_Spec):
     """Requests in flight, over all replicas; `auto` lets them follow the live load of each. Leave it."""
     tokenize: Literal["auto", "client", "server"] = "auto"
     """Where prompts become token ids. `auto`: here, where the first rows show that the engine makes the same
-    ones and nothing else would differ; else there, and the log says why. `client`: here, or not at all."""
+    ones and nothing else would differ; else there, and the log says why. `client`: here, or not at all; a
+    server that the run launches goes without a tokenizer then (`--skip-tokenizer-init`, texts are made of
+    answers here), unless stop texts, a grammar, `min_new_tokens` or `prompt.messages` need it."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
     """The band in which `#queue-req` of each scheduler is held; scaled down where it runs few at once."""
 

@@ -79,6 +79,8 @@ class Tokenizing:
     """Whether the engine cuts a prompt that is too long, instead of refusing it."""
     longest_prompt: int | None = None
     """A prompt must have fewer tokens."""
+    absent: bool = False
+    """Whether the engine has no tokenizer: it takes and gives ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from batchrunner.arrange import Arranger
 from batchrunner.begin import begin, check_nobody_works
 from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint, read_done
 from batchrunner.claim import claimed
-from batchrunner.clientside import Prompts
+from batchrunner.clientside import Prompts, reader_for
 from batchrunner.control import Control, Sleeper
 from batchrunner.controller import Band
 from batchrunner.disk import Disk
@@ -109,7 +109,9 @@ async def execute(
         )
         stack.push_async_callback(_give_back, start.source, claim)
         if engine is None or info is None:
-            engine = make_engine(job.engine, log_dir=prepared.run_dir.own, limits=job.limits)
+            engine = make_engine(
+                job.engine, log_dir=prepared.run_dir.own, limits=job.limits, reader=reader_for(job)
+            )
             stack.push_async_callback(engine.close)
             if start.source.unread or fresh:
                 info = await _open(engine, control)

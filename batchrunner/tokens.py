@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.chattemplate import load_chat_template
-from batchrunner.errors import CannotTokenizeError, RowRefusedError
+from batchrunner.detokens import load_tokenizer
+from batchrunner.errors import RowRefusedError
 from batchrunner.records import Outcome
 from batchrunner.room import cut_text, cut_tokens
 
@@ -24,17 +25,7 @@ class Tokenizer:
 
     def __init__(self, directory: Path, kind: PromptKind, template: str | None = None) -> None:
         """Load what prompts of this kind need; raises CannotTokenizeError, with what is missing or broken."""
-        from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - only where it is asked for
-
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CannotTokenizeError(f"{directory}: no tokenizer.json")
-        try:
-            self._backend: Any = Backend.from_file(str(path))
-        except Exception as failure:  # noqa: BLE001 - it raises Exception itself, for whatever is wrong
-            raise CannotTokenizeError(f"{path}: {failure}") from None
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self._backend = load_tokenizer(directory)
         self._chat = load_chat_template(directory, template) if kind == "messages" else None
 
     def takes(self, request: Request) -> bool:

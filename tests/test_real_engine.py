@@ -323,7 +323,7 @@ def test_gpu_is_used_where_there_is_one(tmp_path: Path, tiny: Path) -> None:
 
 
 def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> None:
-    """Client and server mode give the same prompts to the token, the same answers to the byte; cuts fit."""
+    """Wherever tokens and texts are made: the same prompts to the token, answers to the byte; cuts fit."""
     texts = [
         "Zürich is",
         "日本の首都は",
@@ -334,12 +334,14 @@ def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> N
     source = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": texts}), source)
 
-    def results(name: str, **changes: Any) -> dict[str, list[Any]]:
+    def results(
+        name: str, engine: batchrunner.OpenEngine | None = None, **changes: Any
+    ) -> dict[str, list[Any]]:
         job: dict[str, Any] = {
             "input": {"path": str(source)},
             "sampling": {"max_new_tokens": 24, "temperature": 0},
             "output": {"path": str(tmp_path / name)},
-            "engine": engine.spec,
+            "engine": spec,
             "limits": {"max_failed_rows": 1},
             **changes,
         }
@@ -348,17 +350,26 @@ def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> N
         return {name: table[name].to_pylist() for name in table.column_names if name != "latency_s"}
 
     spec = {"kind": "server", "model": str(tiny), "device": "cpu"}
+    bare: dict[str, Any] = {
+        "tokenize": "client",
+        "sampling": {"max_new_tokens": 120, "n": 2, "temperature": 0},
+    }
+    without = results("bare", prompt={"text": "{{ text }} "}, **bare)
+    assert "skip_tokenizer_init=True" in (tmp_path / "bare" / "engine-server.log").read_text()
     with batchrunner.open_engine(spec, log_dir=tmp_path) as engine:
+        assert without == results(
+            "whole", engine, prompt={"text": "{{ text }} "}, **{**bare, "tokenize": "server"}
+        )
         for kind in ("user", "text"):
             prompt = {kind: "{{ text }} "}
-            ours = results(f"client-{kind}", prompt=prompt, tokenize="client")
-            theirs = results(f"server-{kind}", prompt=prompt, tokenize="server")
+            ours = results(f"client-{kind}", engine, prompt=prompt, tokenize="client")
+            theirs = results(f"server-{kind}", engine, prompt=prompt, tokenize="server")
             for column in ("output", "finish_reason", "prompt_tokens", "completion_tokens"):
                 assert ours[column] == theirs[column]
             for found in (ours, theirs):
                 assert [error is None for error in found["error"]] == [True] * 4 + [False]
                 assert "longer than the model's context length (4096 tokens)" in found["error"][4]
-            cut = results(f"cut-{kind}", prompt={**prompt, "truncate": "middle"})
+            cut = results(f"cut-{kind}", engine, prompt={**prompt, "truncate": "middle"})
             assert cut["error"] == [None] * 5
             assert 4060 <= cut["prompt_tokens"][4] <= 4096 - 24
             assert cut["output"][:4] == ours["output"][:4]

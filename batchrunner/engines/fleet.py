@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
+    from batchrunner.detokens import Detokenizer
     from batchrunner.engines.process import LaunchedProcess
     from batchrunner.job import GatewayEngine, LimitsSpec
     from batchrunner.records import Completion, EngineInfo, Request, Signals
@@ -40,8 +41,11 @@ have it send rows into connections that are just being closed."""
 class LaunchedGateway:
     """Replicas and gateway that live as long as this object is open, and never longer than this process."""
 
-    def __init__(self, spec: GatewayEngine, *, log_dir: Path, limits: LimitsSpec) -> None:
+    def __init__(
+        self, spec: GatewayEngine, *, log_dir: Path, limits: LimitsSpec, reader: Detokenizer | None = None
+    ) -> None:
         self._spec = spec
+        self._reader = reader
         self._log_dir = log_dir
         self._limits = limits
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
@@ -76,7 +80,11 @@ class LaunchedGateway:
         if not await self._workers.bring_to(self._listed):
             raise EngineStartError(self._gateway.obituary("the gateway did not take the replicas"))
         self._client = HttpEngine(
-            urls, api_key=self._key, request_timeout_s=self._limits.request_timeout, gateway=url
+            urls,
+            api_key=self._key,
+            request_timeout_s=self._limits.request_timeout,
+            gateway=url,
+            reader=self._reader,
         )
         info = await self._client.open()
         tell = self._incidents.append

@@ -29,6 +29,7 @@ from batchrunner.records import EngineInfo, Signals
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batchrunner.detokens import Detokenizer
     from batchrunner.records import Completion, Request
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,13 @@ class HttpEngine:
         api_key: str | None,
         request_timeout_s: float,
         gateway: str | None = None,
+        reader: Detokenizer | None = None,
     ) -> None:
+        """Take a `reader` of answers where the replicas have no tokenizer."""
         self.urls = list(urls)
         """The replicas that are polled; those behind a gateway may change."""
         self._gateway = gateway
+        self._reader = reader
         self.routes = {
             GATEWAY_ROUTE if gateway else url: Route(url, request_timeout_s)
             for url in ([gateway] if gateway else urls)
@@ -127,11 +131,15 @@ class HttpEngine:
         wire.refuse_deadly(request, self._vocabulary)
         if self._gateway:
             wire.refuse_dropped(request)
+        if self._reader is not None:
+            request = self._reader.with_ends(request)
         body = wire.bytes_of(request)
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
         key = {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
         reply = await self._post(self.routes[route], wire.path_of(request), payload, key)
+        if self._reader is not None:
+            return wire.completion_in_ids(request, reply, self._reader)
         return wire.completion_of(request, reply)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
@@ -263,7 +271,7 @@ class HttpEngine:
     async def _server_info(self, url: str) -> dict[str, Any]:
         _, reply = await self._get_json(url, "/server_info", "/get_server_info")
         info = reply or {}
-        if info.get("skip_tokenizer_init"):
+        if info.get("skip_tokenizer_init") and self._reader is None:
             raise EngineStartError(
                 f"{url}: runs with --skip-tokenizer-init and returns no text: start it without"
             )

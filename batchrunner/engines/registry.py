@@ -9,6 +9,7 @@ from batchrunner.job import (
     AttachEngine,
     GatewayEngine,
     InprocessEngine,
+    LaunchedEngine,
     LimitsSpec,
     ServerEngine,
     SimulatedEngine,
@@ -17,12 +18,20 @@ from batchrunner.job import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batchrunner.detokens import Detokenizer
     from batchrunner.engines.base import Engine
     from batchrunner.job import EngineSpec
 
 
-def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec) -> Engine:
-    """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`."""
+def make_engine(
+    spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, reader: Detokenizer | None = None
+) -> Engine:
+    """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`.
+
+    A `reader` is for servers that are launched: they go without a tokenizer then.
+    """
+    if reader is not None and isinstance(spec, LaunchedEngine):
+        spec = spec.model_copy(update={"args": {**spec.args, "skip-tokenizer-init": True}})
     match spec:
         case AttachEngine():
             from batchrunner.engines.attached import AttachedServers  # noqa: PLC0415
@@ -33,7 +42,7 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec) -> Engin
         case ServerEngine():
             from batchrunner.engines.server import LaunchedServer  # noqa: PLC0415
 
-            return LaunchedServer(spec, log_path=log_dir / "engine-server.log", limits=limits)
+            return LaunchedServer(spec, log_path=log_dir / "engine-server.log", limits=limits, reader=reader)
         case GatewayEngine(url=str(url)):
             from batchrunner.engines.gateway import AttachedGateway  # noqa: PLC0415
             from batchrunner.engines.http import api_key_from  # noqa: PLC0415
@@ -43,7 +52,7 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec) -> Engin
         case GatewayEngine():
             from batchrunner.engines.fleet import LaunchedGateway  # noqa: PLC0415
 
-            return LaunchedGateway(spec, log_dir=log_dir, limits=limits)
+            return LaunchedGateway(spec, log_dir=log_dir, limits=limits, reader=reader)
         case InprocessEngine():
             from batchrunner.engines.inprocess import InprocessSGLang  # noqa: PLC0415
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from batchrunner.detokens import Detokenizer
     from batchrunner.job import LimitsSpec, ServerEngine
     from batchrunner.records import Completion, EngineInfo, Incident, Request, Signals
 
@@ -31,8 +32,11 @@ LOG_BYTES = 4 << 20
 class LaunchedServer:
     """An SGLang server that lives as long as this object is open, and never longer than this process."""
 
-    def __init__(self, spec: ServerEngine, *, log_path: Path, limits: LimitsSpec) -> None:
+    def __init__(
+        self, spec: ServerEngine, *, log_path: Path, limits: LimitsSpec, reader: Detokenizer | None = None
+    ) -> None:
         self._spec = spec
+        self._reader = reader
         self._log_path = log_path
         self._timeout_s = limits.request_timeout
         self._vigil = Vigil(limits.hang)
@@ -54,7 +58,9 @@ class LaunchedServer:
         await self._server.start()
         self._guard = Guard(self._server.process, self._server.start, self._tell)
         self._watching = asyncio.create_task(self._guard.watch())
-        self._client = HttpEngine([self._server.url], api_key=key, request_timeout_s=self._timeout_s)
+        self._client = HttpEngine(
+            [self._server.url], api_key=key, request_timeout_s=self._timeout_s, reader=self._reader
+        )
         info = await self._client.open()
         if not self._client.tells_load:
             self._log_load = LogLoad(self._server.url)

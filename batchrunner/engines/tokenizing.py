@@ -30,6 +30,7 @@ def tokenizing_of(model: Mapping[str, Any], server: Mapping[str, Any]) -> Tokeni
         template=server.get("hf_chat_template_name"),
         cuts=bool(server.get("allow_auto_truncate")),
         longest_prompt=server.get("max_req_input_len"),
+        absent=bool(server.get("skip_tokenizer_init")),
     )
 
 

@@ -20,6 +20,7 @@ from batchrunner.records import Completion
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from batchrunner.detokens import Detokenizer
     from batchrunner.records import Request
 
 ERROR_CHARACTERS = 500
@@ -49,6 +50,11 @@ class _Sample(msgspec.Struct):
     meta_info: _Meta
 
 
+class _IdsSample(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
 class _Message(msgspec.Struct):
     content: str | None = None
 
@@ -75,8 +81,10 @@ class _ChatReply(msgspec.Struct):
 
 
 _GenerateReply = _Sample | Annotated[list[_Sample], msgspec.Meta(min_length=1)]
+_IdsReply = _IdsSample | Annotated[list[_IdsSample], msgspec.Meta(min_length=1)]
 _read_chat = msgspec.json.Decoder(_ChatReply).decode
 _read_generate = msgspec.json.Decoder(_GenerateReply).decode
+_read_ids = msgspec.json.Decoder(_IdsReply).decode
 
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
@@ -212,12 +220,29 @@ def completion_of(request: Request, reply: bytes | Any) -> Completion:
         ) from None
     except msgspec.DecodeError:
         raise AttemptFailedError("the answer is not JSON") from None
-    completion = _from_chat(found) if chat else _from_generate(found)
+    return _checked(_from_chat(found) if chat else _from_generate(found))
+
+
+def _checked(completion: Completion) -> Completion:
     if "abort" in completion.finish_reasons:
         raise AttemptFailedError("aborted by the engine")
     if not any(completion.texts):
         raise AttemptFailedError("empty answer")
     return completion
+
+
+def completion_in_ids(request: Request, reply: bytes, reader: Detokenizer) -> Completion:
+    """Read a reply with status 200 of an engine without a tokenizer; raises as `completion_of` does."""
+    try:
+        found = _read_ids(reply)
+    except msgspec.DecodeError:
+        return completion_of(request, reply)  # an abort, or no answer of SGLang: it says which
+    samples = found if isinstance(found, list) else [found]
+    read = [
+        _Sample(reader.text(request, sample.output_ids, sample.meta_info.finish_reason), sample.meta_info)
+        for sample in samples
+    ]
+    return _checked(_from_generate(read))
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
