@@ -107,7 +107,8 @@ class Sink:
         self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), claim)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop's handle does not know, where that is at once
 
     async def put(self, outcome: Outcome) -> None:
         """Take one outcome; waits while the disk is behind.
@@ -194,10 +195,13 @@ class Sink:
             return
         due = self._part.began + PART_S - time.monotonic() if self._part.rows else PART_S
         wait_s = max(0.0, min(self._durable_s * EARLY, due) if self._buffer else due)
-        loop = asyncio.get_running_loop()
-        if self._timer is None or self._timer.when() > loop.time() + wait_s:
+        at = time.monotonic() + wait_s
+        if self._timer is None or at < self._timer_at:
             self._drop_timer()
-            self._timer = loop.call_later(wait_s, self._start_writing)
+            self._timer, self._timer_at = (
+                asyncio.get_running_loop().call_later(wait_s, self._start_writing),
+                at,
+            )
 
     def _drop_timer(self) -> None:
         if self._timer is not None:

@@ -425,3 +425,11 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
     assert "No space left on device: the run pauses until it can be written" in result.stderr
     assert report_of(job)["rows_ok"] == 500
     rows_once(job, 500)
+
+
+def test_a_part_that_is_due_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part whose time is over while rows end is written: the loop gives such a timer no time of its own."""
+    monkeypatch.setattr("batchrunner.sink.PART_S", 0.0)
+    job = job_of(tmp_path, rows=2000)
+    assert batchrunner.run(job).exit_code == 0
+    rows_once(job, 2000)
