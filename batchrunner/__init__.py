@@ -62,6 +62,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.simulated  no engine: made-up answers
     engines.registry   the job's `engine` → an engine
     care.advice      what a rule has to say
+    care.flags       which flags a version of SGLang has, and how it spells them
     storage          the run directory, atomic writes
     claim            its one writer: who it is, whether it lives
     journal          finished rows, durable long before their part is
