@@ -30,7 +30,8 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.base     the protocol that every engine speaks
     engines.sockets  how many connections this machine lets us hold
     engines.signals  what a server says of its load → Signals
-    engines.loglines   the same out of its log
+    engines.batchlines  one line of its log, of any release
+    engines.loglines   its load out of such lines
     engines.wire     requests and replies as SGLang's HTTP interface has them
     engines.model    a model's name and whether it is there
     engines.tokenizing  how a server says that it makes tokens
@@ -63,6 +64,19 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.registry   the job's `engine` → an engine
     care.advice      what a rule has to say
     care.flags       which flags a version of SGLang has, and how it spells them
+    care.thresholds  where signs begin
+    care.signs       what one look at a scheduler can be a sign of
+    care.series      looks over time, counted
+    care.facts       what is known of a server beside its load
+    care.situation   all that rules look at, and what they find
+    care.load_rules    rules on queue, token usage and retractions
+    care.pass_rules    rules on prefill and CUDA graphs
+    care.memory_rules  rules on memory
+    care.setup_rules   rules on what was chosen before the start
+    care.rule        one row of the table of rules
+    care.rules       the table
+    care.logfile     a log of any size → series and facts
+    care.live        a live server → the same
     storage          the run directory, atomic writes
     claim            its one writer: who it is, whether it lives
     journal          finished rows, durable long before their part is
@@ -104,6 +118,8 @@ The map; a file imports only from lines above its own (this one excepted), and a
     check            what a run would do
     foreground       a run with signals and a display
     slurm            a job as a Slurm array
+    care.ofrun       a run's directory → the same
+    care.advise      a log, a server or a run → advice
     library          run, arun, generate, open_engine
     cli              the command
 """

@@ -235,6 +235,37 @@ def plot(run: RunArgument) -> None:
 
 
 @app.command()
+def advise(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="LOGFILE|URL|RUN", help="Any SGLang's log, a live server, or a run's output path."
+        ),
+    ],
+    thresholds: Annotated[
+        list[str] | None,
+        typer.Option("--threshold", metavar="NAME=VALUE", help="Where a sign begins; may be repeated."),
+    ] = None,
+    span: Annotated[float, typer.Option(metavar="SECONDS", help="How long a live server is watched.")] = 20.0,
+    card: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The GPU, such as H100, where the source does not tell."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what the signs of an SGLang server mean, and which flag to change; of any server, ours or not.
+
+    Example: batchrun advise out/summarize
+    """
+    from batchrunner.care.advise import advise as judge  # noqa: PLC0415
+    from batchrunner.care.thresholds import Thresholds  # noqa: PLC0415
+
+    limits = _or_exit(Thresholds().with_values, thresholds or [])
+    found = _or_exit(judge, source, limits, span_s=span, card=card)
+    _print(found.as_dict() if as_json else found.lines())
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of job files, for editors to complete and check them.
 

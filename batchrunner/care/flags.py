@@ -24,9 +24,16 @@ _SPELLINGS = (
     ("attn-dp-size", "enable-dp-attention"),
     ("tp-size", "tensor-parallel-size", "tp"),
     ("dp-size", "data-parallel-size", "dp"),
-    ("ep-size", "expert-parallel-size", "enable-ep-moe"),
+    ("ep-size", "expert-parallel-size"),
 )
-"""The names of one thing, newest first (engine-facts: SGLang 0.4 to 0.5.23)."""
+"""The names of one thing, newest first (SGLang 0.2.15 to 0.5.23)."""
+_AS_OLD_AS = {
+    "fa3": "moe-dense-tp-size",
+    "trtllm_mha": "decode-attention-backend",
+    "trtllm_mla": "decode-attention-backend",
+    "fp8_e4m3": "ep-size",
+}
+"""A flag that came with a value, or in the release after: where only the flags' names are known."""
 _OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
 _NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
@@ -57,11 +64,18 @@ class Flags:
     def setting(self, name: str, value: Any) -> dict[str, Any]:
         """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
         spelling = self.spelling(name)
-        if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
+        if spelling is None or not self._takes(spelling, str(value)):
             return {}
         if spelling == "enable-dp-attention":
             return {spelling: True, "dp-size": value}
+        if spelling == "ep-size" and "enable-ep-moe" in self.names:  # 0.4.0 to 0.5.2
+            return {"enable-ep-moe": True, spelling: value}
         return {spelling: True if spelling.startswith("enable-") else value}
+
+    def _takes(self, spelling: str, value: str) -> bool:
+        if spelling in self.choices:
+            return value in self.choices[spelling]
+        return not self.names or _AS_OLD_AS.get(value, spelling) in self.names
 
 
 def installed(python: str | None = None, environ: Mapping[str, str] | None = None) -> Flags:

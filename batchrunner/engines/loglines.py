@@ -1,23 +1,14 @@
-"""The load out of a server's log: for releases that tell it nowhere else. Pure: lines in, Signals out.
-
-SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Which pairs there are, and in
-which order, changed with nearly every release, so pairs are looked up by name and never by place.
-"""
+"""The load out of a server's log: for releases that tell it nowhere else. Pure: lines in, Signals out."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from batchrunner.engines.batchlines import Batch, Ready, origin_of, record_in
 from batchrunner.records import Signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-_BATCH = re.compile(r"\b(?:Decode|Prefill) batch\b[.,]?(?P<pairs>.*)")
-_PAIR = re.compile(r"(?P<name>[#\w][\w \-/()#]*?): *(?P<value>-?[\d.]+)")
-_RANK = re.compile(r"^\[[^\]]*\bDP(?P<rank>\d+)\b")
-_LIMITS = re.compile(r"\b(?P<name>max_total_num_tokens|max_running_requests)=(?P<value>\d+)")
 
 
 class LogLoad:
@@ -25,24 +16,19 @@ class LogLoad:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._limits: dict[str, int] = {}
-        self._newest: dict[str, dict[str, float]] = {}
+        self._limits: Ready | None = None
+        self._newest: dict[str, tuple[Batch, int]] = {}
         self._told = 0
 
     def read(self, lines: Iterable[str]) -> None:
         """Take the next lines of the log."""
         for line in lines:
-            for limit in _LIMITS.finditer(line):
-                self._limits[limit["name"]] = int(limit["value"])
-            batch = _BATCH.search(line)
-            if batch is None:
-                continue
-            pairs = {pair["name"].strip(): float(pair["value"]) for pair in _PAIR.finditer(batch["pairs"])}
-            if "#running-req" not in pairs or "#queue-req" not in pairs:
-                continue
-            rank = _RANK.search(line)
-            self._told += 1
-            self._newest[rank["rank"] if rank else ""] = {**pairs, "told": self._told}
+            record = record_in(line)
+            if isinstance(record, Ready):
+                self._limits = record
+            elif isinstance(record, Batch):
+                self._told += 1
+                self._newest[origin_of(line).dp] = record, self._told
 
     def signals(self) -> list[Signals]:
         """Return the newest load of each scheduler."""
@@ -50,16 +36,15 @@ class LogLoad:
             Signals(
                 scheduler=f"{self._url}#dp{rank}" if rank else self._url,
                 source="log",
-                running=int(pairs["#running-req"]),
-                queue=int(pairs["#queue-req"]),
-                # hybrid models have a pool of each kind of layer, and the fuller one limits
-                token_usage=max((v for n, v in pairs.items() if n.endswith("token usage")), default=0.0),
-                used_tokens=int(pairs["#token"]) if "#token" in pairs else None,
-                max_total_tokens=self._limits.get("max_total_num_tokens"),
-                max_running=self._limits.get("max_running_requests"),
+                running=batch.running,
+                queue=batch.queue,
+                token_usage=batch.usage,
+                used_tokens=batch.tokens,
+                max_total_tokens=self._limits.max_total_num_tokens if self._limits else None,
+                max_running=self._limits.max_running_requests if self._limits else None,
                 route=self._url,
-                taken_at=pairs["told"],
-                work=pairs["told"],
+                taken_at=told,
+                work=told,
             )
-            for rank, pairs in sorted(self._newest.items())
+            for rank, (batch, told) in sorted(self._newest.items())
         ]

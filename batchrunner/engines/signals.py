@@ -68,6 +68,22 @@ def from_metrics(text: str, url: str, route: str | None = None) -> list[Signals]
     ]
 
 
+def counters_in(text: str) -> dict[str, float]:
+    """Return SGLang's numbers of `GET /metrics`, summed over schedulers, by their names without `sglang:`.
+
+    Raises ValueError where the text is not Prometheus's.
+    """
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
+
+    found: defaultdict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        if family.type in {"counter", "gauge"}:
+            for sample in family.samples:
+                if sample.labels.get("tp_rank", "0") in {"0", ""}:
+                    found[sample.name.removeprefix("sglang:")] += sample.value
+    return dict(found)
+
+
 def _work(load: Mapping[str, Any]) -> float | None:
     """Return microseconds of prefill + decode steps; None before the release that counts them (0.5.23)."""
     if "total_prefill_busy_us" not in load:

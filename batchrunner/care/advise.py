@@ -1,0 +1,141 @@
+"""`batchrun advise`: a log, a live server or a run → what its signs mean and what to change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.care.flags import Flags, installed, of_arguments
+from batchrunner.care.live import watch_server
+from batchrunner.care.logfile import LogReader
+from batchrunner.care.ofrun import read_run
+from batchrunner.care.rules import BY_NAME, apply_all
+from batchrunner.care.situation import Situation
+from batchrunner.care.thresholds import Thresholds
+from batchrunner.errors import InputError
+
+if TYPE_CHECKING:
+    from batchrunner.care.advice import Advice
+
+WATCH_S = 20.0
+"""How long a live server is watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was seen, and what follows from it."""
+
+    source: str
+    situation: Situation
+    advice: list[Advice]
+    flags: Flags
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is enough to go by and nothing is wrong."""
+        wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
+        return self.situation.load.enough and not wrong
+
+    def lines(self) -> list[str]:
+        """Return what a person reads."""
+        lines = [f"{self.source}: {self._reading()}"]
+        if self.healthy:
+            lines.append(f"healthy: {self._figures()}")
+        lines += [line for advice in self.advice for line in advice.lines()]
+        if any(advice.args for advice in self.advice) and self.flags.note:
+            lines.append(f"({self.flags.note})")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as `--json` has it."""
+        load = self.situation.load
+        return {
+            "source": self.source,
+            "healthy": self.healthy,
+            "enough": load.enough,
+            "reading": {
+                **self.situation.evidence("empty", "in_band", "deep", "conservative", "full", "no_graph"),
+                "schedulers": len(load.tracks),
+                "retractions": self.situation.retractions,
+                "retractions_per_min": round(self.situation.retractions_per_min, 2),
+            },
+            "version": self.flags.version,
+            "flags_known": not self.flags.note,
+            "advice": [advice.as_dict() for advice in self.advice],
+            "thresholds": asdict(load.limits),
+        }
+
+    def _reading(self) -> str:
+        load = self.situation.load
+        if not load.counted:
+            return "no request was running"
+        if load.enough:
+            return load.over()
+        return (
+            f"{self._figures()}. A reading, not advice: {load.over()}, and advice takes "
+            f"{load.limits.samples:.0f} over {load.limits.span_s:.0f} s"
+        )
+
+    def _figures(self) -> str:
+        load = self.situation.load
+        rate = load.median("rate")
+        return (
+            f"median #running-req {load.median('running'):.0f}, #queue-req {load.median('queue'):.0f} "
+            f"(0 in {load.share('empty'):.0%}), token usage {load.median('usage'):.2f}, "
+            f"{self.situation.retractions} retractions" + (f", {rate:,.0f} tokens/s" if rate else "")
+        )
+
+
+def advise(
+    source: str,
+    limits: Thresholds | None = None,
+    *,
+    span_s: float = WATCH_S,
+    card: str | None = None,
+    python: str | None = None,
+) -> Judgement:
+    """Judge a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
+
+    `card` is the GPU's name where the source does not tell it; `python` the interpreter that has SGLang.
+    Raises InputError or OutputError where the source is none of these.
+    """
+    situation = _look(source, limits or Thresholds(), span_s)
+    situation.facts.card = card or situation.facts.card
+    advice = apply_all(situation, Flags())
+    flags = _flags(situation, python) if any(found.args for found in advice) else Flags()
+    return Judgement(source, situation, apply_all(situation, flags), flags)
+
+
+def advise_run(run: Path) -> list[Advice]:
+    """Return what there is to say of a run: its report's advice. Asks no installed SGLang.
+
+    Raises OutputError where the path holds no run.
+    """
+    situation = read_run(run, Thresholds())
+    if situation.client is not None and situation.client.simulated:
+        return []
+    return apply_all(situation, of_arguments(situation.facts.version, situation.facts.arguments))
+
+
+def _look(source: str, limits: Thresholds, span_s: float) -> Situation:
+    if source.startswith(("http://", "https://")):
+        return watch_server(source, limits, span_s)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return read_run(path, limits)
+    if not path.exists():
+        raise InputError(
+            f"{source}: no such file or directory; give a log, a run's output path or an http:// URL"
+        )
+    log = LogReader(limits).read(path)
+    return Situation(log.series, log.series, log.facts)
+
+
+def _flags(situation: Situation, python: str | None) -> Flags:
+    """Return the flags of the server that was looked at; of the installed one where that may be it."""
+    facts = situation.facts
+    if facts.arguments:
+        return of_arguments(facts.version, facts.arguments)
+    here = installed(python)
+    return here if facts.version in {None, here.version} else Flags(facts.version)

@@ -1,0 +1,123 @@
+"""What is known of a server beside its load: arguments, limits, memory, model, card, what befell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from batchrunner.engines.batchlines import OutOfMemory, Phase, Ready
+
+Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
+
+_ARCHITECTURES: dict[str, Architecture] = {
+    "H100": "hopper", "H200": "hopper", "H800": "hopper", "H20": "hopper", "GH200": "hopper",
+    "B200": "blackwell", "B300": "blackwell", "GB200": "blackwell", "GB300": "blackwell", "B100": "blackwell",
+    "L40S": "ada", "L40": "ada", "L20": "ada", "L4": "ada", "4090": "ada", "RTX_6000_ADA": "ada",
+    "A100": "ampere", "A800": "ampere", "A10G": "ampere", "A10": "ampere", "A30": "ampere", "A40": "ampere",
+    "A6000": "ampere", "3090": "ampere",
+}  # fmt: skip
+FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
+"""Cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9."""
+_MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "KimiK", "Kimi", "MiniMax", "Grok", "Dbrx")
+_MLA = ("DeepseekV2", "DeepseekV3", "KimiK", "Kimi")
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One time that memory ran out."""
+
+    phase: Phase
+    what: OutOfMemory
+    running: int = 0
+    """`#running-req` before it."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """Filled while a source is read; what is not known stays None or empty."""
+
+    version: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """By SGLang's own field names, with underscores."""
+    ready: Ready | None = None
+    troubles: list[Trouble] = field(default_factory=list)
+    card: str | None = None
+    card_gb: float | None = None
+    """Memory of one GPU."""
+    weights_gb: float | None = None
+    """Of one rank."""
+    model: str | None = None
+    """Its class."""
+    metrics: bool | None = None
+    """Whether /metrics answers."""
+    idle_gpus: int = 0
+    """Of this machine, beside those that the run uses."""
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """Return an argument that is a number."""
+        value = self.arguments.get(name)
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+
+    @property
+    def tp(self) -> int:
+        """GPUs that one replica's weights are spread over."""
+        return int(self.number("tp_size", 1) or 1)
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The card's generation, where its name is known."""
+        words = (self.card or "").upper().replace("-", "_").replace(" ", "_").split("_")
+        name = next((word for word in words if word in _ARCHITECTURES), None)
+        return _ARCHITECTURES[name] if name else None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it computes on a CPU."""
+        return self.arguments.get("device") == "cpu"
+
+    @property
+    def max_running(self) -> int | None:
+        """`max_running_requests` of a scheduler."""
+        return self.ready.max_running_requests if self.ready else None
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the model has experts, by its class."""
+        return any(name in (self.model or "") for name in _MOE)
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether its attention is multi-head latent, as DeepSeek's is."""
+        return any(name in (self.model or "") for name in _MLA)
+
+    @property
+    def graph_disabled(self) -> bool:
+        """Whether the arguments switch off CUDA graphs for decoding."""
+        return _decode_graph(self.arguments) == "disabled" or bool(self.arguments.get("disable_cuda_graph"))
+
+    @property
+    def graph_max_bs(self) -> int | None:
+        """The largest batch for which a CUDA graph was captured."""
+        config = _phase(self.arguments, "decode").get("max_bs")
+        names = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")
+        found = config or next((self.arguments[name] for name in names if self.arguments.get(name)), None)
+        return int(found) if found else None
+
+
+def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
+    config = arguments.get("cuda_graph_config")
+    found = config.get(phase) if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _decode_graph(arguments: Mapping[str, Any]) -> Any:
+    return _phase(arguments, "decode").get("backend") or arguments.get("cuda_graph_backend_decode")
+
+
+def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether the arguments say that prefill passes run without a CUDA graph."""
+    backend = _phase(arguments, "prefill").get("backend") or arguments.get("cuda_graph_backend_prefill")
+    return backend == "disabled" or arguments.get("enable_piecewise_cuda_graph") is False

@@ -1,0 +1,166 @@
+"""A live server, ours or not, watched for a while: its load, counters and arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+
+from batchrunner.care.facts import Facts
+from batchrunner.care.series import Series
+from batchrunner.care.signs import Sample
+from batchrunner.care.situation import Situation
+from batchrunner.engines.batchlines import Ready
+from batchrunner.engines.signals import counters_in, from_loads, from_metrics
+from batchrunner.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.care.thresholds import Thresholds
+    from batchrunner.records import Signals
+
+POLL_S = 0.25
+"""`/v1/loads` reads shared memory; a sample that was seen before is not counted again."""
+TIMEOUT_S = 5.0
+KEY_VARIABLE = "SGLANG_API_KEY"
+
+
+def watch_server(url: str, limits: Thresholds, span_s: float) -> Situation:
+    """Watch a server for `span_s` seconds, or until Ctrl-C, and return what was seen.
+
+    Raises InputError where nobody answers there, or nobody who is SGLang.
+    """
+    return asyncio.run(_watch(url.rstrip("/"), limits, span_s))
+
+
+async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
+    enough = asyncio.Event()
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # not in the main thread
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        server = _Server(session, url, limits)
+        await server.ask_arguments()
+        end = time.monotonic() + span_s
+        while not enough.is_set() and time.monotonic() < end:
+            await server.look()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), POLL_S)
+        return server.situation()
+
+
+class _Server:
+    """One server that is polled."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, limits: Thresholds) -> None:
+        self._session = session
+        self._url = url
+        self._series = Series(limits)
+        self._facts = Facts()
+        self._seen: dict[str, float | None] = {}
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+
+    async def ask_arguments(self) -> None:
+        """Read what the server says of itself; raises InputError."""
+        try:
+            info = await self._json("/server_info") or await self._json("/get_server_info")
+        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            reason = getattr(failure, "os_error", None) or failure or f"no answer within {TIMEOUT_S:g} s"
+            raise InputError(f"{self._url}: no server answers there: {reason}") from None
+        if not info or "model_path" not in info:
+            raise InputError(
+                f"{self._url}: not an SGLang server (no /server_info): give a server's own address, "
+                "not a gateway's"
+            )
+        self._facts.version = info.get("version")
+        self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}
+        state = next((s for s in info.get("internal_states") or [] if isinstance(s, dict)), {})
+        self._facts.ready = _limits(info, state)
+        memory = state.get("memory_usage")
+        if isinstance(memory, dict):
+            self._facts.weights_gb = memory.get("weight")
+        about = await self._json("/model_info") or {}
+        self._facts.model = next(iter(about.get("architectures") or []), None)
+
+    async def look(self) -> None:
+        """Take one sample of each scheduler; a poll that fails is left out."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            metrics = await self._text("/metrics")
+            self._facts.metrics = metrics is not None and "sglang:" in metrics
+            if metrics and self._facts.metrics:
+                self._last = counters_in(metrics)
+                self._first = self._first or self._last
+            self._add(await self._loads(metrics))
+
+    def situation(self) -> Situation:
+        """Return what was seen, with the counters' growth."""
+        grown = {name: value - self._first.get(name, 0.0) for name, value in self._last.items()}
+        prefills, prompt = self._series.prefills, grown.get("prompt_tokens_total", 0.0)
+        prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
+        prefills.new_tokens = max(0, int(prompt) - prefills.cached_tokens)
+        prefills.prompts = int(grown.get("num_requests_total", 0))
+        if self._series.tracks:
+            first = next(iter(self._series.tracks.values()))
+            first.retractions = int(grown.get("num_retracted_requests_total", 0))
+        self._series.settle()
+        return Situation(self._series, self._series, self._facts)
+
+    async def _loads(self, metrics: str | None) -> Sequence[Signals]:
+        reply = await self._json("/v1/loads?include=core")
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if reply is not None:
+                return from_loads(reply, self._url)
+            if metrics is not None:
+                return from_metrics(metrics, self._url)
+        return []
+
+    def _add(self, signals: Sequence[Signals]) -> None:
+        graph = self._last.get("is_cuda_graph")
+        for told in signals:
+            new = told.taken_at is None or self._seen.get(told.scheduler) != told.taken_at
+            self._seen[told.scheduler] = told.taken_at
+            if new and told.has_work:
+                sample = Sample(
+                    time.monotonic(), told.running, told.queue, told.token_usage, told.max_running,
+                    None if graph is None or not told.running else bool(graph),
+                    self._last.get("gen_throughput"),
+                )  # fmt: skip
+                self._series.add(told.scheduler, sample)
+
+    async def _json(self, path: str) -> dict[str, Any] | None:
+        text = await self._text(path)
+        with contextlib.suppress(orjson.JSONDecodeError):
+            found = orjson.loads(text or "")
+            return found if isinstance(found, dict) else None
+        return None
+
+    async def _text(self, path: str) -> str | None:
+        """Return what a path answers, None where it is not there; raises InputError without the key."""
+        async with self._session.get(self._url + path) as response:
+            if response.status in {401, 403}:
+                raise InputError(f"{self._url}: refuses the API key: set {KEY_VARIABLE}")
+            return (await response.read()).decode(errors="replace") if response.ok else None
+
+
+def _limits(info: dict[str, Any], state: dict[str, Any]) -> Ready:
+    """Return the first scheduler's limits: its own numbers are resolved, the arguments may be null."""
+    told = {**info, **{name: value for name, value in state.items() if value}}
+    memory = state.get("memory_usage")
+    left = memory.get("startup_available") if isinstance(memory, dict) else None
+    return Ready(
+        told.get("max_total_num_tokens"),
+        told.get("chunked_prefill_size"),
+        told.get("max_running_requests"),
+        told.get("context_length"),
+        left if info.get("device") != "cpu" else None,
+    )

@@ -1,0 +1,180 @@
+"""A log of any size and encoding → its load over time and what it says of its server, in bounded memory."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+from batchrunner.care.facts import Facts, Trouble
+from batchrunner.care.series import Series
+from batchrunner.care.signs import Sample
+from batchrunner.engines.batchlines import (
+    Arguments,
+    Batch,
+    Card,
+    Doing,
+    OutOfMemory,
+    Ready,
+    Record,
+    Retraction,
+    Weights,
+    clean,
+    origin_of,
+    record_in,
+)
+from batchrunner.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from batchrunner.care.thresholds import Thresholds
+    from batchrunner.engines.batchlines import Phase
+
+BLOCK_BYTES = 1 << 20
+LONGEST_LINE = 1 << 18
+"""Characters: what is longer is no line of SGLang's, and is not kept."""
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
+_TUNED = (
+    "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
+    "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
+)  # fmt: skip
+"""Arguments that change the load: a server that starts anew with others begins a new story."""
+
+
+class LogReader:
+    """Takes the records of a log, one after another."""
+
+    def __init__(self, limits: Thresholds) -> None:
+        self.series = Series(limits)
+        self.facts = Facts()
+        self.records = 0
+        """Lines that told something."""
+        self.source = ""
+        """Goes before the schedulers' names, where several logs are read."""
+        self._speakers: dict[str, str] = {}
+        """The rank that tells of each scheduler: with tensor parallelism all may say the same."""
+        self._phase: Phase = "general"
+        self._running = 0
+
+    def read(self, path: Path) -> LogReader:
+        """Read a file to its end; raises InputError where it is not an SGLang log."""
+        try:
+            for line in lines_of(path):
+                self.take(line)
+        except OSError as failure:
+            raise InputError(f"{path}: cannot be read: {failure.strerror or failure}") from None
+        if not self.records:
+            raise InputError(
+                f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
+                "(such as `Decode batch, #running-req: …` or `server_args=…`)"
+            )
+        self.series.settle()
+        return self
+
+    def take(self, line: str) -> None:
+        """Take one line."""
+        line = clean(line)
+        record = record_in(line)
+        if record is not None:
+            self.records += isinstance(record, (Batch, Retraction, Ready, Arguments, Weights))
+            self._take(record, line)
+
+    def _take(self, record: Record, line: str) -> None:
+        match record:
+            case Batch():
+                self._batch(record, line)
+            case Retraction():
+                scheduler, _ = self._speaker(line)
+                if scheduler is not None:
+                    self.series.track(scheduler).retractions += 1
+            case Arguments():
+                self._started(record)
+            case Ready():
+                self.facts.ready = record
+                self._phase = "general"
+            case Weights():
+                self._weights(record)
+            case Doing():
+                self._phase = record.phase
+            case Card():
+                self.facts.card = record.name
+            case OutOfMemory():
+                self._trouble(record)
+
+    def _batch(self, batch: Batch, line: str) -> None:
+        scheduler, at = self._speaker(line)
+        if scheduler is None:
+            return
+        self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
+        if batch.decode:
+            most, rate = self.facts.max_running, batch.throughput
+            sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, rate)
+            self.series.add(scheduler, sample)
+        else:
+            chunk = self.facts.ready.chunked_prefill_size if self.facts.ready else None
+            self.series.prefills.add(batch, chunk)
+
+    def _speaker(self, line: str) -> tuple[str | None, float | None]:
+        """Return the scheduler that a line is about and when; None where another rank speaks for it."""
+        origin = origin_of(line)
+        scheduler = f"{self.source} {origin.server} {origin.dp}".strip()
+        speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
+        return scheduler if speaks else None, origin.at
+
+    def _started(self, record: Arguments) -> None:
+        """Begin anew where the server started with other flags; what ran out of memory is kept."""
+        before = self.facts.arguments
+        if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
+            self.series = Series(self.series.limits)
+            self.facts.troubles.clear()
+        self.facts.arguments = record.values
+        self._phase = "load"
+
+    def _weights(self, record: Weights) -> None:
+        facts = self.facts
+        self._phase = "load" if record.free_gb is not None else "general"
+        if record.free_gb is not None and facts.card_gb is None:
+            facts.card_gb = record.free_gb
+        if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # a draft model follows
+            facts.weights_gb, facts.model = record.used_gb, record.model
+
+    def _trouble(self, record: OutOfMemory) -> None:
+        phase = self._phase if record.phase == "general" else record.phase
+        self.facts.card_gb = record.total_gb or self.facts.card_gb
+        last = self.facts.troubles[-1] if self.facts.troubles else None
+        if last is None or (last.phase, last.what.text) != (phase, record.text):
+            self.facts.troubles = [*self.facts.troubles[-7:], Trouble(phase, record, self._running)]
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Return a file's lines; of another encoding than UTF-8 what is ASCII in it, which is all that matters.
+
+    Memory is bounded, also where the file has no line ends. Raises OSError.
+    """
+    with path.open("rb") as file:
+        block = file.read(BLOCK_BYTES)
+        decoder = codecs.getincrementaldecoder(_encoding(block))(errors="replace")
+        rest = ""
+        while block:
+            first, *others = (rest + decoder.decode(block)).split("\n")
+            if others:
+                yield first
+                rest = others.pop()
+                yield from others
+            else:
+                rest = first
+            rest = rest[-LONGEST_LINE:]
+            block = file.read(BLOCK_BYTES)
+        yield rest
+
+
+def _encoding(head: bytes) -> str:
+    """Guess by a mark or by zero bytes; GB18030, Latin-1 and the like have ASCII's letters where it has."""
+    marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
+    if marked:
+        return marked
+    big, little = head[:4096:2].count(0), head[1:4096:2].count(0)
+    if big + little > len(head[:4096]) // 4:
+        return "utf-16-le" if little > big else "utf-16-be"
+    return "utf-8"

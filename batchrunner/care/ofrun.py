@@ -1,0 +1,112 @@
+"""A run directory, of a run that ended, was interrupted or goes on: its samples and its engines' logs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchrunner.care.logfile import LogReader
+from batchrunner.care.series import Series
+from batchrunner.care.signs import Sample
+from batchrunner.care.situation import Client, Situation
+from batchrunner.checkpoint import read_run_json
+from batchrunner.engines.device import gpus
+from batchrunner.errors import InputError, OutputError
+from batchrunner.events import read_events
+from batchrunner.storage import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from batchrunner.care.thresholds import Thresholds
+
+MOST_PARTS = 20
+"""Of the newest, looked at for the lengths of outputs."""
+FULL = 0.9
+"""Share of the window in flight from which it is full."""
+
+
+def read_run(run: Path, limits: Thresholds) -> Situation:
+    """Read what a run, or each of its tasks, tells; raises OutputError where the path holds none."""
+    run_dir = RunDir(run)
+    facts = read_run_json(run_dir)
+    if facts is None:
+        raise OutputError(f"{run}: not a run's output path (no run.json)")
+    client = _client(facts)
+    load, log = Series(limits), LogReader(limits)
+    for own in {task.own: task for task in (run_dir, *run_dir.all_tasks())}.values():
+        _read_events(own, load, client)
+        for path in sorted(own.own.glob("engine*.log")):
+            log.source = f"{own.task} {path.stem}"
+            with contextlib.suppress(InputError):  # the gateway's, or of one that never started
+                log.read(path)
+    load.settle()
+    _lengths(run_dir, client)
+    server = log.facts
+    server.version = facts["engine"].get("version")
+    if client.kind == "server" and server.arguments and not server.on_cpu:
+        server.idle_gpus = max(0, len(gpus()) - server.tp)
+    return Situation(load if load.counted else log.series, log.series, server, client)
+
+
+def _client(facts: Mapping[str, Any]) -> Client:
+    job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
+    most = sampling.get("max_new_tokens")
+    return Client(
+        window=job.get("window", "auto"),
+        connections=facts["engine"].get("connections"),
+        max_new_tokens=most if isinstance(most, int) else None,
+        order=job.get("order", "auto"),
+        kind=job["engine"]["kind"],
+        simulated=bool(facts["engine"].get("simulated")),
+    )
+
+
+def _read_events(task: RunDir, load: Series, client: Client) -> None:
+    for event in read_events(task.events):
+        if event["event"] == "tokenize":
+            client.tokenize = event.get("where")
+        elif event["event"] == "sample":
+            _read_sample(event, task.task, load, client)
+
+
+def _read_sample(event: Mapping[str, Any], task: str, load: Series, client: Client) -> None:
+    in_flight, window = event["in_flight"], event["window"]
+    unsent = max(0, event["rows_total"] - event["rows_done"] - in_flight)
+    client.widest = max(client.widest, in_flight)
+    signals = event["signals"]
+    if not in_flight or not signals:
+        return
+    for told in signals:
+        sample = Sample(
+            event["time"], told["running"], told["queue"], told["token_usage"], told.get("max_running"),
+            rate=event["output_tokens_per_s"] / len(signals), unsent=unsent,
+        )  # fmt: skip
+        load.add(f"{task} {told['scheduler']}", sample)
+    track = load.track(f"{task} {signals[0]['scheduler']}")
+    track.retractions = max(track.retractions, event["retractions"])
+    if unsent and not any(told["queue"] for told in signals):
+        client.dry += 1
+        full = in_flight >= FULL * window
+        client.at_window += full
+        client.on_way += full and 2 * sum(told["running"] for told in signals) < in_flight
+        client.resting += not full and event.get("resting", 0) > 0
+
+
+def _lengths(run_dir: RunDir, client: Client) -> None:
+    """Look at the newest parts for how long outputs are."""
+    found: list[pa.ChunkedArray] = []
+    for path in sorted(run_dir.parts.glob("part-*.parquet"))[-MOST_PARTS:]:
+        with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # a part that is damaged, or goes
+            tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
+            found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
+    if lengths := [chunk for column in found for chunk in column.chunks]:
+        tokens = pa.chunked_array(lengths).drop_null()
+        client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
+        if client.outputs:
+            client.longest_output = int(pc.quantile(tokens, 0.99)[0].as_py())

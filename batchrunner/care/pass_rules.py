@@ -1,0 +1,103 @@
+"""Rules on what a forward pass does: prefill chunks, long prompts, CUDA graphs. Each is pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.care.facts import prefill_graph_off
+from batchrunner.care.load_rules import LESS_CONSERVATIVE, conservativeness
+from batchrunner.care.situation import Finding
+
+if TYPE_CHECKING:
+    from batchrunner.care.flags import Flags
+    from batchrunner.care.situation import Situation
+
+LARGEST_CHUNK = 32_768
+CHUNK_GB_A_TOKEN = 1.5 / 1024
+GRAPH_GB_A_REQUEST = 2 / 1024
+"""What SGLang's memory_hook reserves for activations of a prefill chunk and for decode graphs."""
+USUAL_CAPTURED = 160
+"""Requests; the guides: "typically 160-256"."""
+LARGE_TP = 4
+
+
+def running_low(s: Situation, flags: Flags) -> Finding | None:
+    """Find that prefill brings new requests no faster than others end."""
+    if not s.load.frequent("far_below") or conservativeness(s) > LESS_CONSERVATIVE:
+        return None
+    return Finding(
+        f"{s.load.median('running'):.0f} requests run of {s.facts.max_running} that may, others wait and "
+        f"memory is left {s.often('far_below')}: they end as fast as prefill brings new ones",
+        larger_chunk(s, flags),
+        evidence=s.evidence("far_below"),
+    )
+
+
+def long_prompts(s: Situation, flags: Flags) -> Finding | None:
+    """Find that one or two prompts fill a prefill pass."""
+    prefills = s.log.prefills
+    share = prefills.few_long / max(1, prefills.passes)
+    if prefills.passes < s.limits.samples or share < s.limits.frequent:
+        return None
+    if prefills.mean_prompt < s.limits.long_prompt:
+        return None
+    args = larger_chunk(s, flags)
+    if prefill_graph_off(s.facts.arguments) and not s.facts.on_cpu:
+        args |= flags.setting("cuda-graph-backend-prefill", "breakable")
+    return Finding(
+        f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
+        f"({prefills.mean_prompt:,.0f} tokens each): long prompts dominate",
+        args,
+        evidence={
+            "passes": prefills.passes,
+            "few_long_share": round(share, 4),
+            "mean_prompt_tokens": round(prefills.mean_prompt),
+        },
+    )
+
+
+def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
+    """Find that decoding runs without CUDA graphs at batch sizes where they matter."""
+    if s.facts.on_cpu or not s.log.frequent("no_graph"):
+        return None
+    running, captured = s.log.median("running"), s.facts.graph_max_bs
+    target = int(s.limits.graph_batch_tp if s.facts.tp >= LARGE_TP else s.limits.graph_batch)
+    if s.facts.graph_disabled:
+        args, why = _graph_on(s, flags), "the server's arguments switch them off"
+    elif running <= target and not (captured and captured >= target):
+        args = flags.setting("cuda-graph-max-bs-decode", target)
+        args |= smaller_pool(s, flags, GRAPH_GB_A_REQUEST * (target - (captured or USUAL_CAPTURED)))
+        why = f"they are captured up to {captured or 'some 160-256'}"
+    else:
+        return None
+    share = s.log.share("no_graph")
+    return Finding(
+        f"cuda graph: False in {share:.0%} of {s.log.over()}, at {running:.0f} running: {why}",
+        args,
+        evidence={**s.evidence(), "no_graph_share": round(share, 4), "captured": captured},
+        certainty="high" if s.facts.graph_disabled else None,
+    )
+
+
+def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
+    if s.facts.arguments.get("disable_cuda_graph") or not flags.spelling("cuda-graph-backend-decode"):
+        return {"disable-cuda-graph": None}
+    return flags.setting("cuda-graph-backend-decode", "full")
+
+
+def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
+    """Return a chunk of twice the size, and a smaller pool where its memory must come from there."""
+    chunk = (s.facts.ready.chunked_prefill_size if s.facts.ready else None) or 0
+    args = flags.setting("chunked-prefill-size", 2 * chunk) if 0 < chunk < LARGEST_CHUNK else {}
+    return args | smaller_pool(s, flags, chunk * CHUNK_GB_A_TOKEN) if args else {}
+
+
+def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any]:
+    """Return the mem-fraction-static that leaves so many GB more; empty where there is room for them."""
+    now, ready = s.facts.number("mem_fraction_static"), s.facts.ready
+    if now is None or not s.facts.card_gb or gb <= 0:
+        return {}
+    if ready and ready.gpu_gb and ready.gpu_gb - gb >= s.limits.memory_low_gb:
+        return {}
+    return flags.setting("mem-fraction-static", round(now - math.ceil(100 * gb / s.facts.card_gb) / 100, 3))

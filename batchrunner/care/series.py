@@ -1,0 +1,201 @@
+"""The load of schedulers over time, in bounded memory: exact counts of signs, and a few samples of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from batchrunner.care.signs import SIGNS, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from batchrunner.care.thresholds import Thresholds
+    from batchrunner.engines.batchlines import Batch
+
+MOST_SAMPLES = 512
+"""Kept of a scheduler; when there are more, every second one is dropped."""
+MOST_TRACKS = 256
+"""Schedulers that are told apart; those of a larger log share the last place."""
+PAUSE_S = 30.0
+"""A silence that is longer is no work: it is not counted, and what ran dry before it was the end of a job."""
+DAY_S = 86_400.0
+STEPS_A_LINE = 40
+"""Decode steps between two lines (`--decode-log-interval`), for logs without times."""
+
+
+@dataclass(slots=True)
+class Track:
+    """One scheduler."""
+
+    samples: list[Sample] = field(default_factory=list)
+    """Thinned out evenly, oldest first."""
+    counted: int = 0
+    busy_s: float = 0.0
+    """Time under load, pauses left out."""
+    timed: bool = False
+    """Whether it is measured; else it is worked out from the throughput."""
+    yes: Counter[str] = field(default_factory=Counter)
+    of: Counter[str] = field(default_factory=Counter)
+    retractions: int = 0
+    tokens: float = 0.0
+    """Generated."""
+    _every: int = 1
+    _last: Sample | None = None
+    _day: float = 0.0
+    _dry: int = 0
+    _queued: bool = False
+
+    def add(self, sample: Sample, limits: Thresholds) -> None:
+        """Count a sample."""
+        gap_s = self._gap_s(sample)
+        if gap_s > PAUSE_S:
+            self.settle()
+            gap_s = 0.0
+        self.busy_s += gap_s
+        self.tokens += gap_s * (sample.rate or 0.0)
+        for name, applies in SIGNS.items():
+            told = applies(sample, limits)
+            if told is not None:
+                self.of[name] += 1
+                self.yes[name] += told
+        self._dry = 0 if sample.queue else self._dry + 1
+        self._queued |= sample.queue > 0
+        self._last = sample
+        self._keep(sample)
+
+    def settle(self) -> None:
+        """Take note that work has ended: its drain is no empty queue, unless rows were left to send."""
+        if self._queued and self._last is not None and self._last.unsent is None:
+            self.yes["empty"] -= self._dry
+            for sign in ("empty", "in_band"):
+                self.of[sign] -= self._dry
+        self._dry, self._queued = 0, False
+
+    def _gap_s(self, sample: Sample) -> float:
+        last = self._last
+        if sample.at is None:
+            return STEPS_A_LINE * sample.running / sample.rate if sample.rate else 0.0
+        if last is None or last.at is None:
+            return 0.0
+        self.timed = True
+        gap_s = sample.at - last.at
+        return gap_s + DAY_S if gap_s < -DAY_S / 2 else max(0.0, gap_s)
+
+    def _keep(self, sample: Sample) -> None:
+        if self.counted % self._every == 0:
+            self.samples.append(sample)
+            if len(self.samples) > MOST_SAMPLES:
+                self.samples = self.samples[::2]
+                self._every *= 2
+        self.counted += 1
+
+
+@dataclass(slots=True)
+class Prefills:
+    """What prefill passes took, over all schedulers."""
+
+    passes: int = 0
+    prompts: int = 0
+    new_tokens: int = 0
+    cached_tokens: int = 0
+    few_long: int = 0
+    """Passes that one or two prompts filled."""
+
+    def add(self, batch: Batch, chunk: int | None) -> None:
+        """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
+        self.passes += 1
+        self.prompts += batch.new_seqs
+        self.new_tokens += batch.new_tokens
+        self.cached_tokens += batch.cached_tokens
+        self.few_long += bool(chunk and chunk > 0 and batch.new_seqs <= 2 and batch.new_tokens >= 0.9 * chunk)  # noqa: PLR2004
+
+    @property
+    def cached_share(self) -> float:
+        """Share of prompt tokens that were in the cache, 0-1."""
+        return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Mean tokens of a prompt; a chunk counts as a prompt."""
+        return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
+
+
+@dataclass(slots=True)
+class Series:
+    """All schedulers of one source."""
+
+    limits: Thresholds
+    tracks: dict[str, Track] = field(default_factory=dict)
+    prefills: Prefills = field(default_factory=Prefills)
+
+    def track(self, scheduler: str) -> Track:
+        """Return the track of a scheduler, a new one at its first mention."""
+        if scheduler not in self.tracks and len(self.tracks) >= MOST_TRACKS:
+            scheduler = "others"
+        return self.tracks.setdefault(scheduler, Track())
+
+    def add(self, scheduler: str, sample: Sample) -> None:
+        """Count a sample."""
+        self.track(scheduler).add(sample, self.limits)
+
+    def settle(self) -> None:
+        """Take note that the source has ended."""
+        for track in self.tracks.values():
+            track.settle()
+
+    @property
+    def counted(self) -> int:
+        """Samples, over all schedulers."""
+        return sum(track.counted for track in self.tracks.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds under load, of the scheduler that had the longest."""
+        return max((track.busy_s for track in self.tracks.values()), default=0.0)
+
+    @property
+    def retractions(self) -> int:
+        """Over all schedulers."""
+        return sum(track.retractions for track in self.tracks.values())
+
+    @property
+    def retractions_per_min(self) -> float:
+        """Of the scheduler that has most; a span under a minute counts as one."""
+        tracks = self.tracks.values()
+        return max((track.retractions / max(1.0, track.busy_s / 60) for track in tracks), default=0.0)
+
+    @property
+    def enough(self) -> bool:
+        """Whether there is more than a reading."""
+        return self.counted >= self.limits.samples and self.busy_s >= self.limits.span_s
+
+    def share(self, sign: str) -> float:
+        """Return the share of samples with a sign, of those that it applies to; 0 without any."""
+        of = sum(track.of[sign] for track in self.tracks.values())
+        return sum(track.yes[sign] for track in self.tracks.values()) / of if of > 0 else 0.0
+
+    def frequent(self, sign: str) -> bool:
+        """Tell whether enough samples over enough time have a sign."""
+        return self.enough and self.share(sign) >= self.limits.frequent
+
+    def median(self, name: str) -> float:
+        """Return the median of a field of the samples, 0 where none has it."""
+        values = [value for sample in self._samples() if (value := getattr(sample, name)) is not None]
+        return float(median(values)) if values else 0.0
+
+    def largest(self, name: str) -> float:
+        """Return a field's largest value among the samples kept."""
+        return max((getattr(sample, name) or 0 for sample in self._samples()), default=0)
+
+    def over(self) -> str:
+        """Say how many samples there are, and of how long."""
+        several = f" of {len(self.tracks)} schedulers" if len(self.tracks) > 1 else ""
+        timed = any(track.timed for track in self.tracks.values())
+        return f"{self.counted} samples{several} over {'' if timed else 'about '}{self.busy_s:.0f} s"
+
+    def _samples(self) -> Iterator[Sample]:
+        for track in self.tracks.values():
+            yield from track.samples

@@ -1,0 +1,189 @@
+"""Rules on what was chosen before the start: metrics, GPUs, parallelism, precision, kernels, cache, order.
+
+Each is pure, and says nothing where the model or the card that it is about is not known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchrunner.care.facts import FP8
+from batchrunner.care.situation import Finding, command_line
+
+if TYPE_CHECKING:
+    from batchrunner.care.facts import Architecture
+    from batchrunner.care.flags import Flags
+    from batchrunner.care.situation import Situation
+
+ROOM_FOR_KV = 0.6
+"""Share of a card that all weights may take so that one GPU is enough: the rest holds the KV pool."""
+FEW_PROMPTS = 50
+LONG_ENOUGH = 1024
+"""Tokens of a prompt from which keeping its prefix on the host is cheaper than to compute it again."""
+_BEST: dict[Architecture, str] = {
+    "hopper": "fa3", "blackwell": "trtllm_mha", "ampere": "flashinfer", "ada": "flashinfer",
+}  # fmt: skip
+_GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
+"""Backends that run on any card; a special one was chosen for a reason."""
+
+
+def metrics_off(s: Situation, flags: Flags) -> Finding | None:
+    """Find that the server tells less than it could."""
+    args = s.facts.arguments
+    off = [name for name in ("enable_metrics", "enable_cache_report") if args.get(name) is False]
+    if s.facts.metrics is False and "enable_metrics" not in off:
+        off.insert(0, "enable_metrics")
+    shown = {
+        "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
+        "enable_cache_report": "cached tokens of each chat answer",
+    }
+    settings = {k: v for name in off for k, v in flags.setting(name.replace("_", "-"), value=True).items()}
+    return Finding(f"not told: {' and '.join(shown[name] for name in off)}", settings) if off else None
+
+
+def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find that a model is spread over GPUs although it fits one, or that GPUs are idle."""
+    tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
+    ours = s.client is not None and s.client.kind in {"server", "gateway"}
+    if s.facts.idle_gpus and s.client and s.client.kind == "server":
+        return Finding(
+            f"{s.facts.idle_gpus} GPUs of this machine are idle",
+            change="`engine: {kind: gateway}`: a replica for every GPU",
+            evidence={"idle_gpus": s.facts.idle_gpus},
+            certainty="high",
+        )
+    if tp < 2 or not weights or not card or weights * tp > ROOM_FOR_KV * card:  # noqa: PLR2004
+        return None
+    args = flags.setting("tp-size", 1)
+    how = "`engine: {kind: gateway, tp: 1}`" if ours else f"{tp} servers behind SGLang's Model Gateway, each"
+    return Finding(
+        f"the model ({weights * tp:.0f} GB) fits one GPU ({card:.0f} GB) and is spread over {tp}",
+        args,
+        f"{how} with {command_line(args)}",
+        {"weights_gb": round(weights * tp, 1), "card_gb": card, "tp": tp},
+    )
+
+
+def data_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find replicas inside one server."""
+    dp, args = s.facts.number("dp_size", 1) or 1, s.facts.arguments
+    if dp < 2 or args.get("enable_dp_attention") or (s.facts.number("attn_dp_size", 1) or 1) > 1:  # noqa: PLR2004
+        return None
+    return Finding(
+        f"--dp-size {dp:.0f} parts the requests in turn, whatever each replica has to do",
+        flags.setting("dp-size", 1),
+        f"{dp:.0f} servers behind SGLang's Model Gateway instead",
+    )
+
+
+def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find a mixture of experts on several GPUs without expert parallelism."""
+    if not s.facts.is_moe or s.facts.tp < 2 or (s.facts.number("ep_size", 1) or 1) > 1:  # noqa: PLR2004
+        return None
+    return Finding(
+        f"{s.facts.model} has experts, each of them cut over {s.facts.tp} GPUs",
+        flags.setting("ep-size", s.facts.tp),
+    )
+
+
+def dp_attention(s: Situation, flags: Flags) -> Finding | None:
+    """Find a model with latent attention whose KV cache is held on each GPU again."""
+    args = s.facts.arguments
+    on = args.get("enable_dp_attention") or (s.facts.number("attn_dp_size", 1) or 1) > 1
+    if not s.facts.is_mla or s.facts.tp < 2 or on:  # noqa: PLR2004
+        return None
+    return Finding(
+        f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs",
+        flags.setting("attn-dp-size", s.facts.tp),
+    )
+
+
+def torch_compile(s: Situation, flags: Flags) -> Finding | None:
+    """Find a small model at a small batch."""
+    weights = s.facts.weights_gb
+    if s.facts.on_cpu or not weights or weights * s.facts.tp > s.limits.small_model_gb:
+        return None
+    if s.facts.arguments.get("enable_torch_compile") or not s.load.frequent("small_batch"):
+        return None
+    return Finding(
+        f"a small model ({weights * s.facts.tp:.1f} GB), {s.load.median('running'):.0f} requests running",
+        flags.setting("enable-torch-compile", value=True),
+    )
+
+
+def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
+    """Find 16-bit weights on a card that computes in 8 bits, where memory limits the batch."""
+    args = s.facts.arguments
+    if s.facts.architecture not in FP8 or args.get("quantization") or not s.load.frequent("kv_bound"):
+        return None
+    return Finding(
+        f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits",
+        flags.setting("quantization", "fp8") if args else {},
+        evidence=s.evidence("kv_bound"),
+    )
+
+
+def fp8_cache(s: Situation, flags: Flags) -> Finding | None:
+    """Find a full pool of 16-bit keys and values on such a card."""
+    args = s.facts.arguments
+    if s.facts.architecture not in FP8 or not s.load.frequent("kv_bound"):
+        return None
+    if "fp8" in str(args.get("kv_cache_dtype", "")) or not args:
+        return None
+    return Finding(
+        f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers",
+        flags.setting("kv-cache-dtype", "fp8_e4m3"),
+        evidence=s.evidence("kv_bound"),
+    )
+
+
+def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
+    """Find prompts that begin alike, in an order that finds little of it in the cache."""
+    prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
+    share = prefills.cached_share
+    if prefills.prompts < FEW_PROMPTS or not s.limits.shared <= share <= s.limits.cached_well:
+        return None
+    seen = f"{share:.0%} of {prefills.cached_tokens + prefills.new_tokens:,} prompt tokens were in the cache"
+    evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
+    if s.client is not None:
+        ordered = s.client.order in {"auto", "prefix"}
+        return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
+    if policy == "lpm" and s.load.largest("queue") > s.limits.lpm_queue:
+        sign = (
+            f"{seen}; lpm, up to 0.4.3 the default, gives up above {s.limits.lpm_queue:.0f} waiting requests"
+        )
+        return Finding(
+            sign, {}, "send requests that begin alike one after another, as batchrun does", evidence
+        )
+    if policy in {"lpm", None} or s.load.largest("queue") >= s.limits.lpm_queue:
+        return Finding(
+            seen, {}, "send requests that begin alike one after another, as batchrun does", evidence
+        )
+    return Finding(seen, flags.setting("schedule-policy", "lpm"), evidence=evidence)
+
+
+def host_cache(s: Situation, flags: Flags) -> Finding | None:
+    """Find long prefixes that the KV pool may have dropped before their next use."""
+    prefills = s.log.prefills
+    shared = s.limits.shared <= prefills.cached_share <= s.limits.cached_well
+    if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
+        return None
+    if not s.load.frequent("full") or s.facts.on_cpu or s.facts.arguments.get("enable_hierarchical_cache"):
+        return None
+    return Finding(
+        f"prompts of {prefills.mean_prompt:,.0f} tokens begin alike, {prefills.cached_share:.0%} was in "
+        f"the cache, and the pool is full {s.often('full')}",
+        flags.setting("enable-hierarchical-cache", value=True),
+        evidence={"cached_share": round(prefills.cached_share, 4), **s.evidence("full")},
+    )
+
+
+def attention_backend(s: Situation, flags: Flags) -> Finding | None:
+    """Find a general attention backend on a card that has a better one."""
+    architecture, now = s.facts.architecture, s.facts.arguments.get("attention_backend")
+    if architecture is None or now not in _GENERAL:
+        return None
+    best = "trtllm_mla" if architecture == "blackwell" and s.facts.is_mla else _BEST[architecture]
+    if now == best:
+        return None
+    return Finding(f"{now} attention on {s.facts.card}", flags.setting("attention-backend", best))

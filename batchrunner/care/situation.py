@@ -1,0 +1,128 @@
+"""All that the rules of advice look at: the load, the server, and where it is a run of ours, the client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.care.facts import Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from batchrunner.care.advice import Certainty
+    from batchrunner.care.series import Series
+    from batchrunner.care.thresholds import Thresholds
+
+
+@dataclass(slots=True)
+class Client:
+    """What our own run did, and above all what it did while the engine's queue was empty."""
+
+    dry: int = 0
+    """Samples with an empty queue while rows were left to send; of these …"""
+    at_window: int = 0
+    """… the window was full (90 %),"""
+    on_way: int = 0
+    """… and most of what was in flight was neither running nor waiting at the scheduler,"""
+    resting: int = 0
+    """… or the window was not full, and rows waited for another try."""
+    window: str | int = "auto"
+    """The job's."""
+    connections: int | None = None
+    widest: int = 0
+    """Most requests in flight."""
+    tokenize: str | None = None
+    """Where prompts become tokens: `client` or `server`."""
+    max_new_tokens: int | None = None
+    output_tokens: int = 0
+    outputs: int = 0
+    order: str = "auto"
+    kind: str = "attach"
+    """The job's `engine.kind`."""
+    simulated: bool = False
+    longest_output: int | None = None
+    """99 of 100 outputs are no longer, in tokens."""
+
+    @property
+    def output_share(self) -> float | None:
+        """Mean output as a share of `max_new_tokens`, 0-1; None where one of them is not known."""
+        if not self.outputs or not self.max_new_tokens:
+            return None
+        return self.output_tokens / self.outputs / self.max_new_tokens
+
+
+@dataclass(slots=True)
+class Situation:
+    """What there is to judge."""
+
+    load: Series
+    """Queue, running and token usage over time."""
+    log: Series
+    """What only log lines tell: graphs, prefill passes, retractions. May be the same."""
+    facts: Facts = field(default_factory=Facts)
+    client: Client | None = None
+
+    @property
+    def limits(self) -> Thresholds:
+        """The thresholds."""
+        return self.load.limits
+
+    @property
+    def retractions(self) -> int:
+        """How often the pool was full; requests taken back, where no log tells it."""
+        return max(self.log.retractions, self.load.retractions)
+
+    @property
+    def retractions_per_min(self) -> float:
+        """The same a minute of work."""
+        told = self.log if self.log.retractions else self.load
+        return told.retractions_per_min
+
+    @property
+    def retracts_often(self) -> bool:
+        """Whether it is more than the guides call fine."""
+        return self.load.enough and self.retractions_per_min > self.limits.retractions_per_min
+
+    def often(self, sign: str) -> str:
+        """Say how often a sign was seen."""
+        return f"in {self.load.share(sign):.0%} of {self.load.over()}"
+
+    def evidence(self, *signs: str) -> dict[str, Any]:
+        """Return the figures behind signs, for machines."""
+        shares = {f"{sign}_share": round(self.load.share(sign), 4) for sign in signs}
+        return {
+            "samples": self.load.counted,
+            "span_s": round(self.load.busy_s, 1),
+            **shares,
+            "median_running": self.load.median("running"),
+            "median_queue": self.load.median("queue"),
+            "median_token_usage": self.load.median("usage"),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule found: a sign with its figures, and what is to be changed."""
+
+    sign: str
+    args: dict[str, Any] = field(default_factory=dict)
+    """Server flags, as `engine.args` has them; a rule on flags that the version lacks says nothing."""
+    change: str = ""
+    """In words; of flags where it is more than they say."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    certainty: Certainty | None = None
+    """Where it is not the rule's own."""
+    fine: bool = False
+    """It is as it should be."""
+
+
+def command_line(args: Mapping[str, Any]) -> str:
+    """Write `engine.args` as a person types it."""
+    return " ".join(_option(name, value) for name, value in args.items())
+
+
+def _option(name: str, value: Any) -> str:
+    if value is None:
+        return f"without --{name}"
+    return f"--{name}" if value is True else f"--{name} {value}"

@@ -1,0 +1,269 @@
+"""One line of an SGLang log, of any release, → what it tells. Pure, and the only parser of such lines.
+
+SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Which pairs there are, and in
+which order, changed with nearly every release, so pairs are looked up by name and never by place. Sources:
+SGLang 0.5.23 (metrics_reporter, scheduler, pool_configurator, allocation), the tuning guides' examples, and
+logs in SGLang's issues back to 0.2.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Phase = Literal["load", "pool", "graph", "prefill", "decode", "requests", "general"]
+
+
+class Batch(NamedTuple):
+    """A reading of one scheduler, at a prefill pass or every 40 decode steps."""
+
+    decode: bool
+    running: int
+    """`#running-req`."""
+    queue: int
+    """`#queue-req`."""
+    usage: float
+    """`token usage`, 0-1; of a hybrid model the fuller pool's, which limits."""
+    tokens: int | None = None
+    graph: bool | None = None
+    """Whether a CUDA graph ran; None where the line does not say, and on a CPU."""
+    throughput: float | None = None
+    """Tokens a second, generated or put in."""
+    new_seqs: int = 0
+    new_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Retraction(NamedTuple):
+    """The KV pool was full: running requests went back to the queue."""
+
+    requests: int
+
+
+class Ready(NamedTuple):
+    """What the scheduler says before it takes requests; memory in GB, tokens and requests as counts."""
+
+    max_total_num_tokens: int | None
+    chunked_prefill_size: int | None
+    max_running_requests: int | None
+    context_len: int | None
+    gpu_gb: float | None
+    """`available_gpu_mem`; None on a CPU."""
+
+
+class Weights(NamedTuple):
+    """Loading begins (`free_gb` is the device's free memory) or ends (`used_gb`, `model`)."""
+
+    free_gb: float | None
+    used_gb: float | None = None
+    model: str | None = None
+    """The class, such as LlamaForCausalLM."""
+
+
+class OutOfMemory(NamedTuple):
+    """Memory ran out; `phase` is `general` where the line alone does not tell it."""
+
+    phase: Phase
+    text: str
+    total_gb: float | None = None
+    """The card's memory, where torch says it."""
+
+
+class Doing(NamedTuple):
+    """What the server does from here on, out of progress lines and tracebacks."""
+
+    phase: Phase
+
+
+class Arguments(NamedTuple):
+    """The server's arguments, resolved, as the log prints them at the start."""
+
+    values: dict[str, Any]
+
+
+class Card(NamedTuple):
+    """The card's name, as the files of kernel settings have it."""
+
+    name: str
+
+
+Record: TypeAlias = Batch | Retraction | Ready | Weights | OutOfMemory | Doing | Arguments | Card
+
+
+class Origin(NamedTuple):
+    """When a line was written, and by which process of which server."""
+
+    at: float | None
+    """Seconds; only differences mean something."""
+    server: str
+    """What `srun --label` or Docker put before the line; empty where nothing."""
+    dp: str
+    """The DP rank's number; empty where there is none."""
+    rank: str
+    """All ranks: `DP0 TP0`."""
+
+
+_ORIGIN = re.compile(
+    r"^(?:(?P<server>\d{1,5}:|[\w.-]+ +\|) ?)?\s*\["
+    r"(?P<time>(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d)?[.,\d]*(?P<rank>(?: ?(?:DP|PP|TP|EP|gpu=)\d+)*)\s*\]"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_READY = re.compile(r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d+)")
+_GPU_GB = re.compile(r"available_gpu_mem=([\d.]+)")
+_RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
+_WEIGHTS = re.compile(r"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem=([\d.]+) ?GB")
+_USED = re.compile(r"mem usage=(-?[\d.]+) ?GB")
+_CAPACITY = re.compile(r"total capac\w+ of ([\d.]+) GiB")
+_ARGUMENT = re.compile(r"(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]*\]|[^,()\s]+)")
+_CARD = re.compile(r"device_name=(\w+?)(?:,|\.json)")
+_OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
+    ("Prefill out of memory", "prefill"),
+    ("Decode out of memory", "decode"),
+    ("alloc_req_slots runs out of memory", "requests"),
+    ("Not enough memory", "pool"),
+    ("Capture cuda graph failed", "graph"),
+    ("Capture prefill CUDA graph failed", "graph"),
+    ("CUDA out of memory", "general"),
+    ("HIP out of memory", "general"),
+    ("Out of memory. Try to lower", "general"),
+    ("Out of memory even after retracting", "decode"),
+)
+_DOING: tuple[tuple[str, Phase], ...] = (
+    ("in forward_extend", "prefill"),
+    ("in forward_decode", "decode"),
+    ("apture cuda graph begin", "graph"),
+    ("CUDA graph begin", "graph"),
+    ("apture cuda graph end", "general"),
+    ("CUDA graph end", "general"),
+    ("KV Cache is allocated", "general"),
+)
+_RARE = ("mem", "forward_", "raph", "server_args=", "KV Cache", "_name=")
+"""What lines of any other kind that matters have in them."""
+
+
+def record_in(line: str) -> Record | None:
+    """Return what a line tells; None for the many that tell nothing of this."""
+    if " batch" in line and (record := _batch(line)):
+        return record
+    if "etract" in line and (found := _RETRACTED.search(line)) and "#running-req" not in line:
+        return Retraction(int(found[1]))
+    if "max_total_num_tokens=" in line and "server_args=" not in line:
+        return _ready(line)
+    return _rare(line) if any(word in line for word in _RARE) else None
+
+
+def origin_of(line: str) -> Origin:
+    """Return where a line came from, as far as its beginning tells."""
+    found = _ORIGIN.match(line)
+    if found is None:
+        return Origin(None, "", "", "")
+    server, time, rank = found["server"] or "", found["time"], found["rank"].strip()
+    dp = next((part[2:] for part in rank.split() if part.startswith("DP")), "") if rank else ""
+    return Origin(_seconds(time) if time else None, server.strip(" :|"), dp, rank)
+
+
+def clean(line: str) -> str:
+    """Return a line without colours, and without what a progress bar wrote before it."""
+    if "\x1b" in line:
+        line = _COLOUR.sub("", line)
+    line = line.rstrip()
+    return line.rpartition("\r")[2] if "\r" in line else line
+
+
+def _batch(line: str) -> Batch | None:
+    """Read the pairs of a batch line; None where it is none, or was cut before its queue."""
+    start = max(line.find("Decode batch"), line.find("Prefill batch"))
+    first = line.find("#", start) if start >= 0 else -1
+    if first < 0:
+        return None
+    told = line[first:]
+    if "(mixed" in line:  # 0.2: `Prefill batch(mixed #running-req: 12). #new-seq: 3, …`
+        told = told.replace("). ", ", ", 1)
+    pairs = {}
+    for pair in told.split(","):
+        name, colon, value = pair.partition(":")
+        if colon:
+            pairs[name.strip()] = value.strip()
+    decode = line.startswith("Decode", start)
+    try:
+        return Batch(
+            decode,
+            int(pairs["#running-req"]),
+            int(pairs["#queue-req"]),
+            max([float(value) for name, value in pairs.items() if name.endswith("token usage")], default=0.0),
+            int(pairs["#token"]) if "#token" in pairs else None,
+            pairs["cuda graph"] == "True" if "cuda graph" in pairs else None,
+            _number(pairs.get(f"{'gen' if decode else 'input'} throughput (token/s)")),
+            int(pairs.get("#new-seq", 0)),
+            int(pairs.get("#new-token", 0)),
+            int(pairs.get("#cached-token", 0)),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def _ready(line: str) -> Ready | None:
+    limits = {name: int(value) for name, value in _READY.findall(line)}
+    gpu = _GPU_GB.search(line)
+    return Ready(
+        limits.get("max_total_num_tokens"),
+        limits.get("chunked_prefill_size"),
+        limits.get("max_running_requests"),
+        limits.get("context_len"),
+        float(gpu[1]) if gpu else None,
+    )
+
+
+def _rare(line: str) -> Record | None:
+    for sign, phase in _OUT_OF_MEMORY:
+        if sign in line:
+            capacity = _CAPACITY.search(line)
+            return OutOfMemory(phase, line.strip(), float(capacity[1]) if capacity else None)
+    if weights := _WEIGHTS.search(line):
+        used = _USED.search(line)
+        free = float(weights[3]) if weights[1] == "begin" else None
+        return Weights(free, float(used[1]) if used else None, weights[2])
+    if "server_args=" in line:
+        return _arguments(line.partition("server_args=")[2].strip())
+    if card := _CARD.search(line):
+        return Card(card[1])
+    return next((Doing(phase) for sign, phase in _DOING if sign in line), None)
+
+
+def _arguments(text: str) -> Arguments:
+    """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; of one that was cut, what is there."""
+    if text.startswith("{"):
+        try:
+            return Arguments(ast.literal_eval(text))
+        except (ValueError, SyntaxError):
+            text = re.sub(r"'(\w+)': ", r"\1=", text)
+    return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+@lru_cache(maxsize=64)  # lines of one second stand together
+def _seconds(time: str) -> float | None:
+    """Return a time stamp in seconds; without a date (releases before 0.4.2) of the first of January 1970."""
+    try:
+        if len(time) > len("12:00:00"):
+            return datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp()
+        hours, minutes, seconds = map(int, time.split(":"))
+    except ValueError:
+        return None
+    return timedelta(hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -1,0 +1,184 @@
+"""Logs as each generation of SGLang writes them: the formats are those of the releases' own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+RETRACT_OLD = "Decode out of memory happened. #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000"
+RETRACT_MID = (
+    "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000"
+)
+RETRACT_NEW = (
+    "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 206, "
+    "#new_token_ratio: 0.0980 -> 1.0000"
+)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How a release writes: `r` running, `q` queue, `t` tokens, `u` usage, `g` graph, `p` tokens/s."""
+
+    stamp: str
+    decode: str
+    prefill: str
+    retraction: str
+    rank: str = " TP0"
+
+
+_OLD_DECODE = (
+    "Decode batch. #running-req: {r}, #token: {t}, token usage: {u:.2f}, gen throughput (token/s): {p:.2f}, "
+)
+_OLD_PREFILL = (
+    "Prefill batch. #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, cache hit rate: 11.56%, "
+    "token usage: {u:.2f}, #running-req: {r}, #queue-req: {q}"
+)
+_MID_PREFILL = (
+    "Prefill batch. #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, token usage: {u:.2f}, "
+    "#running-req: {r}, #queue-req: {q}, "
+)
+_NEW_PREFILL = (
+    "Prefill batch, #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, token usage: {u:.2f}, "
+    "#running-req: {r}, #queue-req: {q}, #pending-token: 0, cuda graph: False, "
+    "input throughput (token/s): 812.10"
+)
+_DAY = "%Y-%m-%d %H:%M:%S"
+GENERATIONS = {
+    "0.2": Generation(
+        "%H:%M:%S",
+        f"{_OLD_DECODE}#queue-req: {{q}}",
+        "Prefill batch. #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, cache hit rate: 11.56%, "
+        "#running-req: {r}, #queue-req: {q}",
+        RETRACT_OLD,
+    ),
+    "0.4.2": Generation(
+        _DAY,
+        f"{_OLD_DECODE}#queue-req: {{q}}",
+        _OLD_PREFILL,
+        RETRACT_OLD,
+    ),
+    "0.4.4": Generation(
+        _DAY,
+        f"{_OLD_DECODE}largest-len: 0, #queue-req: {{q}}, ",
+        _MID_PREFILL,
+        RETRACT_OLD,
+    ),
+    "0.5.2": Generation(
+        _DAY,
+        "Decode batch. #running-req: {r}, #token: {t}, token usage: {u:.2f}, cuda graph: {g}, "
+        "gen throughput (token/s): {p:.2f}, #queue-req: {q}, ",
+        _MID_PREFILL,
+        RETRACT_MID,
+    ),
+    "0.5.9": Generation(
+        _DAY,
+        "Decode batch, #running-req: {r}, #token: {t}, token usage: {u:.2f}, accept len: 2.31, "
+        "accept rate: 0.77, cuda graph: {g}, gen throughput (token/s): {p:.2f}, #queue-req: {q}",
+        _NEW_PREFILL,
+        RETRACT_NEW,
+        " DP0 TP0",
+    ),
+    "0.5.23": Generation(
+        _DAY,
+        "Decode batch [417], #running-req: {r}, #token: {t}, token usage: {u:.2f}, cuda graph: {g}, "
+        "gen throughput (token/s): {p:.2f}, #queue-req: {q}, est. decode TFLOPS/s (per GPU): 81.20",
+        _NEW_PREFILL,
+        RETRACT_NEW,
+        "",
+    ),
+    "hybrid": Generation(
+        _DAY,
+        "Decode batch, #running-req: {r}, #full token: {t}, full token usage: 0.11, #swa token: 90, "
+        "swa token usage: {u:.2f}, mamba num: 9, mamba usage: 0.20, cuda graph: {g}, "
+        "gen throughput (token/s): {p:.2f}, #queue-req: {q}",
+        _NEW_PREFILL.replace("token usage", "full token usage"),
+        RETRACT_NEW.replace("gained: 206", "gained: 206, #mamba_num_gained: 3"),
+        " TP0 EP0",
+    ),
+}
+"""Those without a `cuda graph` field say nothing of graphs."""
+
+
+class LogWriter:
+    """Writes a log of one generation, a line every `step_s` seconds."""
+
+    def __init__(self, generation: str = "0.5.23", step_s: float = 2.0) -> None:
+        self.form = GENERATIONS[generation]
+        self.lines: list[str] = []
+        self.now = datetime(2026, 3, 1, 23, 59, 30, tzinfo=UTC)
+        self.step_s = step_s
+
+    def say(self, text: str) -> LogWriter:
+        """Write a line."""
+        self.lines.append(f"[{self.now.strftime(self.form.stamp)}{self.form.rank}] {text}")
+        return self
+
+    def decode(
+        self, lines: int = 20, *, r: int = 233, q: int = 317, u: float = 0.95, g: bool = True, p: float = 4594
+    ) -> LogWriter:
+        """Write decode lines, and between them what every log is full of."""
+        for _ in range(lines):
+            self.say(self.form.decode.format(r=r, q=q, u=u, t=round(u * 450_000), g=g, p=p))
+            self.say('INFO:     127.0.0.1:50000 - "POST /generate HTTP/1.1" 200 OK')
+            self.now += timedelta(seconds=self.step_s)
+        return self
+
+    def prefill(self, passes: int = 20, *, n: int = 8, new: int = 4000, hit: int = 0) -> LogWriter:
+        """Write prefill lines."""
+        for _ in range(passes):
+            self.say(self.form.prefill.format(n=n, new=new, hit=hit, u=0.5, r=100, q=300))
+        return self
+
+    def retract(self) -> LogWriter:
+        """Write that the pool was full."""
+        return self.say(self.form.retraction)
+
+    def started(
+        self, *, gpu_gb: float = 7.2, most: int = 2048, chunk: int = 8192, **arguments: object
+    ) -> LogWriter:
+        """Write what a server says when it starts."""
+        values = {
+            "model_path": "/models/llama", "tp_size": 1, "mem_fraction_static": 0.83,
+            "cuda_graph_max_bs": 256,
+            "schedule_conservativeness": 1.0, "chunked_prefill_size": chunk, "max_running_requests": None,
+            "schedule_policy": "fcfs", "enable_metrics": True, "enable_cache_report": True, "device": "cuda",
+            "attention_backend": "fa3", "kv_cache_dtype": "auto", "quantization": None, "dp_size": 1,
+            "max_total_tokens": None, "enable_hierarchical_cache": False, "ep_size": 1,
+            "moe_dense_tp_size": None,
+            "decode_attention_backend": None, "enable_torch_compile": False, "disable_cuda_graph": False,
+            "enable_dp_attention": False, **arguments,
+        }  # fmt: skip
+        self.say(
+            f"server_args=ServerArgs({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+        )
+        self.say("Load weight begin. avail mem=78.50 GB")
+        self.say(
+            "Load weight end. elapsed=3.11 s, type=LlamaForCausalLM, dtype=torch.bfloat16, "
+            "avail mem=63.40 GB, mem usage=15.10 GB."
+        )
+        return self.say(
+            f"max_total_num_tokens=450000, chunked_prefill_size={chunk}, max_prefill_tokens=16384, "
+            f"max_running_requests={most}, context_len=8192, available_gpu_mem={gpu_gb:.2f} GB"
+        )
+
+    def text(self) -> str:
+        """Return the log."""
+        return "\n".join(self.lines) + "\n"
+
+    def write(self, directory: Path, name: str = "server.log") -> Path:
+        """Write it to a file."""
+        path = directory / name
+        path.write_text(self.text())
+        return path
+
+
+def interleaved(*logs: LogWriter) -> Iterator[str]:
+    """Return the lines of several logs in turn, as `srun --label` mixes them."""
+    for lines in zip(*(log.lines for log in logs), strict=True):
+        for number, line in enumerate(lines):
+            yield f"{number}: {line}"

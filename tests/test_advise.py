@@ -1,0 +1,468 @@
+"""What the signs of a server mean, and what to change: from logs of every generation, each failure."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchrunner.care.advise import Judgement, advise
+from batchrunner.care.rules import RULES, table
+from batchrunner.care.thresholds import Thresholds
+from tests.conftest import batchrun
+from tests.sglang_logs import GENERATIONS, LogWriter, interleaved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOGS = Path(__file__).parent / "logs"
+README = Path(__file__).parent.parent / "README.md"
+GUIDES = {  # verbatim: which guide, its line, what it reads
+    "G2": (
+        (
+            "Decode batch. #running-req: 233, #token: 370959, token usage: 0.82, cuda graph: True, "
+            "gen throughput (token/s): 4594.01, #queue-req: 317"
+        ),
+        "median #running-req 233, #queue-req 317 (0 in 0%), token usage 0.82",
+    ),
+    "G3": (
+        (
+            "Decode batch. #running-req: 233, #token: 370959, token usage: 0.82, "
+            "gen throughput (token/s): 4594.01, #queue-req: 417"
+        ),
+        "median #running-req 233, #queue-req 417 (0 in 0%), token usage 0.82",
+    ),
+    "G4": (
+        (
+            "Decode batch. #running-req: 229, #token: 1320576, token usage: 1.00, cuda graph: True, "
+            "gen throughput (token/s): 2498.69, #queue-req: 27,"
+        ),
+        "median #running-req 229, #queue-req 27 (0 in 0%), token usage 1.00",
+    ),
+}
+READY = {  # verbatim
+    "G2": (
+        (
+            "[2025-08-11 17:17:03] max_total_num_tokens=665690, chunked_prefill_size=8192, "
+            "max_prefill_tokens=16384, max_running_requests=4096, context_len=65536, "
+            "available_gpu_mem=13.50 GB"
+        ),
+        "memory-left",
+    ),
+    "G4": (
+        (
+            "[2025-11-11 13:01:09 TP0] max_total_num_tokens=1522816, chunked_prefill_size=1024, "
+            "max_prefill_tokens=2048, max_running_requests=4096, context_len=32768, available_gpu_mem=4.64 GB"
+        ),
+        "memory-tight",
+    ),
+}
+RETRACTIONS = {  # verbatim
+    "G2": "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000",
+    "G3": "decode out of memory happened, #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000",
+}
+
+
+def judged(text: str, directory: Path, **options: Any) -> Judgement:
+    path = directory / "server.log"
+    path.write_text(text)
+    return advise(str(path), **options)
+
+
+def changes(judgement: Judgement) -> dict[str, str]:
+    """Return what is to be changed, by the rule that says so."""
+    return {advice.rule: advice.change for advice in judgement.advice if advice.change}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guides_line_is_a_reading(guide: str, tmp_path: Path) -> None:
+    """One line of a guide is read whole, and is no ground for advice."""
+    line, reading = GUIDES[guide]
+    found = judged(line, tmp_path)
+    assert reading in found.lines()[0]
+    assert "A reading, not advice" in found.lines()[0]
+    assert changes(found) == {}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guides_line_again_and_again_is_a_sign(guide: str, tmp_path: Path) -> None:
+    """Frequent, the guides' own examples mean what the guides say: too conservative, or fine."""
+    found = judged(f"{GUIDES[guide][0]}\n" * 40, tmp_path)
+    assert set(changes(found)) == ({"conservative"} if guide != "G4" else set())
+
+
+@pytest.mark.parametrize("guide", READY)
+def test_a_guides_ready_line_is_judged_by_its_memory(guide: str, tmp_path: Path) -> None:
+    """13.50 GB is too much and 4.64 GB too little; without the card's memory the step is the guides'."""
+    line, rule = READY[guide]
+    found = changes(judged(line, tmp_path))
+    assert set(found) == {rule}
+    assert "in steps of 0.01" in found[rule]
+
+
+@pytest.mark.parametrize("guide", RETRACTIONS)
+def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
+    """Occasional ones are said to be fine, frequent ones are advised on."""
+    line = GUIDES["G4"][0]
+    rare = judged(f"{line}\n" * 40 + RETRACTIONS[guide], tmp_path)
+    assert changes(rare) == {}
+    assert any("up to about one a minute is fine" in line for line in rare.lines())
+    often = judged(f"{line}\n{line}\n{RETRACTIONS[guide]}\n" * 20, tmp_path)
+    assert changes(often) == {"retractions": "--schedule-conservativeness 1.3"}
+
+
+SIGNS: dict[str, tuple[Callable[[LogWriter], object], set[str]]] = {
+    "healthy": (lambda log: log.decode(40), set()),
+    "healthy with its drain": (lambda log: log.decode(40).decode(18, q=0, r=90, u=0.4), set()),
+    "healthy, rarely retracting": (lambda log: log.decode(20).retract().decode(40), set()),
+    "empty queue": (lambda log: log.decode(40, q=0, u=0.5), {"queue-empty"}),
+    "empty at times": (
+        lambda log: [log.decode(2, q=0).decode(3, q=300) for _ in range(8)],
+        {"queue-empty"},
+    ),
+    "deep queue": (lambda log: log.decode(40, q=2600), {"queue-deep"}),
+    "too conservative": (lambda log: log.decode(40, u=0.62), {"conservative"}),
+    "retracting": (lambda log: [log.decode(4, u=0.99).retract() for _ in range(9)], {"retractions"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_each_generation_shows_the_signs(generation: str, sign: str, tmp_path: Path) -> None:
+    """The same load gives the same advice, however the release writes it; a healthy one gives none."""
+    load, expected = SIGNS[sign]
+    log = LogWriter(generation)
+    load(log)
+    found = judged(log.text(), tmp_path)
+    assert set(changes(found)) == expected
+    assert found.healthy == (not expected)
+
+
+def cuda_oom(frame: str) -> str:
+    return (
+        "Scheduler hit an exception: Traceback (most recent call last):\n"
+        f'  File "/sglang/srt/model_executor/model_runner.py", line 1790, in {frame}\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. "
+        "GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
+    )
+
+
+FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
+    "prefill, SGLang's line": (
+        LogWriter().started().decode(9).prefill(2)
+        .say("Prefill out of memory. Try to lower your batch size."),
+        {"oom-prefill": "--chunked-prefill-size 4096"},
+    ),
+    "prefill, the second time": (
+        LogWriter().started(chunk=4096).decode(9).prefill(2).say(cuda_oom("forward_extend")),
+        {"oom-prefill": "--chunked-prefill-size 2048"},
+    ),
+    "prefill, at the last chunk": (
+        LogWriter().started(chunk=2048).decode(9).prefill(2).say(cuda_oom("forward_extend")),
+        {"oom-prefill": "--mem-fraction-static 0.8"},
+    ),
+    "decode, SGLang's line": (
+        LogWriter().started().decode(9, r=400).say("Decode out of memory. Try to lower your batch size."),
+        {"oom-decode": "--max-running-requests 300"},
+    ),
+    "decode, torch's": (
+        LogWriter().started().decode(9, r=400).say(cuda_oom("forward_decode")),
+        {"oom-decode": "--max-running-requests 300"},
+    ),
+    "request slots": (
+        LogWriter().started(most=64).decode(9, r=60).say(
+            "RuntimeError: alloc_req_slots runs out of memory. Please set a smaller number for "
+            "`--max-running-requests`."),
+        {"oom-decode": "--max-running-requests 45"},
+    ),
+    "graph capture": (
+        LogWriter().started().say("Capture cuda graph begin. This can take up to several minutes.")
+        .say("Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        {"oom-graph": "--cuda-graph-max-bs 128 --mem-fraction-static 0.8"},
+    ),
+    "weights": (
+        LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=2, mem_fraction_static=0.83)")
+        .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
+        {"oom-weights": "--tp-size 4, or --quantization fp8"},
+    ),
+    "no room for a pool": (
+        LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=1, mem_fraction_static=0.5)")
+        .say("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."),
+        {"oom-weights": "--mem-fraction-static 0.55, or more GPUs (--tp-size)"},
+    ),
+    "who knows where": (
+        LogWriter().started(mem_fraction_static=0.75).say("Out of memory. Try to lower your batch size."),
+        {"oom-general": "--mem-fraction-static 0.7"},
+    ),
+    "memory left": (
+        LogWriter().started(gpu_gb=13.5),
+        {"memory-left": "--mem-fraction-static 0.91 (from 0.83: 6.3 GB of 78 more for the KV pool)"},
+    ),
+    "memory left by a limit": (
+        LogWriter().started(gpu_gb=40, max_total_tokens=20000),
+        {"memory-left": "without --max-total-tokens"},
+    ),
+    "memory tight": (
+        LogWriter().started(gpu_gb=4.64),
+        {"memory-tight": "--mem-fraction-static 0.8 (from 0.83: 2.4 GB of 78 less for the KV pool)"},
+    ),
+    "graphs too small": (
+        LogWriter().started().decode(30, r=400, g=False),
+        {"cuda-graph": "--cuda-graph-max-bs 512"},
+    ),
+    "graphs too small, at a large tp": (
+        LogWriter().started(tp_size=8, gpu_gb=5.1).decode(30, r=700, g=False),
+        {"cuda-graph": "--cuda-graph-max-bs 768 --mem-fraction-static 0.81"},
+    ),
+    "graphs disabled": (
+        LogWriter().started(disable_cuda_graph=True).decode(30, g=False),
+        {"cuda-graph": "without --disable-cuda-graph"},
+    ),
+    "capped": (
+        LogWriter().started(most=64).decode(30, r=64, u=0.3),
+        {"running-capped": "--max-running-requests 192"},
+    ),
+    "few running, not conservative": (
+        LogWriter().started(schedule_conservativeness=0.3).decode(30, r=100, u=0.5),
+        {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.67",
+         "conservative": "a max_new_tokens nearer to real outputs"},
+    ),
+    "long prompts": (
+        LogWriter().started(gpu_gb=9.9, chunk=1024).decode(30).prefill(30, n=1, new=1024, hit=1500),
+        {"long-prompts": "--chunked-prefill-size 2048"},
+    ),
+    "slow tokens": (
+        LogWriter().started().decode(30, r=300, p=900),
+        {"latency-high": "--max-running-requests 150, only if somebody waits for single answers"},
+    ),
+    "prefixes, other clients": (
+        LogWriter().started().decode(30, q=100).prefill(30, new=3000, hit=1000),
+        {"shared-prefixes": "--schedule-policy lpm"},
+    ),
+    "prefixes, a long queue": (
+        LogWriter().started(schedule_policy="lpm").decode(30, q=400).prefill(30, new=3000, hit=1000),
+        {"shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
+    ),
+    "prefixes that fall out": (
+        LogWriter().started().decode(30, q=400).prefill(30, n=2, new=3000, hit=1000),
+        {"shared-prefixes": "send requests that begin alike one after another, as batchrun does",
+         "host-cache": "--enable-hierarchical-cache"},
+    ),
+    "metrics off": (
+        LogWriter().started(enable_metrics=False, enable_cache_report=False).decode(30),
+        {"metrics-off": "--enable-metrics --enable-cache-report"},
+    ),
+    "several replicas in one server": (
+        LogWriter().started(dp_size=4).decode(30),
+        {"data-parallel": "4 servers behind SGLang's Model Gateway instead"},
+    ),
+    "a model that fits one GPU": (
+        LogWriter().started(tp_size=2).decode(30),
+        {"tensor-parallel": "2 servers behind SGLang's Model Gateway, each with --tp-size 1"},
+    ),
+    "DeepSeek on eight GPUs": (
+        LogWriter().started(tp_size=8, gpu_gb=7).say(
+            "Load weight end. elapsed=90 s, type=DeepseekV3ForCausalLM, avail mem=1.0 GB, mem usage=75.00 GB."
+        ).decode(30),
+        {"expert-parallel": "--ep-size 8", "dp-attention": "--enable-dp-attention --dp-size 8"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_each_failure_has_its_remedy(failure: str, tmp_path: Path) -> None:
+    """Where memory ran out, or what limits, decides what is changed, and to which value."""
+    log, expected = FAILURES[failure]
+    assert changes(judged(log.text(), tmp_path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("card", "arguments", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", {}, {"fp8-weights", "fp8-cache"}),
+        ("A100-SXM4-80GB", {"attention_backend": "triton"}, {"attention-backend"}),
+        ("NVIDIA B200", {"attention_backend": "flashinfer", "quantization": "fp8"},
+         {"attention-backend", "fp8-cache"}),
+        ("L40S", {"attention_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3", "quantization": "fp8"},
+         set()),
+        ("H200", {"attention_backend": "flashinfer", "quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"},
+         {"attention-backend"}),
+    ],
+)  # fmt: skip
+def test_the_card_decides(card: str, arguments: dict[str, Any], expected: set[str], tmp_path: Path) -> None:
+    """Precision and kernels are advised by the card's generation, and only where that is known."""
+    text = LogWriter().started(**arguments).decode(30).text()
+    assert set(changes(judged(text, tmp_path, card=card))) == expected
+    assert set(changes(judged(text, tmp_path))) == set()
+
+
+def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
+    """torch.compile is for small models at small batches, of which both must be seen."""
+    small = LogWriter().started().text().replace("mem usage=15.10", "mem usage=2.50")
+    few, many = LogWriter().decode(30, r=8).text(), LogWriter().decode(30, r=233).text()
+    assert set(changes(judged(small + few, tmp_path))) == {"torch-compile"}
+    assert set(changes(judged(small + many, tmp_path))) == set()
+
+
+def test_a_flag_that_the_version_lacks_is_not_named(tmp_path: Path) -> None:
+    """A server tells its flags by its arguments: advice uses those names, or says nothing."""
+    load = LogWriter().decode(30, r=400, g=False).text()
+    new = "server_args={'cuda_graph_max_bs_decode': 256, 'enable_metrics': True}\n"
+    none = "server_args={'enable_metrics': True}\n"
+    assert changes(judged(new + load, tmp_path)) == {"cuda-graph": "--cuda-graph-max-bs-decode 512"}
+    assert changes(judged(none + load, tmp_path)) == {}
+
+
+def test_an_advice_is_whole(tmp_path: Path) -> None:
+    """Each piece has its figures, share and span, the exact change, gain, cost and certainty."""
+    (advice,) = judged(LogWriter().started().decode(40, u=0.62).text(), tmp_path).advice[:1]
+    assert "below 0.9 (median 0.62)" in advice.sign
+    assert "in 100% of 40 samples over 78 s" in advice.sign
+    assert advice.args == {"schedule-conservativeness": 0.3}
+    assert advice.change == "--schedule-conservativeness 0.3, or a max_new_tokens nearer to real outputs"
+    assert advice.effect
+    assert advice.tradeoff
+    assert advice.certainty == "medium"
+    assert advice.evidence["conservative_share"] == 1.0
+
+
+def test_share_and_span_can_be_set(tmp_path: Path) -> None:
+    """What is frequent is the user's to say, by names that are checked."""
+    log = LogWriter()
+    for _ in range(8):
+        log.decode(1, q=0).decode(9, q=300)
+    path = str(log.write(tmp_path))
+    assert changes(advise(path)) == {}
+    assert set(changes(advise(path, Thresholds().with_values(["frequent=0.05"])))) == {"queue-empty"}
+    assert changes(advise(path, Thresholds().with_values(["frequent=0.05", "span_s=600"]))) == {}
+    wrong = batchrun("advise", path, "--threshold", "frequency=1")
+    assert wrong.exit_code == 2
+    assert "no such threshold; there are at_cap, cached_well" in wrong.stderr
+    assert "'x' is not a number" in batchrun("advise", path, "--threshold", "span_s=x").stderr
+
+
+def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
+    """What was wrong before the flags changed is not held against the new ones."""
+    before = LogWriter().started().decode(40, u=0.5)
+    after = LogWriter().started(schedule_conservativeness=0.3).decode(40)
+    assert changes(judged(before.text() + after.text(), tmp_path)) == {}
+    assert set(changes(judged(before.text() * 2, tmp_path))) == {"conservative"}
+
+
+def test_ranks_are_told_apart(tmp_path: Path) -> None:
+    """Four servers in one log are four schedulers; four ranks of one say the same thing once."""
+    logs = [LogWriter().decode(30, q=0), *(LogWriter().decode(30, q=300) for _ in range(3))]
+    path = tmp_path / "slurm.log"
+    path.write_text("\n".join(interleaved(*logs)))
+    found = advise(str(path))
+    assert "120 samples of 4 schedulers over 58 s" in found.lines()[0]
+    assert set(changes(found)) == {"queue-empty"}
+    ranks = "".join(
+        f"[2026-03-01 12:00:0{i} TP{rank}] {GUIDES['G4'][0]}\n" for i in range(9) for rank in range(4)
+    )
+    assert advise(str(_written(tmp_path / "tp.log", ranks.encode()))).situation.load.counted == 9
+    retracted = "".join(
+        f"[2026-03-01 12:0{i}:00 TP{rank}] {text}\n"
+        for i in range(9) for text in (GUIDES["G4"][0], RETRACTIONS["G2"]) for rank in range(4)
+    )  # fmt: skip
+    assert advise(str(_written(tmp_path / "tp.log", retracted.encode()))).situation.retractions == 9
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "gb18030", "latin-1"]
+)
+def test_the_encoding_does_not_matter(encoding: str, tmp_path: Path) -> None:
+    """A log from another locale, or through PowerShell, is read like any other."""
+    words = "café à la crème" if encoding == "latin-1" else "模型加载完成"
+    text = f"{words}\r\n" + LogWriter().decode(40, u=0.6).text().replace("\n", f" {words}\r\n")
+    found = advise(str(_written(tmp_path / "server.log", text.encode(encoding))))
+    assert set(changes(found)) == {"conservative"}
+    assert found.situation.load.counted == 40
+
+
+def test_a_log_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    """Its first and its last line may be halves; colours and progress bars may stand in it."""
+    text = LogWriter().started().decode(40, u=0.6).text()
+    text = text.replace("[2026", "\x1b[32m[2026").replace(
+        "Load weight begin", "  0%|  |\r 9%|# |\r[x] Load weight begin"
+    )
+    cut = advise(str(_written(tmp_path / "server.log", text.encode()[57:-61])))
+    assert set(changes(cut)) == {"conservative"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello\n" * 99, b"\0" * 5000, b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 99,
+     b"INFO engine.py:310] Avg generation throughput: 40 tokens/s, Running: 3 reqs, GPU KV cache usage: 1%\n",
+     b"torch.OutOfMemoryError: CUDA out of memory.\n", b"x" * 3_000_000],
+)  # fmt: skip
+def test_what_is_not_a_log_of_sglang_is_refused(content: bytes, tmp_path: Path) -> None:
+    """Another program's log, a picture, an empty file: one line and exit 2, no advice from noise."""
+    result = batchrun("advise", _written(tmp_path / "a.log", content))
+    assert result.exit_code == 2
+    assert "not a log of SGLang" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    """A path that is not there, a directory that is no run, a file that may not be read."""
+    for source, words in [(tmp_path / "no", "no such file"), (tmp_path, "no run.json")]:
+        result = batchrun("advise", source)
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """A log is streamed: a hundred times as long, it takes no more memory, and the shares are exact."""
+    path = tmp_path / "large.log"
+    block = LogWriter().decode(7, q=0).decode(993, q=300).text()
+    path.write_text(block * 20)
+    tracemalloc.start()
+    try:
+        found = advise(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert found.situation.load.counted == 20_000
+    assert found.situation.load.share("empty") == 0.007
+
+
+def test_json_is_for_machines(tmp_path: Path) -> None:
+    """The same as data: what was read, whether it is healthy, each piece of advice with its flags."""
+    path = LogWriter().started().decode(40, u=0.62).write(tmp_path)
+    found = json.loads(batchrun("advise", path, "--json").stdout)
+    assert found["healthy"] is False
+    assert found["flags_known"] is True
+    assert found["reading"]["median_queue"] == 317
+    assert found["advice"][0]["rule"] == "conservative"
+    assert found["advice"][0]["args"] == {"schedule-conservativeness": 0.3}
+    assert found["thresholds"]["usage_good"] == 0.9
+
+
+def test_healthy_is_an_answer(tmp_path: Path) -> None:
+    """Where nothing is to be changed, that is said, with the figures."""
+    lines = batchrun("advise", LogWriter().started().decode(40).write(tmp_path)).stdout.splitlines()
+    assert lines[1:] == [
+        (
+            "healthy: median #running-req 233, #queue-req 317 (0 in 0%), token usage 0.95, 0 retractions, "
+            "4,594 tokens/s"
+        ),
+        "healthy: available_gpu_mem is 7.20 GB when the server is ready: 5-10 GB is good",
+    ]
+
+
+def test_the_readme_has_all_rules() -> None:
+    """The table of the docs is the table of the code, and each rule has its test here."""
+    text = README.read_text()
+    for row in table():
+        assert row in text, "\n".join(table())
+    tests = Path(__file__).read_text()
+    assert [rule.name for rule in RULES if f'"{rule.name}"' not in tests] == []
