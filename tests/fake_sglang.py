@@ -80,6 +80,7 @@ class FakeSGLang:
         retry_after: str = "0",
         is_sglang: bool = True,
         max_running: int = 8,
+        others: int = 0,
         delay_s: float = 0.0,
         port: int = 0,
         arguments: Mapping[str, Any] | None = None,
@@ -91,6 +92,8 @@ class FakeSGLang:
         self.retry_after = retry_after
         self.is_sglang = is_sglang
         self.max_running = max_running
+        self.others = others
+        """Requests of other clients, which never end."""
         self.delay_s = delay_s
         """Time that an answer takes; with one, `max_running` are answered at once and the others wait."""
         self.port = port
@@ -102,7 +105,8 @@ class FakeSGLang:
         self.sent: list[Sent] = []
         self.most_in_flight = 0
         self.polls: Literal["answer", "hang", "gone"] = "answer"
-        self._polled = 0
+        self.polled = 0
+        """How often the load was asked for."""
         self._in_flight = 0
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
@@ -213,12 +217,13 @@ class FakeSGLang:
             await self._over.wait()
         if self.polls == "gone":
             return web.Response(status=404)
-        self._polled += 1
+        self.polled += 1
+        requests = self._in_flight + self.others
         load = {
-            "timestamp": self._polled,
+            "timestamp": self.polled,
             "dp_rank": 0,
-            "num_running_reqs": min(self._in_flight, self.max_running),
-            "num_waiting_reqs": max(0, self._in_flight - self.max_running),
+            "num_running_reqs": min(requests, self.max_running),
+            "num_waiting_reqs": max(0, requests - self.max_running),
             "num_used_tokens": 0,
             "max_total_num_tokens": 20000,
             "max_running_requests": self.max_running,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.care.advise import Judgement, advise
+from batchrunner.care.flags import CHECK_HELP, Flags, parse_help
 from batchrunner.care.rules import RULES, table
 from batchrunner.care.thresholds import Thresholds
 from tests.conftest import batchrun
@@ -64,6 +65,12 @@ RETRACTIONS = {  # verbatim
     "G2": "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000",
     "G3": "decode out of memory happened, #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000",
 }
+
+
+@pytest.fixture(autouse=True)
+def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installed SGLang, whose --help takes seconds."""
+    monkeypatch.setattr("batchrunner.care.advise.installed", lambda _: Flags())
 
 
 def judged(text: str, directory: Path, **options: Any) -> Judgement:
@@ -314,6 +321,18 @@ def test_a_flag_that_the_version_lacks_is_not_named(tmp_path: Path) -> None:
     none = "server_args={'enable_metrics': True}\n"
     assert changes(judged(new + load, tmp_path)) == {"cuda-graph": "--cuda-graph-max-bs-decode 512"}
     assert changes(judged(none + load, tmp_path)) == {}
+
+
+def test_a_log_without_arguments_asks_the_installed_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not tell its flags is given the installed server's, or the warning that they are guessed."""
+    load = LogWriter().decode(30, r=400, g=False).text()
+    assert judged(load, tmp_path).lines()[-1] == f"({CHECK_HELP})"
+    old = parse_help("  --cuda-graph-max-bs N", "0.5.2")
+    monkeypatch.setattr("batchrunner.care.advise.installed", lambda _: old)
+    assert changes(judged(load, tmp_path)) == {"cuda-graph": "--cuda-graph-max-bs 512"}
+    assert CHECK_HELP not in judged(load, tmp_path).lines()[-1]
 
 
 def test_an_advice_is_whole(tmp_path: Path) -> None:

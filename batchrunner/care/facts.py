@@ -79,11 +79,6 @@ class Facts:
         return self.arguments.get("device") == "cpu"
 
     @property
-    def max_running(self) -> int | None:
-        """`max_running_requests` of a scheduler."""
-        return self.ready.max_running_requests if self.ready else None
-
-    @property
     def is_moe(self) -> bool:
         """Whether the model has experts, by its class."""
         return any(name in (self.model or "") for name in _MOE)

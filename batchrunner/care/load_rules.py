@@ -29,7 +29,7 @@ def queue_empty(s: Situation, _: Flags) -> Finding | None:
     """Find what in the client is too slow."""
     if not s.load.frequent("empty"):
         return None
-    band = Band(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.facts.max_running)
+    band = Band(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.max_running)
     keep = f"keep {band.low}-{band.high} requests waiting"
     if s.client is None:
         change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"
@@ -114,7 +114,7 @@ def _cause(share: float | None, client: Client | None, short: float) -> tuple[st
 
 def running_capped(s: Situation, flags: Flags) -> Finding | None:
     """Find that `max_running_requests` limits while the KV pool has room."""
-    most = s.facts.max_running or 0
+    most = s.max_running or 0
     if not s.load.frequent("capped") or not 0 < most < MOST_RUNNING:
         return None
     room = s.limits.usage_good / max(s.load.median("usage"), 0.05)

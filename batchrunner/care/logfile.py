@@ -108,8 +108,9 @@ class LogReader:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
         if batch.decode:
-            most, rate = self.facts.max_running, batch.throughput
-            sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, rate)
+            ready = self.facts.ready
+            most = ready.max_running_requests if ready else None
+            sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput)
             self.series.add(scheduler, sample)
         else:
             chunk = self.facts.ready.chunked_prefill_size if self.facts.ready else None

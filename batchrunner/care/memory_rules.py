@@ -85,7 +85,7 @@ def oom_decode(s: Situation, flags: Flags) -> Finding | None:
     trouble = _last(s, "decode") or _last(s, "requests")
     if not trouble:
         return None
-    most = s.facts.max_running
+    most = s.max_running
     base = min(trouble.running or most or 0, most or trouble.running)
     args = flags.setting("max-running-requests", max(1, 3 * base // 4)) if base else {}
     change = "" if args else "--max-running-requests lower than what ran"

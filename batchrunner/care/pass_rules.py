@@ -27,7 +27,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
     if not s.load.frequent("far_below") or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     return Finding(
-        f"{s.load.median('running'):.0f} requests run of {s.facts.max_running} that may, others wait and "
+        f"{s.load.median('running'):.0f} requests run of {s.max_running} that may, others wait and "
         f"memory is left {s.often('far_below')}: they end as fast as prefill brings new ones",
         larger_chunk(s, flags),
         evidence=s.evidence("far_below"),

@@ -38,7 +38,9 @@ class Track:
     timed: bool = False
     """Whether it is measured; else it is worked out from the throughput."""
     yes: Counter[str] = field(default_factory=Counter)
-    of: Counter[str] = field(default_factory=Counter)
+    """Samples that show a sign, exactly."""
+    silent: Counter[str] = field(default_factory=Counter)
+    """Samples that a sign does not apply to."""
     retractions: int = 0
     tokens: float = 0.0
     """Generated."""
@@ -56,11 +58,12 @@ class Track:
             gap_s = 0.0
         self.busy_s += gap_s
         self.tokens += gap_s * (sample.rate or 0.0)
-        for name, applies in SIGNS.items():
-            told = applies(sample, limits)
-            if told is not None:
-                self.of[name] += 1
-                self.yes[name] += told
+        for name, shows in SIGNS.items():
+            told = shows(sample, limits)
+            if told:
+                self.yes[name] += 1
+            elif told is None:
+                self.silent[name] += 1
         self._dry = 0 if sample.queue else self._dry + 1
         self._queued |= sample.queue > 0
         self._last = sample
@@ -71,7 +74,7 @@ class Track:
         if self._queued and self._last is not None and self._last.unsent is None:
             self.yes["empty"] -= self._dry
             for sign in ("empty", "in_band"):
-                self.of[sign] -= self._dry
+                self.silent[sign] += self._dry
         self._dry, self._queued = 0, False
 
     def _gap_s(self, sample: Sample) -> float:
@@ -133,9 +136,11 @@ class Series:
 
     def track(self, scheduler: str) -> Track:
         """Return the track of a scheduler, a new one at its first mention."""
-        if scheduler not in self.tracks and len(self.tracks) >= MOST_TRACKS:
-            scheduler = "others"
-        return self.tracks.setdefault(scheduler, Track())
+        track = self.tracks.get(scheduler)
+        if track is None:
+            name = scheduler if len(self.tracks) < MOST_TRACKS else "others"
+            track = self.tracks.setdefault(name, Track())
+        return track
 
     def add(self, scheduler: str, sample: Sample) -> None:
         """Count a sample."""
@@ -174,7 +179,7 @@ class Series:
 
     def share(self, sign: str) -> float:
         """Return the share of samples with a sign, of those that it applies to; 0 without any."""
-        of = sum(track.of[sign] for track in self.tracks.values())
+        of = self.counted - sum(track.silent[sign] for track in self.tracks.values())
         return sum(track.yes[sign] for track in self.tracks.values()) / of if of > 0 else 0.0
 
     def frequent(self, sign: str) -> bool:

@@ -69,6 +69,14 @@ class Situation:
         return self.load.limits
 
     @property
+    def max_running(self) -> int | None:
+        """`max_running_requests` of a scheduler."""
+        ready = self.facts.ready
+        return (
+            (ready.max_running_requests if ready else None) or int(self.load.largest("max_running")) or None
+        )
+
+    @property
     def retractions(self) -> int:
         """How often the pool was full; requests taken back, where no log tells it."""
         return max(self.log.retractions, self.load.retractions)

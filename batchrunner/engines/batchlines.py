@@ -1,9 +1,8 @@
 """One line of an SGLang log, of any release, → what it tells. Pure, and the only parser of such lines.
 
 SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Which pairs there are, and in
-which order, changed with nearly every release, so pairs are looked up by name and never by place. Sources:
-SGLang 0.5.23 (metrics_reporter, scheduler, pool_configurator, allocation), the tuning guides' examples, and
-logs in SGLang's issues back to 0.2.
+which order, changed with nearly every release, so each is looked up by its name and never by its place.
+Sources: the code of SGLang 0.2.15, 0.3.6, 0.4.2 to 0.4.6, 0.5.2, 0.5.9 and 0.5.23, and the tuning guides.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import ast
 import re
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Phase = Literal["load", "pool", "graph", "prefill", "decode", "requests", "general"]
@@ -111,6 +111,12 @@ _ORIGIN = re.compile(
     r"(?P<time>(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d)?[.,\d]*(?P<rank>(?: ?(?:DP|PP|TP|EP|gpu=)\d+)*)\s*\]"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_RUNNING, _QUEUE, _TOKENS = (
+    re.compile(rf"#{name}: *(\d+)") for name in ("running-req", "queue-req", "token")
+)
+_PREFILLED = [re.compile(rf"#{name}: *(\d+)") for name in ("new-seq", "new-token", "cached-token")]
+_USAGE = re.compile(r"token usage: *(\d[\d.]*)")
+_RATE = re.compile(r"(?:gen|input) throughput \(token/s\): *(\d[\d.]*)")
 _READY = re.compile(r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d+)")
 _GPU_GB = re.compile(r"available_gpu_mem=([\d.]+)")
 _RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
@@ -174,35 +180,30 @@ def clean(line: str) -> str:
 
 
 def _batch(line: str) -> Batch | None:
-    """Read the pairs of a batch line; None where it is none, or was cut before its queue."""
-    start = max(line.find("Decode batch"), line.find("Prefill batch"))
-    first = line.find("#", start) if start >= 0 else -1
-    if first < 0:
+    """Read the pairs of a batch line that matter; None where it is none, or was cut before its queue."""
+    start = line.find("Decode batch")
+    decode = start >= 0
+    start = start if decode else line.find("Prefill batch")
+    running, queue = _RUNNING.search(line, start), _QUEUE.search(line, start)
+    if start < 0 or not running or not queue:
         return None
-    told = line[first:]
-    if "(mixed" in line:  # 0.2: `Prefill batch(mixed #running-req: 12). #new-seq: 3, …`
-        told = told.replace("). ", ", ", 1)
-    pairs = {}
-    for pair in told.split(","):
-        name, colon, value = pair.partition(":")
-        if colon:
-            pairs[name.strip()] = value.strip()
-    decode = line.startswith("Decode", start)
-    try:
-        return Batch(
-            decode,
-            int(pairs["#running-req"]),
-            int(pairs["#queue-req"]),
-            max([float(value) for name, value in pairs.items() if name.endswith("token usage")], default=0.0),
-            int(pairs["#token"]) if "#token" in pairs else None,
-            pairs["cuda graph"] == "True" if "cuda graph" in pairs else None,
-            _number(pairs.get(f"{'gen' if decode else 'input'} throughput (token/s)")),
-            int(pairs.get("#new-seq", 0)),
-            int(pairs.get("#new-token", 0)),
-            int(pairs.get("#cached-token", 0)),
-        )
-    except (KeyError, ValueError):
-        return None
+    usages = _USAGE.findall(line, start)
+    tokens, rate = _TOKENS.search(line, start), _RATE.search(line, start)
+    return Batch(
+        decode,
+        int(running[1]),
+        int(queue[1]),
+        float(usages[0] if len(usages) == 1 else max(map(float, usages), default=0.0)),
+        int(tokens[1]) if tokens else None,
+        None if "cuda graph: " not in line else "cuda graph: True" in line,
+        float(rate[1]) if rate else None,
+        *(() if decode else map(_count, _PREFILLED, repeat(line))),
+    )
+
+
+def _count(pattern: re.Pattern[str], line: str) -> int:
+    found = pattern.search(line)
+    return int(found[1]) if found else 0
 
 
 def _ready(line: str) -> Ready | None:
@@ -248,13 +249,6 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
 
 
 @lru_cache(maxsize=64)  # lines of one second stand together

@@ -1,0 +1,244 @@
+"""Advice on our own runs, whatever became of them, and on live servers, ours or not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from batchrunner.care.advise import Judgement, advise, advise_run
+from batchrunner.care.flags import Flags
+from batchrunner.care.thresholds import Thresholds
+from batchrunner.library import run
+from tests.conftest import batchrun, eventually, job_of, started, write_job
+from tests.fake_sglang import FakeSGLang
+from tests.sglang_logs import LogWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUICK = Thresholds(span_s=0.2, samples=3)
+"""For servers that a test watches: it has no ten seconds."""
+
+
+@pytest.fixture(autouse=True)
+def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installed SGLang, whose --help takes seconds."""
+    monkeypatch.setattr("batchrunner.care.advise.installed", lambda _: Flags())
+
+
+def changes(judgement: Judgement) -> dict[str, str]:
+    return {advice.rule: advice.change for advice in judgement.advice if advice.change}
+
+
+def a_run(directory: Path, **changes: Any) -> Path:
+    """Return a real run's output path; its story is for the tests to rewrite."""
+    job = job_of(directory, rows=30, **changes)
+    run(job)
+    return Path(job["output"]["path"])
+
+
+def tell(path: Path, samples: int = 60, *, torn: bool = False, **values: Any) -> None:
+    """Write the events of a start whose samples have these values."""
+    load = {"running": 100, "queue": 300, "token_usage": 0.95, "max_running": 256, "scheduler": "engine"}
+    load |= {name: values.pop(name) for name in list(values) if name in load}
+    lines = [{"time": 1000.0, "elapsed_s": 0.0, "event": "start", "rows_total": 9000}]
+    for number in range(samples):
+        sample = {
+            "time": 1000.0 + number, "elapsed_s": number, "event": "sample",
+            "rows_total": 9000, "rows_done": 10, "rows_per_s": 5.0,
+            "output_tokens_per_s": 900.0, "window": 400, "in_flight": 400, "resting": 0,
+            "retractions": 0, "signals": [load], "bands": {},
+        }  # fmt: skip
+        lines.append({**sample, **values})
+    text = b"\n".join(map(orjson.dumps, lines)) + b"\n"
+    path.write_bytes(text[:-40] if torn else text)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with FakeSGLang() as server:
+        directory = tmp_path_factory.mktemp("finished")
+        return a_run(directory, engine={"kind": "attach", "urls": [server.url]})
+
+
+@pytest.fixture
+def own(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of a run that ended, for a test to change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def with_job(own: Path, **values: Any) -> None:
+    facts = json.loads((own / "run.json").read_text())
+    facts["job"] |= values
+    (own / "run.json").write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    ("values", "job", "expected"),
+    [
+        ({"in_flight": 400}, {"window": 400}, "`window: auto` instead of 400"),
+        ({"in_flight": 400}, {}, "`queue`: a higher band"),
+        ({"in_flight": 40}, {}, "more of the machine: cores for rendering"),
+        ({"in_flight": 40, "resting": 300}, {}, "why the engine refuses rows"),
+        ({"in_flight": 400, "running": 20}, {}, "--tokenizer-worker-num 4"),
+    ],
+)
+def test_what_in_the_client_is_too_slow(
+    values: dict[str, Any], job: dict[str, Any], expected: str, own: Path
+) -> None:
+    """An empty queue is our own fault while rows are left: the samples tell which part of us it is."""
+    with_job(own, **job)
+    tell(own / "events.jsonl", queue=0, running=values.pop("running", 250), **values)
+    found = advise(str(own))
+    assert expected in changes(found)["queue-empty"]
+    assert "while rows were left to send" in found.lines()[1]
+
+
+def test_connections_may_be_what_limits(own: Path) -> None:
+    """A window that has all connections that the machine allows cannot grow."""
+    facts = json.loads((own / "run.json").read_text())
+    facts["engine"]["connections"] = 410
+    (own / "run.json").write_text(json.dumps(facts))
+    tell(own / "events.jsonl", queue=0, running=390)
+    assert changes(advise(str(own)))["queue-empty"] == "raise `ulimit -n`"
+
+
+def test_an_empty_queue_without_rows_is_the_end(own: Path) -> None:
+    """When nothing is left to send the queue is to run dry."""
+    tell(own / "events.jsonl", queue=0, rows_done=8600)
+    found = advise(str(own))
+    assert changes(found) == {}
+    assert found.healthy
+
+
+def test_short_outputs_are_measured(own: Path) -> None:
+    """Of a run it is known why SGLang is too conservative: the outputs' share of max_new_tokens."""
+    tell(own / "events.jsonl", token_usage=0.4)
+    (advice,) = [advice for advice in advise(str(own)).advice if advice.rule == "conservative"]
+    assert "of max_new_tokens on average" in advice.sign
+    assert "99% of the outputs have at most 5 tokens" in advice.change
+    assert advice.certainty == "high"
+    assert 0 < advice.evidence["output_share_of_max_new_tokens"] < 0.01
+
+
+def test_the_engines_log_is_part_of_the_run(own: Path) -> None:
+    """Retractions, memory and flags come from the log beside the events."""
+    tell(own / "events.jsonl")
+    log = LogWriter().started(gpu_gb=13.5)
+    for _ in range(9):
+        log.decode(4).retract()
+    log.write(own, "engine-server.log")
+    assert changes(advise(str(own))) == {
+        "retractions": "--schedule-conservativeness 1.3",
+        "memory-left": "--mem-fraction-static 0.91 (from 0.83: 6.3 GB of 78 more for the KV pool)",
+    }
+    assert [advice.rule for advice in advise_run(own) if advice.change] == ["retractions", "memory-left"]
+
+
+@pytest.mark.parametrize("order", ["auto", "input"])
+def test_our_own_order_is_advised(order: str, own: Path) -> None:
+    """Rows that begin alike are our own order's business, never lpm's."""
+    with_job(own, order=order)
+    tell(own / "events.jsonl")
+    LogWriter().started().prefill(30, new=3000, hit=1000).write(own, "engine-server.log")
+    expected = {} if order == "auto" else {"shared-prefixes": "`order: auto`"}
+    assert changes(advise(str(own))) == expected
+
+
+def test_a_run_that_was_cut_off(own: Path) -> None:
+    """Killed in mid-write, without a report, its log torn: what is there is judged."""
+    tell(own / "events.jsonl", torn=True, token_usage=0.4)
+    (own / "report.json").unlink()
+    shutil.rmtree(own / "parts")
+    (own / "engine-server.log").write_bytes(b"[2026-03-01 12:00")
+    assert set(changes(advise(str(own)))) == {"conservative"}
+
+
+def test_a_run_of_several_tasks(own: Path) -> None:
+    """Each task of an array has its own story; they are judged together."""
+    (own / "events.jsonl").unlink()
+    for name in ("0", "1"):
+        (own / "tasks" / name).mkdir(parents=True)
+        tell(own / "tasks" / name / "events.jsonl", queue=3000)
+    found = advise(str(own))
+    assert "120 samples of 2 schedulers over 59 s" in found.lines()[0]
+    assert set(changes(found)) == {"queue-deep"}
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    """A run in another process can be looked at at any time."""
+    with FakeSGLang(lambda _: "hold", max_running=4) as server:
+        job = job_of(tmp_path, server, rows=300, window=100)
+        with started("run", write_job(job, tmp_path), "--quiet"):
+            eventually(lambda: len(server.sent) == 100)
+            path = job["output"]["path"]
+            eventually(lambda: advise(path, QUICK).situation.load.enough, every_s=0.2)
+            assert set(changes(advise(path, QUICK))) == {"running-capped"}
+
+
+def test_of_a_simulated_run_there_is_nothing_to_say(tmp_path: Path) -> None:
+    """Made-up figures are no ground for advice, in the report neither."""
+    assert advise_run(a_run(tmp_path)) == []
+
+
+@pytest.fixture
+def busy() -> Iterator[FakeSGLang]:
+    """A server with 4 requests running and 36 waiting, of somebody else."""
+    with FakeSGLang(max_running=4, others=40, arguments={"enable_metrics": False}) as it:
+        yield it
+
+
+def test_a_live_server_is_watched(busy: FakeSGLang) -> None:
+    """Its load, its limits and its flags are asked of it; it need not be ours."""
+    found = advise(busy.url, QUICK, span_s=1.5)
+    assert found.situation.load.median("queue") == 36
+    assert set(changes(found)) == {"running-capped", "metrics-off"}
+    assert found.flags.version == "0.5.23"
+
+
+def test_ctrl_c_gives_what_was_seen(busy: FakeSGLang) -> None:
+    """Watching ends when one has seen enough, and that is no failure."""
+    with started("advise", busy.url, "--span", "600") as watching:
+        eventually(lambda: busy.polled > 3)
+        watching.process.send_signal(signal.SIGINT)
+        assert watching.end() == 0
+
+
+def test_an_idle_server_has_no_load(server: FakeSGLang) -> None:
+    """Without requests there is nothing to judge, and no complaint about an empty queue."""
+    found = batchrun("advise", server.url, "--span", "0.6")
+    assert "no request was running" in found.stdout
+    assert "#queue-req is 0" not in found.stdout
+
+
+def test_the_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a key is asked with SGLANG_API_KEY, and says so without."""
+    with FakeSGLang(api_key="secret") as server:
+        refused = batchrun("advise", server.url, "--span", "0.1")
+        assert refused.exit_code == 2
+        assert "set SGLANG_API_KEY" in refused.stderr
+        monkeypatch.setenv("SGLANG_API_KEY", "secret")
+        assert batchrun("advise", server.url, "--span", "0.1").exit_code == 0
+
+
+def test_what_is_not_sglang_is_refused() -> None:
+    """A web site, a closed port, a name that is none: one line and exit 2."""
+    with FakeSGLang(is_sglang=False) as site, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        for url, words in [
+            (site.url, "not an SGLang server"),
+            (f"http://127.0.0.1:{bound.getsockname()[1]}", "no server answers there"),
+            ("http://nowhere.invalid:1", "no server answers there"),
+            ("http://", "no server answers there"),
+        ]:
+            result = batchrun("advise", url, "--span", "0.1")
+            assert result.exit_code == 2
+            assert words in result.stderr
+            assert result.stderr.count("\n") == 1
