@@ -27,6 +27,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     sharing          what is left, parted between the replicas
     admission        a controller a scheduler → the windows of the routes
     retry            pure: a failed try → again after s, or give up
+    storage          the run directory, atomic writes
     engines.base     the protocol that every engine speaks
     engines.sockets  how many connections this machine lets us hold
     engines.signals  what a server says of its load → Signals
@@ -48,6 +49,11 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.launcher   a script of its own: runs a server that cannot outlive us
     engines.process  a program that we start, through the launcher
     engines.guard    starts a program again that dies
+    care.flags       which flags a version of SGLang has, and how it spells them
+    care.host        this machine's memory, and what the kernel killed for want of it
+    care.death       why an engine died
+    care.effective   the settings that a server really has
+    care.safer       a death → safer arguments
     engines.launched   one SGLang server as such a program
     engines.server   a server that we start
     engines.router   one gateway as such a program
@@ -63,7 +69,6 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.simulated  no engine: made-up answers
     engines.registry   the job's `engine` → an engine
     care.advice      what a rule has to say
-    care.flags       which flags a version of SGLang has, and how it spells them
     care.thresholds  where signs begin
     care.signs       what one look at a scheduler can be a sign of
     care.series      looks over time, counted
@@ -77,7 +82,6 @@ The map; a file imports only from lines above its own (this one excepted), and a
     care.rules       the table
     care.logfile     a log of any size → series and facts
     care.live        a live server → the same
-    storage          the run directory, atomic writes
     claim            its one writer: who it is, whether it lives
     journal          finished rows, durable long before their part is
     disk             a disk that takes nothing is waited for

@@ -86,6 +86,12 @@ def installed(python: str | None = None, environ: Mapping[str, str] | None = Non
     return _ask(python or sys.executable, tuple(sorted((environ or {}).items())))
 
 
+def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the version of the SGLang that an interpreter has, `environ` being the job's; None without."""
+    environment = plain_environment() | dict(environ)
+    return _output([python or sys.executable, "-c", _VERSION], environment).strip() or None
+
+
 def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
     """Return the flags of a server that tells all its arguments: /server_info does, and its log."""
     return Flags(version, frozenset(name.replace("_", "-") for name in arguments))
@@ -105,7 +111,7 @@ def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
         environment |= cpu_environment(environment)
     environment |= dict(environ)
     told = _output([python, "-m", "sglang.launch_server", "--help"], environment)
-    return parse_help(told, _output([python, "-c", _VERSION], environment).strip() or None)
+    return parse_help(told, version_of(python, dict(environ)))
 
 
 def _output(command: list[str], environment: dict[str, str]) -> str:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TAIL_BYTES = 256 << 10
+HEAD_BYTES = 1 << 20
+"""Of a log's beginning: the arguments of a server (16 kB a process) and its limits stand there."""
 MOST_LINES = 3
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # sglang_router colours its log, terminal or not
@@ -41,12 +43,29 @@ def last_line(log: Path) -> str:
     return next((line for line in reversed(_lines(log)) if line), "")
 
 
+def story(log: Path, since: int = 0) -> list[str]:
+    """Return the lines of a log's beginning and end, as they are; empty without one."""
+    try:
+        with log.open("rb") as file:
+            file.seek(since)
+            head = file.read(HEAD_BYTES)
+            file.seek(max(file.tell(), log.stat().st_size - TAIL_BYTES))
+            text = head + file.read(2 * TAIL_BYTES)
+    except OSError:
+        return []
+    return text.decode(errors="replace").splitlines()
+
+
+def clean(line: str) -> str:
+    """Return a line without its time stamp and colours."""
+    return _PREFIX.sub("", _COLOUR.sub("", line).strip()).strip()
+
+
 def _lines(log: Path, since: int = 0) -> list[str]:
     """Read the log's end without time stamps."""
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            return [clean(line) for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return []
-    return [_PREFIX.sub("", _COLOUR.sub("", line).strip()).strip() for line in lines]
