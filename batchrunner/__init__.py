@@ -54,6 +54,9 @@ The map; a file imports only from lines above its own (this one excepted), and a
     care.death       why an engine died
     care.effective   the settings that a server really has
     care.safer       a death → safer arguments
+    care.remembered  what worked, for the next run
+    care.fits        whether the weights fit
+    care.healer      deaths → the arguments of the next start and the next run
     engines.launched   one SGLang server as such a program
     engines.server   a server that we start
     engines.router   one gateway as such a program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.summary import Summary
 
@@ -28,6 +28,9 @@ POLL_S = 0.25
 SAMPLE_S = 2.0
 """Between two samples in the event log: 43,000 lines a day. A run that is young is sampled more often."""
 
+TOLD = frozenset({"recalled", "died", "hangs", "healed", "lost"})
+"""The incidents that the report tells of; how a gateway's list follows them is in the event log alone."""
+
 
 class Feedback:
     """The loop around one start. It is the submitter's listener."""
@@ -41,6 +44,8 @@ class Feedback:
         self._gate = gate
         self._events = events
         self.summary = Summary()
+        self.incidents: list[dict[str, Any]] = []
+        """What befell the engine, as report.json has it."""
 
     def answered(self, route: str, work: Work, completion: Completion | None) -> None:
         """Take note of a row that the engine brought to its end."""
@@ -84,7 +89,10 @@ class Feedback:
     def write_incidents(self) -> None:
         """Write what befell the engine to the event log."""
         for incident in self._engine.incidents():
-            self._events.write(f"engine_{incident.what}", who=incident.who, why=incident.why)
+            told = {"who": incident.who, "why": incident.why, **incident.facts}
+            self._events.write(f"engine_{incident.what}", **told)
+            if incident.what in TOLD:
+                self.incidents.append({"what": incident.what, **told})
 
     def write_decisions(self, decisions: Iterable[Decision]) -> None:
         """Write decisions to the event log."""

@@ -309,6 +309,9 @@ class LaunchedEngine(_LocalEngine):
     """Environment variables for the server."""
     start_timeout: Duration = 1800.0
     """How long loading may take."""
+    heal: bool = True
+    """A server that dies for want of memory is started again with safer arguments, which the next run of this
+    model, card and version starts with; `false` leaves `args` as they are, and an earlier run's alone."""
 
 
 class ServerEngine(LaunchedEngine):

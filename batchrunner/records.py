@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pyarrow as pa
 
 PromptKind = Literal["messages", "text", "input_ids"]
@@ -151,8 +153,10 @@ class Signals:
 class Incident(NamedTuple):
     """What befell an engine's server in mid-run, for the event log."""
 
-    what: Literal["died", "hangs", "back", "lost", "out", "in"]
-    """`out` and `in`: of a gateway's list."""
+    what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "out", "in"]
+    """`healed`: safer arguments; `recalled`: from an earlier run; `out` and `in`: of a gateway's list."""
     who: str
     """The server, as log lines call it, or its URL."""
     why: str = ""
+    facts: Mapping[str, Any] = {}
+    """What else the event has: `kind`, `old` and `new` arguments."""

@@ -49,6 +49,9 @@ class Report:
     """Requests in flight at the end, over all replicas."""
     load: dict[str, Any] = field(default_factory=dict)
     """How healthy the queues were: shares of steady time, retractions, the window over time."""
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    """What befell the engine, in order: `what` (died, hangs, healed, lost, or recalled from an earlier run),
+    `who`, `why`, and of changed arguments `kind`, `old` and `new`."""
     sharing: dict[str, Any] = field(default_factory=dict)
     """Of rows that begin alike: tokens that followers share with the one before, and those that were cached;
     the distance between the two at the end, in tokens of prefill."""
@@ -88,6 +91,7 @@ class Report:
             lines.append(
                 f"{self.rows_deduplicated} rows have the answer of an equal one (dedupe: false sends all)"
             )
+        lines += self._engine_lines()
         cut = self.finish_reasons.get("length", 0)
         if cut:
             lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
@@ -98,6 +102,16 @@ class Report:
         if len(self.failures) > 5:  # noqa: PLR2004
             lines.append(f"failed: {len(self.failures) - 5} more reasons in report.json")
         lines.append(f"results: {self.path}/parts")
+        return lines
+
+    def _engine_lines(self) -> list[str]:
+        """Say how often the engine failed, and what it was given for that."""
+        failures = sum(told["what"] in {"died", "hangs"} for told in self.incidents)
+        lines = [f"the engine died or hung {failures} times"] if failures else []
+        for told in self.incidents:
+            if told["what"] == "healed":
+                new = ", ".join(f"{name} {value}" for name, value in told["new"].items())
+                lines.append(f"{told['who']} was given {new}: {told['why'][:150]}")
         return lines
 
 

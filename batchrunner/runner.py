@@ -366,6 +366,7 @@ class _Run:
 
     def _finish(self, failure: BatchrunError | None) -> Report:
         wall_s = time.monotonic() - self._began
+        self._feedback.write_incidents()
         report = make_report(self._prepared.run_dir, self._done, self._source.total, self._tally)
         exit_code, reason = self._verdict(report, failure)
         if self._is_short:
@@ -382,13 +383,13 @@ class _Run:
             engine=asdict(self._info),
             window=self._admission.window,
             load=self._feedback.summary.as_dict(),
+            incidents=self._feedback.incidents,
             sharing=self._arranger.sharing(),
             simulated=self._info.simulated,
             versions=versions(self._info),
         )
         last = self._snapshot(self._last_signals)
         self._display.show(last)
-        self._feedback.write_incidents()
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
             write_sample(self._events, last)
             self._events.write("end", exit_code=exit_code, reason=reason)

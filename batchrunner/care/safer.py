@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchrunner.care.death import NAMES
 
@@ -38,16 +38,21 @@ CALM = 1.3
 class Change:
     """Arguments for the next start."""
 
-    args: Mapping[str, Any]
+    args: Mapping[str, float]
     """As `engine.args` has them."""
     why: str
     """In a few words."""
-    before: Mapping[str, Any]
+    before: Mapping[str, float | None]
     """What was in effect; None where that is not known."""
 
+    def along_with(self, other: Change) -> Change:
+        """Return both, for the reason of this one."""
+        return Change({**other.args, **self.args}, self.why, {**other.before, **self.before})
+
     def __str__(self) -> str:
-        """Return what a person reads: `chunked-prefill-size 8192 -> 4096`."""
-        return ", ".join(f"{name} {_shown(self.before[name])} -> {new}" for name, new in self.args.items())
+        """Return what a person reads: `chunked-prefill-size 8192 -> 4096`, or the new value alone."""
+        known = {name: f"{old} -> " for name, old in self.before.items() if old is not None}
+        return ", ".join(f"{name} {known.get(name, '')}{new}" for name, new in self.args.items())
 
 
 Step = tuple[str, float | None, float]
@@ -133,7 +138,3 @@ _RULES: Mapping[Kind, tuple[Callable[[Effective, str], Step | None], ...]] = {
     "no_pool": (_larger_share,),
     "killed_by_kernel": (_smaller_pool_on_cpu, _fewer_running_on_cpu),
 }
-
-
-def _shown(value: object) -> str:
-    return "(not known)" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

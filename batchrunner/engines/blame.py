@@ -21,6 +21,8 @@ class Blame:
         self._questions: dict[str, asyncio.Future[bool]] = {}
         self._dead: set[str] = set()  # that did not answer when last asked
         self._died_at: dict[str, float] = {}
+        self.excuses: Callable[[str, float], Awaitable[bool]] | None = None
+        """Whether what ended a server since then is no row's fault; of one that is not ours nobody knows."""
 
     def saw(self, url: str, *, alive: bool) -> None:
         """Take note of whether a server is alive."""
@@ -34,11 +36,13 @@ class Blame:
         """Return the error of a row that was sent to a server then and cut off; a gateway never tells why.
 
         A server that is alive cut it off, which may be the row's fault: it must run out of tries at last.
-        One that died after the row was sent may have died of it. One that was dead before is nobody's fault.
+        One that died after the row was sent may have died of it, unless that is excused. One that was dead
+        before is nobody's fault.
         """
         alive = await self._is_alive(url)
         if sent_at < self._died_at.get(url, -math.inf):
-            return EngineDiedError(what)
+            excused = self.excuses is not None and await self.excuses(url, sent_at)
+            return EngineDownError(what) if excused else EngineDiedError(what)
         return AttemptFailedError(what) if alive else EngineDownError(what)
 
     async def _is_alive(self, url: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ CPU_ARGS: dict[str, Any] = {
     "context-length": 4096,
 }
 
+SMI_TIMEOUT_S = 30.0
+"""`nvidia-smi` takes seconds where the driver is not kept loaded."""
+
 
 def has_gpu() -> bool:
     """Tell whether an NVIDIA or AMD GPU is there and not hidden by CUDA_VISIBLE_DEVICES."""
@@ -42,6 +47,25 @@ def gpus() -> list[str]:
         return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first bad one
     # numbered from 0 by CUDA, whichever of the machine's devices these are
     return [str(n) for n in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU."""
+
+    name: str
+    memory_bytes: int
+
+
+def cards() -> list[Card]:
+    """Return the machine's NVIDIA GPUs, whichever of them we may use; empty where nobody tells."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    told = [line.rpartition(", ") for line in done.stdout.splitlines()]
+    return [Card(name, int(size) << 20) for name, _, size in told if size.isdigit()]  # told in MiB
 
 
 def on_cpu(device: str) -> bool:

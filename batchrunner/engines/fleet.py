@@ -9,7 +9,9 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from batchrunner.engines.device import CPU_NOTE, gpus, on_cpu
+from batchrunner.care.fits import check_fits
+from batchrunner.care.healer import healer_for
+from batchrunner.engines.device import CPU_NOTE, gpus, on_cpu, server_args
 from batchrunner.engines.guard import Guard
 from batchrunner.engines.hang import Vigil
 from batchrunner.engines.http import GATEWAY_ROUTE, HttpEngine
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
+    from batchrunner.care.healer import Healer
     from batchrunner.detokens import Detokenizer
     from batchrunner.engines.process import LaunchedProcess
     from batchrunner.job import GatewayEngine, LimitsSpec
@@ -68,7 +71,12 @@ class LaunchedGateway:
         check_model(spec.model)
         cpu = on_cpu(spec.device)
         raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
-        self._servers = self._make_servers(spec.model, cpu=cpu)
+        args = server_args(spec.args, cpu=cpu)
+        await asyncio.to_thread(check_fits, spec.model, args, tp=spec.tp, cpu=cpu)
+        healer = await asyncio.to_thread(
+            healer_for, spec, spec.model, self._incidents.append, tp=spec.tp, cpu=cpu
+        )
+        self._servers = self._make_servers(spec.model, cpu=cpu, healer=healer)
         self._gateway, url = gateway_process(
             spec, key=self._key, log_dir=self._log_dir, request_timeout_s=self._limits.request_timeout
         )
@@ -90,6 +98,7 @@ class LaunchedGateway:
         tell = self._incidents.append
         self._guards = {server.url: self._guard(server) for server in self._servers}
         self._guards[GATEWAY_ROUTE] = Guard(self._gateway, self._start_gateway, tell, up=self._give_workers)
+        self._client.blame.excuses = lambda url, sent_at: self._guards[url].excuses(sent_at)
         self._vigils = {name: Vigil(self._limits.hang, alone=name not in urls) for name in self._guards}
         self._watching = {asyncio.create_task(guard.watch()) for guard in self._guards.values()}
         notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
@@ -142,7 +151,7 @@ class LaunchedGateway:
             stops.append(self._gateway.stop())
         await asyncio.gather(*stops)
 
-    def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
+    def _make_servers(self, model: str, *, cpu: bool, healer: Healer | None = None) -> list[SGLangServer]:
         spec = self._spec
         slices = gpu_slices([] if cpu else gpus(), spec.tp, spec.replicas)
         return [
@@ -158,6 +167,7 @@ class LaunchedGateway:
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
                     **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
                 },
+                healer=healer,
             )
             for n, devices in enumerate(slices)
         ]
@@ -204,6 +214,7 @@ class LaunchedGateway:
             self._incidents.append,
             down=lambda: self._set_ready(server.url, ready=False),
             up=lambda: self._set_ready(server.url, ready=True),
+            heal=server.heal,
             then="taken out of the gateway and started again",
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ QUICK_S = 120.0
 MOST_QUICK_DEATHS = 8
 """More quick deaths in a row are a crash loop. A row that kills the engine is given up after four: of such
 rows two in a row are borne."""
+VERDICT_S = 30.0
+"""Until a death is known for what it is: a launcher takes 20 s at most to end what is left of its server."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before another start, doubling with every quick death in a row."""
 
@@ -38,11 +42,13 @@ class Guard:
         *,
         down: Callable[[], Awaitable[None]] | None = None,
         up: Callable[[], Awaitable[None]] | None = None,
+        heal: Callable[[], bool] = lambda: False,
         then: str = "started again",
     ) -> None:
         """`start` starts it and waits until it is ready; `down` and `up` are told; `then` is for the log.
 
-        `tell` takes note of what befalls it.
+        `tell` takes note of what befalls it; `heal` tells whether the next start is to be another one, so
+        that the death does not count.
         """
         self.lost: EngineLostError | None = None
         self._process = process
@@ -50,6 +56,9 @@ class Guard:
         self._tell = tell
         self._hung: asyncio.Future[Hang] | None = None
         self._down, self._up = down, up
+        self._heal = heal
+        self._healed, self._judged_at = False, -math.inf
+        self._verdict = asyncio.Event()  # on the next death
         self._then = then
         self._settled = asyncio.Event()  # up, or lost
         self._settled.set()
@@ -64,6 +73,14 @@ class Guard:
         """Have it ended and started again; it is up, but does nothing."""
         if self._hung is not None and not self._hung.done():
             self._hung.set_result(hang)
+
+    async def excuses(self, sent_at: float) -> bool:
+        """Tell whether what ended the program since then is no row's fault: its next start is another one."""
+        if self._judged_at < sent_at:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(VERDICT_S):
+                    await self._verdict.wait()
+        return self._judged_at >= sent_at and self._healed
 
     async def watch(self) -> None:
         """Start the program again whenever it has ended; returns when it is lost."""
@@ -81,16 +98,18 @@ class Guard:
             hang = await self._end()
             self._settled.clear()
             lived_s = time.monotonic() - began - (hang.silent_s if hang else 0)
-            quick_deaths = quick_deaths + 1 if lived_s < QUICK_S else 1
             cause = await self._bury(hang)
+            log.warning("%s", cause)
+            self._judge(healed=hang is None and self._heal())
+            if not self._healed:
+                quick_deaths = quick_deaths + 1 if lived_s < QUICK_S else 1
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
                 self._tell(Incident("lost", self._process.name, str(self.lost)))
-                log.warning("%s: not started again", self.lost)
+                log.warning("%s: not started again", self._process.name)
                 return
-            log.warning(
-                "%s: %s (%d of at most %d times in a row)", cause, self._then, quick_deaths, MOST_QUICK_DEATHS
-            )
+            count = f"{quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row"
+            log.warning("%s: %s%s", self._process.name, self._then, "" if self._healed else f" ({count})")
             if quick_deaths > 1:
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2.0 ** (quick_deaths - 2), LONGEST_PAUSE_S))
             try:
@@ -105,6 +124,12 @@ class Guard:
                 await self._up()
             self._tell(Incident("back", self._process.name))
             log.warning("%s is back", self._process.name)
+
+    def _judge(self, *, healed: bool) -> None:
+        """Let those know who ask what the program died of."""
+        self._healed, self._judged_at = healed, time.monotonic()
+        self._verdict.set()
+        self._verdict = asyncio.Event()
 
     async def _end(self) -> Hang | None:
         """Return when the program has ended, or hangs: then how."""

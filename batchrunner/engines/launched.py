@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.death import Life
+from batchrunner.care.host import oom_kills
 from batchrunner.engines.device import cpu_environment, server_args
 from batchrunner.engines.process import LaunchedProcess, answers, plain_environment, to_argv
 from batchrunner.engines.sockets import HeldPort
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from batchrunner.care.healer import Healer
     from batchrunner.job import LaunchedEngine
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class SGLangServer:
         name: str = "the engine",
         argv: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
+        healer: Healer | None = None,
     ) -> None:
         """Take what is common from the job, and what is this server's own: `argv` and `environ`."""
         self._port = HeldPort()
@@ -47,7 +51,12 @@ class SGLangServer:
         self.name = name
         self._model = model
         self._start_timeout_s = spec.start_timeout
-        own = ["--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number), *argv]
+        self._own = ["--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number), *argv]
+        self._given = server_args(spec.args, cpu=cpu)
+        self._healer = healer
+        self._args: dict[str, Any] = {}  # of this life
+        self._kills: int | None = None
+        self._is_up = False
         environment = plain_environment()
         if cpu:
             environment |= cpu_environment(environment)
@@ -55,7 +64,7 @@ class SGLangServer:
             environment.setdefault("HF_HUB_OFFLINE", "1")
         self.process = LaunchedProcess(
             module="sglang.launch_server",
-            argv=[*own, *to_argv(server_args(spec.args, cpu=cpu))],
+            argv=self._own,
             key=key,
             environ={**environment, **(environ or {}), **spec.env},
             log_path=log_path,
@@ -64,7 +73,35 @@ class SGLangServer:
         )
 
     async def start(self) -> None:
-        """Start it and wait until it takes requests; raises EngineStartError where it does not."""
+        """Start it and wait until it takes requests; raises EngineStartError where it does not.
+
+        Where a start fails for want of memory it is tried again with safer arguments, as a life is that ends.
+        """
+        self._is_up = False
+        while not self._is_up:
+            self._args = {**self._given, **(self._healer.args if self._healer else {})}
+            self.process.argv = [*self._own, *to_argv(self._args)]
+            self._kills = oom_kills()
+            try:
+                await self._start()
+            except EngineStartError:
+                if not self.heal():
+                    raise
+                await self.process.stop()
+            else:
+                self._is_up = True
+
+    def heal(self) -> bool:
+        """Tell whether the next start is another one, for what ended this life; False where it has not."""
+        if self._healer is None or self.process.code is None:
+            return False
+        return self._healer.heal(self.name, self._life())
+
+    def _life(self) -> Life:
+        kills = (oom_kills() or 0) - (self._kills or 0)
+        return Life(self.process.story(), self._args, self.process.code, kills)
+
+    async def _start(self) -> None:
         log.info("starting SGLang for %s at %s; its log: %s", self._model, self.url, self.process.log_path)
         for tries_left in reversed(range(START_TRIES)):
             await self.process.start()
@@ -80,6 +117,8 @@ class SGLangServer:
 
     async def stop(self) -> None:
         """End it, and give its port back."""
+        if self._healer and self._is_up and self.process.runs:
+            self._healer.outlived(self._life())
         await self.process.stop()
         self._port.release()
 

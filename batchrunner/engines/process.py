@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from batchrunner.engines.serverlog import cause_in, last_line
+from batchrunner.engines.serverlog import cause_in, last_line, story
 from batchrunner.errors import EngineStartError
 
 if TYPE_CHECKING:
@@ -53,6 +53,15 @@ class LaunchedProcess:
     def runs(self) -> bool:
         """Whether it has been started and has not ended."""
         return self._process is not None and self._process.returncode is None
+
+    @property
+    def code(self) -> int | None:
+        """The exit status of this life; None while it lasts, and once it has been stopped."""
+        return self._process.returncode if self._process else None
+
+    def story(self) -> list[str]:
+        """Return the beginning and the end of what it has logged in this life."""
+        return story(self.log_path, self._log_begins)
 
     async def start(self) -> None:
         """Start it; raises EngineStartError where the interpreter cannot be run."""
@@ -118,8 +127,7 @@ class LaunchedProcess:
         package = self.module.partition(".")[0]
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
             return f"{what}: {self.python or sys.executable} has no {self.needs}"
-        code = self._process.returncode if self._process else None
-        status = "" if code is None else f" (exit {code})"
+        status = "" if self.code is None else f" (exit {self.code})"
         return f"{what}{status}: {cause or 'its log is empty'} [{self.log_path}]"
 
 

@@ -8,7 +8,9 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from batchrunner.engines.device import CPU_NOTE, on_cpu
+from batchrunner.care.fits import check_fits
+from batchrunner.care.healer import healer_for
+from batchrunner.engines.device import CPU_NOTE, on_cpu, server_args
 from batchrunner.engines.guard import Guard
 from batchrunner.engines.hang import Vigil
 from batchrunner.engines.http import HttpEngine
@@ -53,14 +55,19 @@ class LaunchedServer:
         spec = self._spec
         check_model(spec.model)
         cpu = on_cpu(spec.device)
+        await asyncio.to_thread(check_fits, spec.model, server_args(spec.args, cpu=cpu), cpu=cpu)
         key = secrets.token_hex(24)  # a - at its head would read as an option
-        self._server = SGLangServer(spec, spec.model, key=key, log_path=self._log_path, cpu=cpu)
-        await self._server.start()
-        self._guard = Guard(self._server.process, self._server.start, self._tell)
-        self._watching = asyncio.create_task(self._guard.watch())
-        self._client = HttpEngine(
-            [self._server.url], api_key=key, request_timeout_s=self._timeout_s, reader=self._reader
+        healer = await asyncio.to_thread(healer_for, spec, spec.model, self._incidents.append, cpu=cpu)
+        self._server = server = SGLangServer(
+            spec, spec.model, key=key, log_path=self._log_path, cpu=cpu, healer=healer
         )
+        await server.start()
+        self._guard = guard = Guard(server.process, server.start, self._tell, heal=server.heal)
+        self._watching = asyncio.create_task(guard.watch())
+        self._client = HttpEngine(
+            [server.url], api_key=key, request_timeout_s=self._timeout_s, reader=self._reader
+        )
+        self._client.blame.excuses = lambda _, sent_at: guard.excuses(sent_at)
         info = await self._client.open()
         if not self._client.tells_load:
             self._log_load = LogLoad(self._server.url)
@@ -94,7 +101,7 @@ class LaunchedServer:
 
     def incidents(self) -> list[Incident]:
         """Return what befell the server; see `Engine.incidents`."""
-        told, self._incidents = self._incidents, []
+        told, self._incidents[:] = self._incidents[:], []
         return told
 
     async def close(self) -> None:
