@@ -85,6 +85,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     care.rules       the table
     care.logfile     a log of any size → series and facts
     care.live        a live server → the same
+    care.limit       what a card could do at most
     claim            its one writer: who it is, whether it lives
     journal          finished rows, durable long before their part is
     disk             a disk that takes nothing is waited for

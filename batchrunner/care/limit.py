@@ -1,0 +1,220 @@
+"""What a card could do at most with the rows that were done: T_roof and T_seq, from data sheets and lengths.
+
+`F` FLOP/s and `BW` bytes/s are the card's peaks, `P` parameters that a token passes, `W` bytes of weights,
+`M` bytes of the KV pool, `κ` bytes of KV a token, `L` layers, `H` width of attention; a row has a prompt of `p`
+tokens, `c` of them cached, and an output of `d`:
+
+    T_comp = Σ[2P(p-c+d) + 2LH(p²-c²) + 4LH(pd+d²/2)] / F
+    T_kv   = κ·Σ(pd + d²/2) / BW
+    Iters  = max(κΣ(pd+d²/2)/M, Σd/max_running, max d)      passes that decode needs at least
+    T_mem  = T_kv + W·Iters/BW
+    T_roof = max(T_comp, T_mem)                             all overlaps: nothing can be faster
+    T_seq  = T_comp + T_mem                                 nothing overlaps: stock SGLang at its best
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card's peaks, dense (without sparsity), as its maker states them."""
+
+    bf16_flops: float
+    fp8_flops: float | None
+    """None where its tensor cores have no FP8."""
+    bandwidth: float
+    """Of its memory, bytes/s."""
+
+
+CARDS = {
+    "NVIDIA B200": Card(2250e12, 4500e12, 8.0e12),
+    "NVIDIA H200": Card(989e12, 1979e12, 4.8e12),
+    "NVIDIA H200 NVL": Card(835e12, 1671e12, 4.8e12),
+    "NVIDIA H100 80GB HBM3": Card(989e12, 1979e12, 3.35e12),
+    "NVIDIA H100 NVL": Card(835e12, 1671e12, 3.9e12),
+    "NVIDIA H100 PCIe": Card(756e12, 1513e12, 2.0e12),
+    "NVIDIA A100-SXM4-80GB": Card(312e12, None, 2.039e12),
+    "NVIDIA A100 80GB PCIe": Card(312e12, None, 1.935e12),
+    "NVIDIA A100-SXM4-40GB": Card(312e12, None, 1.555e12),
+    "NVIDIA A100-PCIE-40GB": Card(312e12, None, 1.555e12),
+    "NVIDIA L40S": Card(362e12, 733e12, 0.864e12),
+    "NVIDIA L4": Card(121e12, 242e12, 0.3e12),
+    "NVIDIA A10": Card(125e12, None, 0.6e12),
+}
+"""By the name that `nvidia-smi` gives. Source: NVIDIA's data sheet of each; where it states a figure "with
+sparsity", half of it is dense. A card that is not here is not guessed at."""
+
+
+class UnknownLimitError(ValueError):
+    """The limit cannot be computed: the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What of a model decides how long its passes take."""
+
+    layers: int
+    attention: int
+    """`H`: query heads x head_dim, the hidden size in most models."""
+    kv_heads: int
+    head_dim: int
+    parameters: float
+    active: float
+    """`P`: parameters that one token passes; fewer than all in a mixture of experts."""
+
+    def kv_bytes(self, width: float) -> float:
+        """Return `κ`, the bytes of KV a token, at so many bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The rows that an engine did, as sums over them; tokens."""
+
+    passed: int = 0
+    """Σ(p - c + d): what went through the model."""
+    squares: int = 0
+    """Σ(p² - c²)."""
+    read: float = 0.0
+    """Σ(pd + d²/2): KV that decode read."""
+    outputs: int = 0
+    """Σd."""
+    longest: int = 0
+    """max d."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the engine was set up."""
+
+    card: Card
+    cards: int
+    """A replica has so many (`tp`)."""
+    replicas: int
+    pool_tokens: int
+    """KV pool of one replica."""
+    max_running: int
+    """Requests that one replica runs at most."""
+    weight_width: float = 2.0
+    """Bytes a parameter; 1 computes in FP8."""
+    kv_width: float = 2.0
+    """Bytes a number of the KV pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The shortest times for some work, in seconds, and the tokens that it puts out."""
+
+    compute_s: float
+    memory_s: float
+    outputs: int
+
+    @property
+    def roof_s(self) -> float:
+        """Nothing can be faster: computing and reading memory overlap wholly."""
+        return max(self.compute_s, self.memory_s)
+
+    @property
+    def sequential_s(self) -> float:
+        """Operations one after the other, each at the card's peak: stock SGLang."""
+        return self.compute_s + self.memory_s
+
+    @property
+    def roof_tokens_per_s(self) -> float:
+        """Output tokens a second at the roof."""
+        return self.outputs / self.roof_s
+
+    @property
+    def sequential_tokens_per_s(self) -> float:
+        """Output tokens a second without overlap."""
+        return self.outputs / self.sequential_s
+
+
+def limit(work: Work, model: Model, setting: Setting) -> Limit:
+    """Return the limit for work that is spread evenly over the replicas.
+
+    Raises UnknownLimitError where nothing was put out, or the card has no peak for these weights.
+    """
+    if not work.outputs:
+        raise UnknownLimitError("no output tokens are known")
+    flops = setting.card.bf16_flops if setting.weight_width > 1 else setting.card.fp8_flops
+    if flops is None:
+        raise UnknownLimitError("the card does not compute in FP8")
+    attention = model.layers * model.attention
+    operations = 2 * model.active * work.passed + attention * (2 * work.squares + 4 * work.read)
+    kv_bytes = model.kv_bytes(setting.kv_width) * work.read
+    pool_bytes = model.kv_bytes(setting.kv_width) * setting.pool_tokens
+    passes = max(
+        kv_bytes / pool_bytes / setting.replicas,
+        work.outputs / setting.max_running / setting.replicas,
+        work.longest,
+    )
+    all_cards = setting.cards * setting.replicas
+    bandwidth = setting.card.bandwidth
+    weights_s = model.parameters * setting.weight_width * passes / (bandwidth * setting.cards)
+    return Limit(
+        compute_s=operations / (flops * all_cards),
+        memory_s=kv_bytes / (bandwidth * all_cards) + weights_s,
+        outputs=work.outputs,
+    )
+
+
+_OTHERWISE = {
+    "kv_lora_rank": "attention with a compressed KV cache (MLA)",
+    "layer_types": "layers of several kinds",
+    "sliding_window": "attention in a sliding window",
+    "vision_config": "a part for images",
+    "mamba_d_state": "Mamba layers",
+    "encoder_layers": "an encoder",
+}
+"""What a config.json has whose model the formulas do not describe."""
+
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+
+
+def model_of_config(config: Mapping[str, Any]) -> Model:
+    """Read a model's config.json, as transformers writes it for dense models and mixtures of experts.
+
+    Raises UnknownLimitError for a kind of model that the formulas do not describe.
+    """
+    _refuse_others(config)
+    if missing := [name for name in _NEEDED if not isinstance(config.get(name), int)]:
+        raise UnknownLimitError(f"config.json does not tell {missing[0]}")
+    layers, hidden, heads, vocabulary, inner = (config[name] for name in _NEEDED)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    experts, chosen, shared = _experts(config)
+    expert = 3 * hidden * int(config.get("moe_intermediate_size") or inner) if experts else 3 * hidden * inner
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    router = hidden * experts
+    return Model(
+        layers, heads * head_dim, kv_heads, head_dim,
+        parameters=embeddings + layers * (attention + router + expert * max(experts, 1) + shared),
+        active=embeddings + layers * (attention + router + expert * max(chosen, 1) + shared),
+    )  # fmt: skip
+
+
+def _refuse_others(config: Mapping[str, Any]) -> None:
+    kinds = set(config.get("layer_types") or []) - {"full_attention"}
+    for name, what in _OTHERWISE.items():
+        of_window = name == "sliding_window" and config.get("use_sliding_window") is False
+        if config.get(name) and not of_window and (name != "layer_types" or kinds):
+            raise UnknownLimitError(f"the formulas do not cover {what} ({name} in config.json)")
+    if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
+        raise UnknownLimitError("the formulas do not cover experts in some of the layers only")
+
+
+def _experts(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the experts of a layer, those that a token passes, and the parameters that all share."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((int(config[name]) for name in names if config.get(name)), 0)
+    chosen = int(config.get("num_experts_per_tok") or 0)
+    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    return experts, chosen, 3 * int(config["hidden_size"]) * shared
