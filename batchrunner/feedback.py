@@ -114,6 +114,8 @@ def write_sample(events: EventLog, state: Snapshot) -> None:
         rows_failed=state.rows_failed,
         rows_per_s=round(state.rows_per_s, 2),
         output_tokens_per_s=round(state.output_tokens_per_s, 1),
+        prompt_tokens_per_s=round(state.prompt_tokens_per_s, 1),
+        cached_tokens_per_s=round(state.cached_tokens_per_s, 1),
         window=state.window,
         in_flight=state.in_flight,
         resting=state.resting,

@@ -34,6 +34,9 @@ class Snapshot:
     rows_failed: int
     rows_per_s: float
     output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    cached_tokens_per_s: float
+    """Of the prompts' tokens those that came from the cache."""
     window: int
     in_flight: int
     resting: int
@@ -98,19 +101,20 @@ def _counts(values: Sequence[int]) -> str:
 
 
 class Rates:
-    """Rows and tokens a second over the last 30 s."""
+    """How fast counts grow, over the last 30 s."""
 
-    def __init__(self, now: float) -> None:
-        self._points: deque[tuple[float, int, int]] = deque([(now, 0, 0)])
+    def __init__(self, now: float, counts: int) -> None:
+        """There are so many `counts`, all of them 0 now."""
+        self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
-    def update(self, now: float, rows: int, tokens: int) -> tuple[float, float]:
-        """Add the counts so far; return rows/s and tokens/s."""
-        self._points.append((now, rows, tokens))
+    def update(self, now: float, *counts: int) -> list[float]:
+        """Add the counts so far; return the rate of each, a second."""
+        self._points.append((now, counts))
         while len(self._points) > 2 and self._points[1][0] <= now - RATE_SPAN_S:  # noqa: PLR2004
             self._points.popleft()
-        then, rows_then, tokens_then = self._points[0]
+        then, counts_then = self._points[0]
         span = max(now - then, 1e-9)
-        return (rows - rows_then) / span, (tokens - tokens_then) / span
+        return [(count - before) / span for count, before in zip(counts, counts_then, strict=True)]
 
 
 class Display(Protocol):

@@ -192,7 +192,7 @@ class _Run:
         self._is_short = False  # rows that ended may not be on disk
         self._last_signals: tuple[Signals, ...] = ()
         self._began = time.monotonic()
-        self._rates = Rates(self._began)
+        self._rates = Rates(self._began, counts=4)
         self._patience = Patience(job.limits.max_attempts, job.limits.engine_wait)
 
     async def go(self) -> Report:
@@ -315,13 +315,18 @@ class _Run:
 
     def _snapshot(self, signals: Sequence[Signals]) -> Snapshot:
         self._last_signals = tuple(signals)
-        rows_s, tokens_s = self._rates.update(time.monotonic(), self._tally.done, self._tally.output_tokens)
+        tally = self._tally
+        rows_s, output_s, prompt_s, cached_s = self._rates.update(
+            time.monotonic(), tally.done, tally.output_tokens, tally.prompt_tokens, tally.cached_tokens
+        )
         return Snapshot(
             rows_total=self._source.total,
-            rows_done=len(self._done.rows) + self._tally.done,
-            rows_failed=self._done.failed + self._tally.failed,
+            rows_done=len(self._done.rows) + tally.done,
+            rows_failed=self._done.failed + tally.failed,
             rows_per_s=rows_s,
-            output_tokens_per_s=tokens_s,
+            output_tokens_per_s=output_s,
+            prompt_tokens_per_s=prompt_s,
+            cached_tokens_per_s=cached_s,
             window=self._gate.window,
             in_flight=self._gate.in_flight,
             resting=self._submitter.resting,

@@ -124,6 +124,8 @@ def write_day(log: EventLog, rows: int) -> None:
         rows_failed=0,
         rows_per_s=rows / DAY_S,
         output_tokens_per_s=50 * rows / DAY_S,
+        prompt_tokens_per_s=200 * rows / DAY_S,
+        cached_tokens_per_s=100 * rows / DAY_S,
         window=208 * REPLICAS,
         in_flight=208 * REPLICAS,
         resting=0,
