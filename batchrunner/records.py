@@ -110,6 +110,8 @@ class EngineInfo:
     connections: int | None = None
     """Requests that the transport can hold open at once, over all routes; None for no such limit."""
     simulated: bool = False
+    card: str | None = None
+    """The GPU by its maker's name, where the engine was started here and all are alike."""
     log: str | None = None
     """Path of the engine's log, where we have it."""
     notes: tuple[str, ...] = ()

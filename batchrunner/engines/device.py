@@ -68,6 +68,12 @@ def cards() -> list[Card]:
     return [Card(name, int(size) << 20) for name, _, size in told if size.isdigit()]  # told in MiB
 
 
+def card_name() -> str | None:
+    """Return the name of the machine's GPUs; None where they differ or nobody tells."""
+    names = {card.name for card in cards()}
+    return names.pop() if len(names) == 1 else None
+
+
 def on_cpu(device: str) -> bool:
     """Resolve the job's `device`."""
     return device == "cpu" or (device == "auto" and not has_gpu())

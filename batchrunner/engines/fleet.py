@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from batchrunner.care.fits import check_fits
 from batchrunner.care.healer import healer_for
-from batchrunner.engines.device import CPU_NOTE, gpus, on_cpu, server_args
+from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.guard import Guard
 from batchrunner.engines.hang import Vigil
 from batchrunner.engines.http import GATEWAY_ROUTE, HttpEngine
@@ -106,6 +106,7 @@ class LaunchedGateway:
             info,
             kind="gateway",
             model=model_identity(spec.model),
+            card=None if cpu else await asyncio.to_thread(card_name),
             log=str(self._gateway.log_path),
             notes=notes,
         )

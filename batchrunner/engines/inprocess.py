@@ -23,7 +23,14 @@ import orjson
 from anyio.from_thread import start_blocking_portal
 
 from batchrunner.engines import wire
-from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, cpu_environment, on_cpu, server_args
+from batchrunner.engines.device import (
+    CPU_NOTE,
+    CPU_SHIM,
+    card_name,
+    cpu_environment,
+    on_cpu,
+    server_args,
+)
 from batchrunner.engines.model import check_model, model_identity, vocabulary_of
 from batchrunner.engines.tokenizing import tokenizing_of
 from batchrunner.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
@@ -86,6 +93,7 @@ class InprocessSGLang:
             prefill_tokens=wire.prefill_tokens(vars(self._engine.server_args)),
             caches_prefixes=not self._engine.server_args.disable_radix_cache,
             tokenizing=tokenizing_of(_model_info(manager), manager.server_args.resolved_dict()),
+            card=None if cpu else await asyncio.to_thread(card_name),
             notes=(CPU_NOTE,) if cpu else (),
         )
 

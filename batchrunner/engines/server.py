@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from batchrunner.care.fits import check_fits
 from batchrunner.care.healer import healer_for
-from batchrunner.engines.device import CPU_NOTE, on_cpu, server_args
+from batchrunner.engines.device import CPU_NOTE, card_name, on_cpu, server_args
 from batchrunner.engines.guard import Guard
 from batchrunner.engines.hang import Vigil
 from batchrunner.engines.http import HttpEngine
@@ -73,7 +73,12 @@ class LaunchedServer:
             self._log_load = LogLoad(self._server.url)
         notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
         return dataclasses.replace(
-            info, kind="server", model=model_identity(spec.model), log=str(self._log_path), notes=notes
+            info,
+            kind="server",
+            model=model_identity(spec.model),
+            card=None if cpu else await asyncio.to_thread(card_name),
+            log=str(self._log_path),
+            notes=notes,
         )
 
     async def generate(self, request: Request, route: str) -> Completion:
