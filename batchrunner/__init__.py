@@ -120,8 +120,16 @@ The map; a file imports only from lines above its own (this one excepted), and a
     submit           requests → engine → outcomes
     summary          what the report says of the load
     feedback         polls the load, shows it, writes it down
-    runner           one run from start to end: puts the parts together
     status           what a run is at, from its files
+    htmlreport.story     a task's events → its load over time, thinned
+    htmlreport.timeline  several tasks' stories on one grid
+    htmlreport.charts    lines and counts → what a chart is drawn of
+    htmlreport.results   parts → sums, histograms, failures, the slowest rows
+    htmlreport.share     what share of the cards' limit was reached
+    htmlreport.headline  how it stands, and its figures
+    htmlreport.loadcharts  which charts of the load there are
+    htmlreport.page      all of it → report.html
+    runner           one run from start to end: puts the parts together
     picture          a run over time, drawn
     check            what a run would do
     foreground       a run with signals and a display

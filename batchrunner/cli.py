@@ -212,14 +212,35 @@ def merge(run: RunArgument) -> None:
     Example: batchrun merge out/summarize
     """
     from batchrunner.account import report_of_all  # noqa: PLC0415
+    from batchrunner.htmlreport.page import leave_page  # noqa: PLC0415
     from batchrunner.merge import merge as merge_parts  # noqa: PLC0415
     from batchrunner.report import EXIT_DONE, EXIT_STOPPED  # noqa: PLC0415
+    from batchrunner.storage import RunDir  # noqa: PLC0415
 
     merged: Path = _or_exit(merge_parts, run)
     report: Report = _or_exit(report_of_all, run)
+    leave_page(RunDir(run))
     print("\n".join(report.lines()), file=sys.stderr)  # noqa: T201
     _print([str(merged)])
     raise typer.Exit(EXIT_STOPPED if report.rows_left else EXIT_DONE)  # what reads it may want all of it
+
+
+@app.command()
+def report(
+    run: RunArgument,
+    show: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Write what a run did, or has done so far, as one page: RUN/report.html; a run's end does it too.
+
+    Example: batchrun report out/summarize --open
+    """
+    from batchrunner.htmlreport.page import write_page  # noqa: PLC0415
+    from batchrunner.storage import RunDir  # noqa: PLC0415
+
+    page: Path = _or_exit(write_page, RunDir(run))
+    _print([str(page)])
+    if show:
+        typer.launch(str(page))
 
 
 @app.command()

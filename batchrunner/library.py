@@ -132,13 +132,7 @@ def run(
     deadline) is returned, not raised.
     """
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    if engine is not None:
-        return engine.call(loaded, fresh=fresh, retry_failed=retry_failed)
-    with _portal() as portal:
-        report: Report = portal.call(
-            functools.partial(_execute, loaded, fresh=fresh, retry_failed=retry_failed)
-        )
-        return report
+    return _run(loaded, engine, fresh=fresh, retry_failed=retry_failed)
 
 
 async def arun(
@@ -193,13 +187,21 @@ def generate(
         )
         if not table.num_rows:
             return _no_results(job)
-        report = run(job, engine=engine if isinstance(engine, OpenEngine) else None)
+        report = _run(job, engine if isinstance(engine, OpenEngine) else None, page=False)
         if report.rows_left:
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"
             )
         merged = merge(out)
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.glob("*.parquet")))
+
+
+def _run(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
+    if engine is not None:
+        return engine.call(job, **options)
+    with _portal() as portal:
+        report: Report = portal.call(functools.partial(_execute, job, **options))
+        return report
 
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:

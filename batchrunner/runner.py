@@ -27,6 +27,7 @@ from batchrunner.errors import BatchrunError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
 from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
+from batchrunner.htmlreport.page import leave_page
 from batchrunner.lead import Lead
 from batchrunner.lengths import Lengths
 from batchrunner.prepare import check_resumes, prepare
@@ -89,8 +90,9 @@ async def execute(
     part: Shard | Joint | None = None,
     display: Display | None = None,
     control: Control | None = None,
+    page: bool = True,
 ) -> Report:
-    """Run a job to its end and return the report, which is also in report.json.
+    """Run a job to its end and return the report, which is also in report.json, and report.html (`page`).
 
     `engine` is an open engine to use, with its `info`; without one the job's own is opened and closed.
     `part` is what this task is to do of a run that several do; without it all is its own.
@@ -98,7 +100,7 @@ async def execute(
     """
     prepared = await asyncio.to_thread(prepare, job, part)
     control, display = control or Control(), display or Silent()
-    async with contextlib.AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(rare_collections())
         sleeper = Sleeper(control)
@@ -125,6 +127,8 @@ async def execute(
                 prepared.run_dir.discard()
         elif retry_failed:  # only now: a start that was refused changes nothing
             await asyncio.to_thread(drop_failed, prepared.run_dir)
+        if page:  # when the engine has gone: a card is not to be held for it
+            at_last.push_async_callback(asyncio.to_thread, leave_page, prepared.run_dir)
         return await _Run(prepared, engine, info, start, display, control, claim).go()
 
 

@@ -63,11 +63,8 @@ def _count(leases: Leases) -> dict[str, Any]:
 
 def _task(run_dir: RunDir) -> dict[str, Any]:
     done = read_done(run_dir)
-    claim = Claim(run_dir.task_directory)
-    held, sample = claim.is_held(), last_sample(run_dir.events)
-    if held is None and sample:  # of another machine: its heartbeat tells with time, its log at once
-        held = time.time() - sample["time"] < SILENT_S
-    holder = None if held is False else str(claim.holder())
+    sample = last_sample(run_dir.events)
+    holder = holder_of(run_dir, sample)
     return {
         "task": run_dir.task,
         "running": holder,
@@ -76,6 +73,15 @@ def _task(run_dir: RunDir) -> dict[str, Any]:
         "output_tokens": done.output_tokens,
         "last_sample": sample if holder else None,
     }
+
+
+def holder_of(run_dir: RunDir, sample: dict[str, Any] | None) -> str | None:
+    """Return who is at a task, whose newest sample is this one; None where nobody is."""
+    claim = Claim(run_dir.task_directory)
+    held = claim.is_held()
+    if held is None and sample:  # of another machine: its heartbeat tells with time, its log at once
+        held = time.time() - sample["time"] < SILENT_S
+    return None if held is False else str(claim.holder())
 
 
 def status_lines(state: dict[str, Any]) -> list[str]:

@@ -32,6 +32,7 @@ OF_A_TASK = (
     "journal-*",
     "events.jsonl",
     "report.json",
+    "report.html",
     "run.png",
     "engine*.log",
     "owner*",
@@ -56,6 +57,7 @@ class RunDir:
         self.own = self.path if task == MAIN_TASK else self.task_directory
         """Where the task's account lies: its events, its report, its engine's log."""
         self.report_json = self.own / "report.json"
+        self.report_html = self.own / "report.html"
         self.events = self.own / "events.jsonl"
 
     def all_tasks(self) -> list[RunDir]:
@@ -133,7 +135,7 @@ class RunDir:
         for directory in (self.parts, self.leases, *self.tasks.glob("*"), self.tasks):
             with contextlib.suppress(OSError):  # it is not there, or holds what is not ours
                 directory.rmdir()
-        for file in (self.run_json, self.report_json, self.events):
+        for file in (self.run_json, self.report_json, self.report_html, self.events):
             file.unlink(missing_ok=True)
 
 

@@ -85,7 +85,9 @@ def test_a_run_on_a_server_needs_no_engine_package() -> None:
     assert not loaded_by(code) & {"torch", "sglang", "transformers", "pandas"}
 
 
-@pytest.mark.parametrize("command", ["run", "slurm", "check", "status", "merge", "plot", "advise", "schema"])
+@pytest.mark.parametrize(
+    "command", ["run", "slurm", "check", "status", "merge", "report", "plot", "advise", "tune", "schema"]
+)
 def test_help_has_an_example(command: str) -> None:
     """Each command's help is a sentence and an example that names it or its default."""
     result = batchrun(command, "--help")

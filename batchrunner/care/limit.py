@@ -1,8 +1,8 @@
 """What a card could do at most with the rows that were done: T_roof and T_seq, from data sheets and lengths.
 
 `F` FLOP/s and `BW` bytes/s are the card's peaks, `P` parameters that a token passes, `W` bytes of weights,
-`M` bytes of the KV pool, `κ` bytes of KV a token, `L` layers, `H` width of attention; a row has a prompt of `p`
-tokens, `c` of them cached, and an output of `d`:
+`M` bytes of the KV pool, `κ` bytes of KV a token, `L` layers, `H` width of attention; a row has a prompt of
+`p` tokens, `c` of them cached, and an output of `d`:
 
     T_comp = Σ[2P(p-c+d) + 2LH(p²-c²) + 4LH(pd+d²/2)] / F
     T_kv   = κ·Σ(pd + d²/2) / BW
@@ -106,6 +106,14 @@ class Setting:
     kv_width: float = 2.0
     """Bytes a number of the KV pool."""
 
+    @property
+    def flops(self) -> float:
+        """One card's peak for these weights; raises UnknownLimitError where it has none."""
+        peak = self.card.bf16_flops if self.weight_width > 1 else self.card.fp8_flops
+        if peak is None:
+            raise UnknownLimitError("the card does not compute in FP8")
+        return peak
+
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -143,9 +151,6 @@ def limit(work: Work, model: Model, setting: Setting) -> Limit:
     """
     if not work.outputs:
         raise UnknownLimitError("no output tokens are known")
-    flops = setting.card.bf16_flops if setting.weight_width > 1 else setting.card.fp8_flops
-    if flops is None:
-        raise UnknownLimitError("the card does not compute in FP8")
     attention = model.layers * model.attention
     operations = 2 * model.active * work.passed + attention * (2 * work.squares + 4 * work.read)
     kv_bytes = model.kv_bytes(setting.kv_width) * work.read
@@ -159,7 +164,7 @@ def limit(work: Work, model: Model, setting: Setting) -> Limit:
     bandwidth = setting.card.bandwidth
     weights_s = model.parameters * setting.weight_width * passes / (bandwidth * setting.cards)
     return Limit(
-        compute_s=operations / (flops * all_cards),
+        compute_s=operations / (setting.flops * all_cards),
         memory_s=kv_bytes / (bandwidth * all_cards) + weights_s,
         outputs=work.outputs,
     )

@@ -1,0 +1,1 @@
+"""A run as a page: its events and results → series and figures → one HTML file."""
