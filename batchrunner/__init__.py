@@ -137,6 +137,18 @@ The map; a file imports only from lines above its own (this one excepted), and a
     care.ofrun       a run's directory → the same
     care.advise      a log, a server or a run → advice
     library          run, arun, generate, open_engine
+    care.tune.measure  what a trial shows, and when it cannot win
+    care.tune.race   which of two settings is faster
+    care.tune.space  which flags are tried, and when
+    care.tune.search   which trial comes next
+    care.tune.history  the trials that were finished
+    care.tune.outcome  what tuning came to
+    care.tune.edit   engine.args into a job file
+    care.tune.sample   the rows of the trials
+    care.tune.logwork  what a trial's log says of its passes
+    care.tune.trial  a server, the sample, what it showed
+    care.tune.machine  what there is to tune on
+    care.tune.tuner  trials within a time
     cli              the command
 """
 

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batchrunner.care.tune.outcome import Tuned
     from batchrunner.errors import BatchrunError
     from batchrunner.report import Report
 
@@ -189,6 +190,47 @@ def check(job: JobArgument, overrides: SetOption = None, as_json: JsonOption = F
     from batchrunner.check import check as check_job  # noqa: PLC0415
 
     found = _or_exit(check_job, job, overrides or [])
+    _print(found.as_dict() if as_json else found.lines())
+
+
+@app.command(epilog=EXIT_CODES)
+def tune(
+    job: JobArgument,
+    overrides: SetOption = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="For all trials: 90s, 30m, 2h.")] = "30m",
+    allow: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Try these too: quantization (changes answers), torch-compile; or both, with a comma.",
+        ),
+    ] = "",
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Write the best flags into the job file; nothing else changes it.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest safe flags of SGLang for a job on this machine, by trials on a sample of its rows.
+
+    Run it again to go on after an interruption, or with a larger budget.
+
+    Example: batchrun tune jobs/summarize.yaml --budget 30m
+    """
+    from batchrunner.care.tune.tuner import parse_budget  # noqa: PLC0415
+    from batchrunner.care.tune.tuner import tune as tune_job  # noqa: PLC0415
+
+    _log_to_stderr(quiet=True)
+    # what its trials' runs say is no news
+    logging.getLogger("batchrunner.care.tune").setLevel(logging.ERROR if quiet else logging.INFO)
+    found: Tuned = _or_exit(
+        tune_job,
+        job,
+        overrides=overrides or [],
+        budget_s=_or_exit(parse_budget, budget),
+        allow=[name.strip() for name in allow.split(",") if name.strip()],
+        apply=apply,
+    )
     _print(found.as_dict() if as_json else found.lines())
 
 

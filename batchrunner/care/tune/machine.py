@@ -1,0 +1,67 @@
+"""What there is to tune on: the installed version's flags, the device, its memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchrunner.care.flags import installed
+from batchrunner.care.tune.space import Machine
+from batchrunner.engines.device import gpus, on_cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchrunner.job import Job, ServerEngine
+
+POOL_SHARE = 4
+"""Of the memory that is free, a CPU's KV pool may take one part in so many: others use the machine too."""
+FLOAT32_BYTES = 4
+"""A CPU's KV pool has it (`engines.device`)."""
+
+
+def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_of_several: bool) -> Machine:
+    """Look at the machine; asks the installed SGLang for its flags, which takes some 6 s."""
+    cpu = on_cpu(engine.device)
+    cards = [] if cpu else gpus()
+    card_gb, capability = _card() if cards else (0.0, (0, 0))
+    return Machine(
+        flags=installed(engine.python, engine.env),
+        cpu=cpu,
+        cards=len(cards),
+        card_gb=card_gb,
+        capability=capability,
+        most_pool_tokens=_pool_tokens(engine.model) if cpu else 0,
+        ignores_eos=job.sampling.ignore_eos is True,
+        allowed=frozenset(allowed),
+        one_of_several=one_of_several,
+    )
+
+
+def _card() -> tuple[float, tuple[int, int]]:
+    """Return the memory (GB) and compute capability of the first card; nothing where nobody tells."""
+    command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        total, capability = done.stdout.splitlines()[0].split(",")
+        major, minor = capability.strip().split(".")
+        return float(total) / 1024, (int(major), int(minor))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0.0, (0, 0)
+
+
+def _pool_tokens(model: str) -> int:
+    """Return how many tokens a quarter of the free memory holds; 0 where model or memory do not tell."""
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim") or hidden // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * FLOAT32_BYTES
+        free = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        return (int(free[1]) << 10) // POOL_SHARE // token_bytes if free else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

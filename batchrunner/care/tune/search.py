@@ -1,0 +1,173 @@
+"""Which trial comes next, and why: a walk over the flags that keeps the best setting. Pure.
+
+The search asks for trials and is sent their results; the same results bring the same questions, so a search
+goes on where it was when it is sent what was kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import orjson
+
+from batchrunner.care.tune.measure import Rival
+from batchrunner.care.tune.race import compare, margin_of, more_a_pass, same_work, spread_of
+from batchrunner.care.tune.space import KNOBS, Now
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from batchrunner.care.tune.measure import Result
+    from batchrunner.care.tune.space import Args, Knob, Machine, Move
+
+
+@dataclass(slots=True)
+class Setting:
+    """Flags, and what their trials showed."""
+
+    args: Args
+    results: list[Result] = field(default_factory=list)
+    verdict: str = ""
+
+    @property
+    def speeds(self) -> list[float]:
+        """Output tokens a second of each trial that was measured."""
+        return [result.tokens_per_s for result in self.results if result.ended == "measured"]
+
+    @property
+    def newest(self) -> Result:
+        """Its last trial."""
+        return self.results[-1]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether every trial was measured, and none died."""
+        return all(result.ended == "measured" and result.tokens_per_s > 0 for result in self.results)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A trial that is wanted."""
+
+    args: Args
+    why: str
+    turn: int
+    """Counts the trials of these flags, from 0."""
+    rival: Rival | None = None
+
+
+class Search:
+    """The search; `best` is always the best setting that is known."""
+
+    def __init__(self, args: Args, machine: Machine, knobs: Sequence[Knob] = KNOBS) -> None:
+        """`args` are the job's own flags, which are tried first."""
+        self.best = Setting(args)
+        self.settings = {key_of(args): self.best}
+        self.notes: dict[str, str] = {}
+        """Of each flag: why it was left alone, or what came of it."""
+        self.reason = ""
+        """Why it ended."""
+        self._machine = machine
+        self._knobs = knobs
+        self._moved: set[str] = set()
+
+    def steps(self) -> Generator[Ask, Result, None]:
+        """Ask for trials, be sent their results, until no flag brings more."""
+        yield from self._try(self.best, "the job's own flags", None)
+        if not self.best.is_usable:
+            self.reason = f"the job's own flags cannot be measured: {self.best.newest.why}"
+            return
+        moved = True
+        while moved:
+            moved = False
+            for knob in self._knobs:
+                moved |= yield from self._turn(knob)
+        self.reason = "no flag brings more"
+
+    def _turn(self, knob: Knob) -> Generator[Ask, Result, bool]:
+        """Move one flag for as long as that wins."""
+        moved = False
+        while (move := self._next_move(knob)) is not None:
+            setting = Setting({**self.best.args, **move.args})
+            self.settings[key_of(setting.args)] = setting
+            won = yield from self._race(setting, move, knob)
+            moved |= won
+            self._moved.add(knob.name)
+            self.notes[knob.name] = f"{shown(move.args)}: {setting.verdict}"
+        return moved
+
+    def _next_move(self, knob: Knob) -> Move | None:
+        moves = knob.moves(Now(self.best.args, self.best.newest.signs, self._machine))
+        if isinstance(moves, str):
+            if knob.name not in self._moved:
+                self.notes[knob.name] = moves
+            return None
+        for move in moves:
+            if self._missing(move):
+                self.notes[knob.name] = f"this version has no {self._missing(move)}"
+            elif key_of({**self.best.args, **move.args}) not in self.settings:
+                return move
+        return None
+
+    def _missing(self, move: Move) -> str:
+        """Return what of a change this version lacks, as on its command line; empty where it has all."""
+        flags = self._machine.flags
+        return next((shown({n: v}) for n, v in move.args.items() if not flags.setting(n, v)), "")
+
+    def _race(self, setting: Setting, move: Move, knob: Knob) -> Generator[Ask, Result, bool]:
+        """Try a setting, then the best and it in turns until it is plain which is faster."""
+        before = len(self.best.speeds) - 1  # its last trial is the first of its turns
+        yield from self._try(setting, move.why, self._rival())
+        while not (verdict := self._verdict(setting, knob, self.best.speeds[before:])):
+            if len(self.best.speeds) - before <= len(setting.speeds):
+                yield from self._try(self.best, "the best again, in turn", None)
+            else:
+                yield from self._try(setting, "again, in turn", self._rival())
+        setting.verdict = verdict.removeprefix("+")
+        if not verdict.startswith("+"):
+            return False
+        self.best = setting
+        return True
+
+    def _try(self, setting: Setting, why: str, rival: Rival | None) -> Generator[Ask, Result, None]:
+        setting.results.append((yield Ask(setting.args, why, len(setting.results), rival)))
+
+    def _rival(self) -> Rival:
+        return Rival(self.best.newest.curve, margin_of(self._spread()))
+
+    def _spread(self) -> tuple[float, int]:
+        return spread_of(setting.speeds for setting in self.settings.values() if setting.speeds)
+
+    def _verdict(self, setting: Setting, knob: Knob, theirs: Sequence[float]) -> str:
+        """Say what came of a challenger, a winner's with a + before it; empty while that is open."""
+        newest, best = setting.newest, self.best.newest
+        if newest.ended == "died":
+            return f"unsafe: {newest.why}"
+        if newest.ended == "behind" or not newest.tokens_per_s:
+            return f"slower: {newest.why}"
+        if newest.failed_rows > best.failed_rows:
+            return f"unsafe: {newest.failed_rows} rows failed, {best.failed_rows} with the best"
+        if best.ended == "died":
+            return f"+safer: what was best died when it was tried again: {best.why}"
+        if knob.schedules and same_work(newest.signs, best.signs):
+            return "no faster: the same passes and batches as the best"
+        fuller = knob.schedules and more_a_pass(newest.signs, best.signs)
+        verdict, text = compare(setting.speeds, theirs, self._spread(), more_a_pass=fuller)
+        signed = {"faster": f"+faster: {text}", "not faster": f"no faster: {text}", "again": ""}
+        return signed[verdict]
+
+
+def key_of(args: Args) -> bytes:
+    """Return what two equal settings have in common."""
+    return orjson.dumps(args, option=orjson.OPT_SORT_KEYS, default=str)
+
+
+def shown(args: Args) -> str:
+    """Write flags as on a command line."""
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in args.items())
+
+
+def changes(args: Args, base: Args) -> Args:
+    """Return what of some flags differs from others."""
+    return {name: value for name, value in args.items() if base.get(name, ...) != value}

@@ -1,0 +1,254 @@
+"""Which flags are tried, in the guides' order, and when: each by the signs of the best trial so far. Pure.
+
+A flag is tried only where the signs say that it can matter, and the table tells why it was not. The queue
+comes first in the guides and is no flag: the runner's own controller holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchrunner.care.flags import Flags
+    from batchrunner.care.tune.measure import Signs
+
+Args = dict[str, Any]
+QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"
+ALLOWABLE = (QUANTIZATION, TORCH_COMPILE)
+"""What is tried only with leave: the first changes answers, the second takes minutes at each start."""
+LOWER, LOWEST, NORMAL, HIGHER = 0.3, 0.1, 1.0, 1.3
+"""Schedule-conservativeness: the guides' value for a server that is too careful, a bolder one, SGLang's
+default, and the guides' value for frequent retractions."""
+RETRACTED_OFTEN = 1.0
+"""A minute, the guides' "about one is acceptable"."""
+FRACTION_STEP = 0.01
+"""The guides' increment of mem-fraction-static."""
+SPARE_ENOUGH_GB, SPARE_MUCH_GB, SPARE_GOOD_GB = 5.0, 8.0, 6.5
+"""The guides' 5 to 8 GB of `available_gpu_mem`: below is the edge, above is memory to give away."""
+MOST_PREFILL = 16_384
+"""SGLang's `max-prefill-tokens`: a chunk of more has no effect."""
+PASS_IS_FULL = 0.7
+"""Mean share of the limit from which prefill passes are held to it (the last of a prompt is short)."""
+GRAPH_SIZES = (256, 512, 768, 1024)
+GRAPH_OFF_OFTEN = 0.1
+SHARED = 0.05
+MATCHED_AT_MOST = 128
+"""With more waiting SGLang serves `lpm` first come, first served."""
+MOST_RAISE = 32
+"""Of max-running-requests, at once."""
+BACKENDS = {9: ("fa3", "flashinfer"), 10: ("trtllm_mha", "flashinfer"), 8: ("flashinfer", "triton")}
+"""The guides' attention backends by the card's compute capability: Hopper, Blackwell, Ampere and Ada."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to tune on."""
+
+    flags: Flags
+    cpu: bool = True
+    cards: int = 0
+    card_gb: float = 0.0
+    capability: tuple[int, int] = (0, 0)
+    most_pool_tokens: int = 0
+    """On a CPU: the KV pool that memory allows; 0 where that is not known."""
+    ignores_eos: bool = False
+    """The job's outputs have exactly max_new_tokens."""
+    allowed: frozenset[str] = frozenset()
+    one_of_several: bool = False
+    """A replica of a gateway: how many there are is the gateway's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """The best setting so far."""
+
+    args: Args
+    signs: Signs
+    machine: Machine
+
+    def value(self, name: str, default: Any) -> Any:
+        """Return what a flag is set to."""
+        return self.args.get(self.machine.flags.spelling(name) or name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change to try."""
+
+    args: Args
+    why: str
+
+
+Moves = list[Move] | str
+"""Changes, best first; or why none is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One flag, or a few that go together."""
+
+    name: str
+    moves: Callable[[Now], Moves]
+    schedules: bool = False
+    """It only changes which rows run when: the scheduler's own count of passes tells as much as the time."""
+
+
+def _conservativeness(now: Now) -> Moves:
+    signs, value = now.signs, float(now.value("schedule-conservativeness", NORMAL))
+    if now.machine.ignores_eos:
+        return "with ignore_eos SGLang reserves all of max_new_tokens whatever it is"
+    if signs.at_limit or not signs.waits:
+        return _not_admission(signs)
+    if signs.retractions_per_min > RETRACTED_OFTEN and signs.full:
+        why = f"{signs.retractions_per_min:.0f} retractions a minute at token usage {signs.usage:.2f}"
+        return [Move({"schedule-conservativeness": v}, why) for v in (HIGHER, 2 * HIGHER) if v > value]
+    if signs.full:
+        return f"token usage {signs.usage:.2f}: the pool is filled"
+    why = f"token usage {signs.usage:.2f} and {signs.queue:.0f} waiting: it is too careful"
+    lower = [v for v in (LOWER if value > LOWER else LOWEST, NORMAL) if v < value]
+    return [Move({"schedule-conservativeness": v}, why) for v in lower] or f"{value:g} is bold enough"
+
+
+def _memory(now: Now) -> Moves:
+    """Where rows wait and fewer run than may, it is the pool that they wait for, full or held back."""
+    if not now.signs.waits or now.signs.at_limit:
+        return _not_admission(now.signs)
+    return _pool(now) if now.machine.cpu else _fraction(now)
+
+
+def _pool(now: Now) -> Moves:
+    """Double the CPU's pool, which stands in for a card's memory."""
+    pool = now.signs.pool_tokens or 0
+    wanted = min(2 * pool, now.machine.most_pool_tokens)
+    if wanted <= pool:
+        return f"a quarter of the free memory holds {now.machine.most_pool_tokens} tokens"
+    return [Move({"max-total-tokens": wanted}, f"rows wait for the pool of {pool} tokens")]
+
+
+def _fraction(now: Now) -> Moves:
+    """Raise it to the guides' spare memory at once, then step by step to the edge."""
+    signs, spare = now.signs, now.signs.spare_gb
+    value = now.value("mem-fraction-static", signs.mem_fraction)
+    if value is None or spare is None:
+        return "the log tells neither mem_fraction_static nor available_gpu_mem"
+    if spare < SPARE_ENOUGH_GB:
+        return f"{spare:.1f} GB are left of the card: the edge"
+    steps = [FRACTION_STEP]
+    if spare > SPARE_MUCH_GB and now.machine.card_gb:
+        steps.insert(0, math.floor((spare - SPARE_GOOD_GB) / now.machine.card_gb / FRACTION_STEP) / 100)
+    raised = dict.fromkeys(round(value + step, 2) for step in steps if step > 0 and value + step < 1)
+    why = f"rows wait, and {spare:.1f} GB of the card are left"
+    return [Move({"mem-fraction-static": v}, why) for v in raised]
+
+
+def _chunk(now: Now) -> Moves:
+    signs = now.signs
+    limit, got = signs.prefill_limit, signs.prefill_per_pass
+    if limit is None or got is None or got < PASS_IS_FULL * limit:
+        return f"prefill passes have {got or 0:.0f} tokens of {limit or 'unknown'}: the limit does not bind"
+    larger = min(2 * limit, MOST_PREFILL)
+    if larger <= limit:
+        return f"{limit} tokens a pass is max-prefill-tokens"
+    return [Move({"chunked-prefill-size": larger}, f"prefill passes have {got:.0f} of {limit} tokens")]
+
+
+def _max_running(now: Now) -> Moves:
+    signs = now.signs
+    if not signs.at_limit or not signs.waits or signs.max_running is None:
+        return f"#running-req {signs.running:.0f} stays under {signs.max_running or 'its limit'}"
+    if signs.full:
+        return f"token usage {signs.usage:.2f}: the pool holds no more"
+    # rounded up to a power of two: the pool limits by itself
+    fits = signs.running / max(signs.usage, 1 / MOST_RAISE)
+    wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * signs.max_running)
+    between = round(math.sqrt(wanted * signs.max_running))
+    why = f"all of {signs.max_running} run at token usage {signs.usage:.2f} with {signs.queue:.0f} waiting"
+    return [Move({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running]
+
+
+def _graphs(now: Now) -> Moves:
+    signs, name = now.signs, "cuda-graph-max-bs-decode"
+    if now.machine.cpu or signs.graph_off_share is None:
+        return "no CUDA graphs here"
+    if signs.graph_off_share < GRAPH_OFF_OFTEN:
+        return f"{signs.graph_off_share:.0%} of the decode passes ran without a graph"
+    size = next((size for size in GRAPH_SIZES if size >= signs.running), GRAPH_SIZES[-1])
+    if size <= int(now.value(name, 0)):
+        return f"graphs up to {size} are captured already"
+    why = f"{signs.graph_off_share:.0%} of the decode passes ran without a graph"
+    moves = [Move({name: size}, why)]
+    fraction = now.value("mem-fraction-static", signs.mem_fraction)
+    if fraction is not None:  # graphs take memory of their own
+        moves.append(Move({name: size, "mem-fraction-static": round(fraction - 2 * FRACTION_STEP, 2)}, why))
+    return moves
+
+
+def _policy(now: Now) -> Moves:
+    signs, value = now.signs, now.value("schedule-policy", "fcfs")
+    if value != "fcfs":
+        return [Move({"schedule-policy": "fcfs"}, "the runner's own order is made for it")]
+    if signs.cached_share < SHARED:
+        return f"{signs.cached_share:.0%} of the prompt tokens are shared"
+    if signs.queue > MATCHED_AT_MOST:
+        return f"{signs.queue:.0f} waiting: with more than {MATCHED_AT_MOST} lpm is fcfs"
+    return [Move({"schedule-policy": "lpm"}, f"{signs.cached_share:.0%} of the prompt tokens are shared")]
+
+
+def _attention(now: Now) -> Moves:
+    major = now.machine.capability[0]
+    if now.machine.cpu or major not in BACKENDS:
+        return "no choice of backend for this device"
+    current = now.value("attention-backend", now.signs.attention_backend)
+    return [Move({"attention-backend": v}, f"it is {current}") for v in BACKENDS[major] if v != current]
+
+
+def _compile(now: Now) -> Moves:
+    if TORCH_COMPILE not in now.machine.allowed:
+        return "not tried without --allow torch-compile"
+    if now.value("enable-torch-compile", False):
+        return "on already"
+    return [Move({"enable-torch-compile": True}, "allowed")]
+
+
+def _quantized(now: Now) -> Moves:
+    if QUANTIZATION not in now.machine.allowed:
+        return "not tried without --allow quantization: it changes answers"
+    if now.machine.capability < (8, 9):
+        return "no FP8 on this device"
+    choices: list[Args] = [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}]
+    return [Move(args, "allowed") for args in choices if not args.keys() & now.args.keys()] or "on already"
+
+
+def _parallel(now: Now) -> Moves:
+    tp, dp = int(now.value("tp-size", 1)), int(now.value("dp-size", 1))
+    if now.machine.one_of_several or now.machine.cards < 2:  # noqa: PLR2004
+        return "one replica" if now.machine.one_of_several else "one device"
+    pairs = [(tp // 2, dp * 2)] if tp > 1 else []
+    pairs += [(tp, dp * 2)] if 2 * tp * dp <= now.machine.cards else []
+    why = "data parallelism is better for throughput"
+    return [Move({"tp-size": tp, "dp-size": dp}, why) for tp, dp in pairs] or "all cards are used so"
+
+
+def _not_admission(signs: Signs) -> str:
+    if not signs.waits:
+        return "nothing waits at the server: admission does not limit"
+    return f"#running-req {signs.running:.0f} is at max-running-requests {signs.max_running}: that limits"
+
+
+KNOBS = (
+    Knob("schedule-conservativeness", _conservativeness, schedules=True),
+    Knob("memory", _memory, schedules=True),
+    Knob("chunked-prefill-size", _chunk),
+    Knob("max-running-requests", _max_running, schedules=True),
+    Knob("cuda-graph-max-bs", _graphs),
+    Knob("schedule-policy", _policy, schedules=True),
+    Knob("attention-backend", _attention),
+    Knob("torch-compile", _compile),
+    Knob("quantization", _quantized),
+    Knob("parallelism", _parallel),
+)
+"""In the guides' order."""

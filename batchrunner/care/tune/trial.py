@@ -1,0 +1,170 @@
+"""One trial: a server with some flags, the sample through the runner itself, until enough is known."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchrunner.care.tune.logwork import LOG_INTERVAL, signs_at_start, signs_of_work
+from batchrunner.care.tune.measure import Result, Watch
+from batchrunner.control import Control
+from batchrunner.engines.registry import make_engine
+from batchrunner.errors import BatchrunError, EngineLostError, EngineStartError
+from batchrunner.job import InputSpec
+from batchrunner.report import EXIT_STOPPED
+from batchrunner.runner import execute
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.care.tune.measure import End
+    from batchrunner.care.tune.sample import Sample
+    from batchrunner.care.tune.search import Ask
+    from batchrunner.engines.base import Engine
+    from batchrunner.job import Job, ServerEngine
+    from batchrunner.records import Completion, EngineInfo, Incident, Request, Signals
+
+MOST_LOG_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where trials are run: the job, its sample, and a directory of ours."""
+
+    job: Job
+    engine: ServerEngine
+    sample: Sample
+    directory: Path
+
+    async def run(self, ask: Ask, number: int, within_s: float) -> Result:
+        """Launch, send the sample, and say what it showed; over in little more than `within_s`.
+
+        Raises EngineStartError where SGLang cannot be started at all, BatchrunError where the job is wrong.
+        """
+        began = time.monotonic()
+        place = self.directory / f"{number:03d}"
+        args = {"decode-log-interval": LOG_INTERVAL, **ask.args}
+        spec = self.engine.model_copy(update={"args": args, "start_timeout": within_s})
+        engine = make_engine(spec, log_dir=place, limits=self.job.limits)
+        try:
+            try:
+                info = await engine.open()
+            except EngineStartError as failure:
+                cut = time.monotonic() - began >= within_s
+                return Result("cut" if cut else "died", str(failure), time.monotonic() - began)
+            left_s = within_s - (time.monotonic() - began)
+            return await self._measure(engine, info, ask, place / "run", began, left_s)
+        finally:
+            await engine.close()
+            shutil.rmtree(place / "run", ignore_errors=True)
+
+    async def _measure(
+        self, engine: Engine, info: EngineInfo, ask: Ask, out: Path, began: float, left_s: float
+    ) -> Result:
+        control = Control()
+        meter = Meter(engine, Watch(ask.rival), control, left_s, Path(info.log) if info.log else None)
+        try:
+            report = await execute(self._job_into(out), engine=meter, info=info, control=control)
+            failed_rows = report.rows_failed
+            if report.exit_code == EXIT_STOPPED and meter.end is None:
+                raise BatchrunError(f"the sample could not be sent: {report.reason}")
+        except EngineLostError as failure:
+            meter.stop(("died", str(failure)))
+            failed_rows = 0
+        result = meter.result(time.monotonic() - began)
+        signs = replace(result.signs, prefill_limit=result.signs.prefill_limit or info.prefill_tokens)
+        return replace(result, signs=signs, failed_rows=failed_rows)
+
+    def _job_into(self, out: Path) -> Job:
+        """Return the job on the sample, whose blocks stand in the order in which they are to be sent."""
+        return self.job.model_copy(
+            update={
+                "input": InputSpec(path=str(self.sample.path)),
+                "output": self.job.output.model_copy(update={"path": str(out)}),
+                "engine": self.engine,
+                "limits": self.job.limits.model_copy(update={"deadline": None}),
+                "order": "input" if self.job.order == "input" else "auto",
+            }
+        )
+
+
+class Meter:
+    """An engine that measures what goes through it, and stops the run when enough is known."""
+
+    def __init__(
+        self, engine: Engine, watch: Watch, control: Control, within_s: float, log_path: Path | None
+    ) -> None:
+        self.end: End | None = None
+        """How the trial ended, and why; None while it goes on, or when the run came to its end."""
+        self._engine = engine
+        self._watch = watch
+        self._control = control
+        self._within_s = within_s
+        self._log_path = log_path
+        self._opened = self._last = time.monotonic()
+        self._began: float | None = None
+        self._steady_log: int | None = None
+
+    async def open(self) -> EngineInfo:
+        """Never called: it is open."""
+        return await self._engine.open()
+
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send a request and count its answer; see `Engine.generate`."""
+        self._began = self._began or time.monotonic()
+        completion = await self._engine.generate(request, route)
+        self._last = time.monotonic()
+        self._watch.row_ended(
+            sum(tokens or 1 for tokens in completion.completion_tokens), prompt=completion.prompt_tokens or 0,
+            cached=completion.cached_tokens or 0, retractions=completion.retractions,
+        )  # fmt: skip
+        return completion
+
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask the engine; see `Engine.tokens_of`."""
+        return await self._engine.tokens_of(request)
+
+    async def signals(self) -> Sequence[Signals]:
+        """Return the load, and look at it."""
+        signals = await self._engine.signals()
+        now = time.monotonic()
+        if self._began is not None:
+            self.stop(self._watch.look(now - self._began, signals))
+            if self._steady_log is None and self._watch.is_steady:
+                self._steady_log = self._log_size()
+        if now - self._opened > self._within_s:
+            self.stop(("cut", "the time for tuning was over"))
+        return signals
+
+    def incidents(self) -> list[Incident]:
+        """Return what befell the server; a death ends the trial."""
+        found = self._engine.incidents()
+        for incident in found:
+            if incident.what in {"died", "hangs", "lost"}:
+                self.stop(("died", incident.why or incident.what))
+        return found
+
+    async def close(self) -> None:
+        """Do nothing: whoever opened the engine closes it."""
+
+    def result(self, cost_s: float) -> Result:
+        """Say what the trial came to, at its end."""
+        ended, why = self.end or ("measured", "all rows of the sample")
+        result = self._watch.result(ended, why, self._last - (self._began or self._last), cost_s)
+        log = self._log_path.read_bytes()[:MOST_LOG_BYTES] if self._log_path else b""
+        start, steady = (part.decode(errors="replace") for part in (log, log[self._steady_log or 0 :]))
+        tokens = round(result.tokens_per_s * result.steady_s)
+        work = {**signs_at_start(start), **signs_of_work(steady, tokens)}
+        return replace(result, signs=replace(result.signs, **work))
+
+    def stop(self, end: End | None) -> None:
+        """End the trial, where there is a reason to; the first one counts."""
+        if end is not None and self.end is None:
+            self.end, self._last = end, time.monotonic()
+            self._control.stop(end[1])
+
+    def _log_size(self) -> int:
+        return self._log_path.stat().st_size if self._log_path else 0

@@ -1,0 +1,331 @@
+"""Tuning a job: the rows of its trials, the block in its file, the command from start to end."""
+
+from __future__ import annotations
+
+import json
+import signal
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchrunner.care.tune import measure
+from batchrunner.care.tune.edit import apply_args, edited
+from batchrunner.care.tune.sample import BLOCK_ROWS, chosen, spread, take
+from batchrunner.errors import JobError
+from batchrunner.jobfile import load_job
+from batchrunner.prepare import prepare
+from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
+from tests.launchable import launchable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.fake_sglang import FakeSGLang
+
+LIMITED = """
+import threading
+RUNS = int(sys.argv[sys.argv.index("--max-running-requests") + 1])
+if RUNS > int(os.environ["ROOM"]):
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+slots, counting, inside = threading.Semaphore(RUNS), threading.Lock(), [0, 0.0]
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "limited"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": RUNS},
+    }
+    def do_GET(self):
+        if not self.path.startswith("/v1/loads"):
+            return super().do_GET()
+        running = min(inside[0], RUNS)
+        self.reply(200, {"loads": [{
+            "num_running_reqs": running, "num_waiting_reqs": inside[0] - running, "dp_rank": 0,
+            "token_usage": running / 64, "max_running_requests": RUNS, "timestamp": time.time(),
+            "max_total_num_tokens": 6400, "num_used_tokens": 100 * running}]})
+    def asked(self, body):
+        with counting:
+            inside[0] += 1
+        with slots:
+            time.sleep(0.02)
+        with counting:
+            inside[0] -= 1
+        self.answer("to " + body["text"])
+"""
+"""Runs `--max-running-requests` at once, and dies at its start of more than there is room for."""
+
+
+@pytest.fixture
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of a second, for an engine whose rows take 20 ms."""
+    monkeypatch.setattr(measure, "LEAST_STEADY_S", 0.6)
+    monkeypatch.setattr(measure, "LEAST_JUDGED_S", 0.4)
+    monkeypatch.setattr("batchrunner.feedback.POLL_S", 0.05)
+    monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
+
+
+def limited_job(directory: Path, *, room: int = 20, **changes: Any) -> dict[str, Any]:
+    engine = launchable(directory, LIMITED, ROOM=str(room)) | {"args": {"max-running-requests": 2}}
+    return job_of(directory, engine, rows=3000, **changes)
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_the_command(tmp_path: Path) -> None:
+    """It finds what is faster, takes a death at the start for a result, shows it, and changes nothing."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    before = file.read_text()
+    result = batchrun("tune", file, "--budget", "2m")
+    assert result.exit_code == 0, result.stderr
+    assert "unsafe: the engine did not start" in result.stdout
+    assert "CUDA out of memory" in result.stdout
+    block = yaml.safe_load(result.stdout.split("job's own flags (")[1].split("with\n\n")[1].split("\n\n")[0])
+    assert 2 < block["engine"]["args"]["max-running-requests"] <= 20
+    assert file.read_text() == before
+    assert not list((tmp_path / "run").glob("parts/*"))  # the run itself has not begun
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_apply_and_again(tmp_path: Path) -> None:
+    """--apply writes the block into the file; a second start launches nothing, it has all trials."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    first = batchrun("tune", file, "--json", "--quiet")
+    trials = (tmp_path / "run" / "tune" / "trials.jsonl").read_bytes()
+    second = batchrun("tune", file, "--json", "--apply")
+    assert (tmp_path / "run" / "tune" / "trials.jsonl").read_bytes() == trials
+    found, again = json.loads(first.stdout), json.loads(second.stdout)
+    assert found | {"applied": True} == again
+    assert load_job(file).engine.model_dump()["args"] == found["args"]
+    assert first.stderr == ""
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
+    """What a crash cut short is tried again, and what comes after it is kept."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    path = tmp_path / "run" / "tune" / "trials.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"about": "x", "args": {}, "res')
+    assert batchrun("tune", file).exit_code == 0
+    kept = path.read_bytes()
+    assert batchrun("tune", file).exit_code == 0
+    assert path.read_bytes() == kept
+
+
+def test_an_interrupted_trial_leaves_nothing(tmp_path: Path) -> None:
+    """A Ctrl-C ends the engine and the command, without a record of what was not measured."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    tune = tmp_path / "run" / "tune"
+    with started("tune", file) as run:
+        run.wait_for_line("sample: all 3000 rows")
+        eventually((tune / "000" / "run" / "run.json").exists)
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 130
+    assert "Traceback" not in "".join(run.lines)
+    assert not (tune / "trials.jsonl").exists()
+
+
+def test_a_server_that_runs_already_is_refused(server: FakeSGLang, tmp_path: Path) -> None:
+    """The flags of an engine that the run does not start cannot be changed: one line, exit 2."""
+    for engine in (server, INSTANT):
+        result = batchrun("tune", write_job(job_of(tmp_path, engine), tmp_path))
+        assert result.exit_code == 2
+        assert "this job starts none" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert server.sent == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--budget", "soon"], "--budget soon: a duration is seconds or a text such as 90s"),
+        (["--allow", "magic"], "--allow magic: give quantization or torch-compile"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: list[str], line: str) -> None:
+    """A wrong option is one line and exit 2, before anything is started."""
+    result = batchrun("tune", write_job(limited_job(tmp_path), tmp_path), *options)
+    assert result.exit_code == 2
+    assert line in result.stderr
+
+
+def sampled(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
+    monkeypatch.setattr("batchrunner.care.tune.sample.MOST_ROWS", 512)
+    job = load_job(job_of(tmp_path, rows=rows, **changes), environ={})
+    sample = take(prepare(job), tmp_path / "tune")
+    texts: list[str] = pq.read_table(sample.path)["text"].to_pylist()
+    assert sample.rows == len(texts)
+    return [int(text.split()[-1]) for text in texts]
+
+
+def test_the_sample_is_like_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made of blocks of neighbours from all over the input, and so is its first quarter."""
+    rows = sampled(tmp_path, 20_000, monkeypatch)
+    assert len(rows) == 512
+    assert len(set(rows)) == 512
+    blocks = [rows[at : at + BLOCK_ROWS] for at in range(0, 512, BLOCK_ROWS)]
+    assert all(block == list(range(block[0], block[0] + BLOCK_ROWS)) for block in blocks)
+    for part in (blocks, blocks[: len(blocks) // 4]):
+        places = sorted(block[0] / 20_000 for block in part)
+        gaps = [after - before for before, after in zip([0, *places], [*places, 1], strict=True)]
+        assert max(gaps) < 2.5 / len(part)
+
+
+def test_a_small_input_is_its_own_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows that the filter leaves, in order, where they are few."""
+    rows = sampled(tmp_path, 600, monkeypatch, input={"filter": "id >= 100", "limit": 300})
+    assert rows == list(range(100, 400))
+
+
+def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the job sorts its rows by prefix the blocks are taken from the sorted order."""
+    prompt = {"text": '{{ ("document %d " % (id % 40)) * 40 }}: row {{ id }}'}
+    monkeypatch.setattr("batchrunner.care.tune.sample.MOST_ROWS", 512)
+    job = load_job(job_of(tmp_path, rows=8000, prompt=prompt, order="prefix"), environ={})
+    sample = take(prepare(job), tmp_path / "tune")
+    documents = [row % 40 for row in pq.read_table(sample.path)["id"].to_pylist()]
+    assert len(set(documents)) > 10
+    assert sum(1 for _ in groupby(documents)) <= 2 * 512 / BLOCK_ROWS
+    assert sorted(path.name for path in (tmp_path / "tune").iterdir()) == ["sample.parquet"]
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=200))
+def test_blocks_are_chosen_by_length_too(sizes: list[int]) -> None:
+    """Every second candidate is taken, each once, and none of the order is lost in the spreading."""
+    taken = chosen(sizes)
+    assert len(taken) == -(-len(sizes) // 2)
+    assert sorted(set(taken)) == taken
+    assert sorted(spread(taken)) == taken
+
+
+def test_long_and_short_blocks_are_both_taken() -> None:
+    """Of a file that turns from short to long blocks in the middle the sample has as much of each."""
+    sizes = [10.0 + at % 7 for at in range(64)] + [500.0 + at % 11 for at in range(64)]
+    taken = [sizes[at] for at in chosen(sizes)]
+    assert sum(taken) / len(taken) == pytest.approx(sum(sizes) / len(sizes), rel=0.02)
+
+
+NEW = {"schedule-conservativeness": 0.3, "max-running-requests": 256}
+
+
+LINES = """\
+engine:  # here
+  kind: server
+  args:
+    max-running-requests: 8  # too few
+    enable-metrics: true
+# the end
+"""
+LINES_AFTER = """\
+engine:  # here
+  kind: server
+  args:
+    max-running-requests: 256  # too few
+    enable-metrics: true
+    schedule-conservativeness: 0.3
+# the end
+"""
+ONE_LINE = """\
+engine: {kind: server, model: x}  # one
+window: 8
+"""
+ONE_LINE_AFTER = """\
+engine: {kind: server, model: x, args: {schedule-conservativeness: 0.3, max-running-requests: 256}}  # one
+window: 8
+"""
+NO_ARGS = """\
+engine:
+  kind: server
+  model: x"""
+NO_ARGS_AFTER = """\
+engine:
+  kind: server
+  model: x
+  args:
+    schedule-conservativeness: 0.3
+    max-running-requests: 256
+"""
+UNDERSCORES = """\
+engine:
+  args: {max_running_requests: 8, dtype: half}
+  model: x
+"""
+UNDERSCORES_AFTER = """\
+engine:
+  args: {max_running_requests: 256, dtype: half, schedule-conservativeness: 0.3}
+  model: x
+"""
+EMPTY = """\
+engine:
+  args: {}
+  env:
+    A: |
+      two
+      lines
+"""
+EMPTY_AFTER = """\
+engine:
+  args: {schedule-conservativeness: 0.3, max-running-requests: 256}
+  env:
+    A: |
+      two
+      lines
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (LINES, LINES_AFTER),
+        (ONE_LINE, ONE_LINE_AFTER),
+        (NO_ARGS, NO_ARGS_AFTER),
+        (UNDERSCORES, UNDERSCORES_AFTER),
+        (EMPTY, EMPTY_AFTER),
+    ],
+)
+def test_the_block_is_put_in_place(tmp_path: Path, before: str, after: str) -> None:
+    """Only the values change: comments, order, style and the other keys of the file stay as they are."""
+    path = tmp_path / "job.yaml"
+    path.write_text(before)
+    apply_args(path, NEW)
+    assert path.read_text() == after
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "engine:\n  args:\n  kind: server\n",
+        "input: {path: x}\n",
+        "engine: {kind: server, # why\n  model: x # because\n  }\n",
+    ],
+)
+def test_a_file_that_cannot_be_edited_is_left(tmp_path: Path, text: str) -> None:
+    """Where the block cannot be put in with certainty the file stays as it is, and the command says so."""
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(JobError, match="put the block in by hand"):
+        apply_args(path, NEW)
+    assert path.read_text() == text
+
+
+ARGS = st.dictionaries(
+    st.from_regex(r"[a-z][a-z-]{0,10}[a-z]", fullmatch=True),
+    st.one_of(
+        st.integers(0, 10**6), st.floats(0, 1, width=16), st.booleans(), st.text("ab: #{}'\n", max_size=5)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(old=ARGS, new=ARGS, flow=st.booleans())
+def test_any_arguments_can_be_written(old: dict[str, Any], new: dict[str, Any], flow: bool) -> None:
+    """Whatever the arguments are, the file says them afterwards, and all else that it said."""
+    job = {"engine": {"kind": "server", "args": old, "model": "x"}, "window": 3}
+    text = edited(yaml.safe_dump(job, default_flow_style=flow, sort_keys=False), new)
+    assert text is not None
+    job["engine"] = {"kind": "server", "args": {**old, **new}, "model": "x"}
+    assert yaml.safe_load(text) == job

@@ -1,0 +1,112 @@
+"""Trials in virtual time: the simulated scheduler in the real engine's place, a client that keeps it fed."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.care.flags import Flags
+from batchrunner.care.tune.measure import Result, Watch
+from batchrunner.care.tune.space import Machine
+from batchrunner.records import Signals
+from batchrunner.simulation.cost import CostModel
+from batchrunner.simulation.replica import Replica
+from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.scheduler import SchedulerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.care.tune.search import Ask
+    from batchrunner.care.tune.space import Args
+
+TICK_S = 0.25
+TINY_CPU = CostModel(base_s=6e-3, sample_s=2.5e-4, kv_token_s=1e-7, prefill_token_s=5e-5)
+"""About what the tiny model takes on two cores."""
+CPU = Machine(Flags(), most_pool_tokens=0)
+
+
+@dataclass
+class Lab:
+    """Measures settings as `Bench.run` does, with no engine and no clock."""
+
+    rows: Sequence[tuple[int, int, int]]
+    """Prompt, output and asked tokens of the sample's rows."""
+    pool_tokens: int = 40_000
+    max_running: int = 32
+    """Defaults of the server."""
+    cost: CostModel = TINY_CPU
+    launch_s: float = 25.0
+    noise: float = 0.0
+    """Standard deviation of a trial's log speed."""
+    seed: int = 1
+    deadly: Any = lambda args: None
+    """Of what a server with these flags dies, or None."""
+    asked: list[tuple[Args, int]] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    async def run(self, ask: Ask, number: int, within_s: float) -> Result:
+        """Stand in for `Bench.run`."""
+        self.asked.append((ask.args, ask.turn))
+        result = self.measure(ask, within_s)
+        self.spent_s += result.cost_s
+        return result
+
+    def measure(self, ask: Ask, within_s: float = math.inf) -> Result:
+        if self.launch_s >= within_s:
+            return Result("cut", "no time", within_s)
+        if why := self.deadly(ask.args):
+            return Result("died", why, self.launch_s)
+        luck = random.Random(f"{self.seed} {sorted(ask.args.items())} {ask.turn}")
+        slow = math.exp(luck.gauss(0, self.noise))
+        replica = Replica(self._config(ask.args), self.cost)
+        watch, waiting = Watch(ask.rival), list(reversed(self.rows))
+        now = 0.0  # as the replica's clock has it; the trial's is `slow` times as long
+        end = None
+        while end is None:
+            in_flight = replica.scheduler.in_flight
+            while waiting and in_flight < replica.scheduler.config.max_running + 50:
+                prompt, output, asked = waiting.pop()
+                replica.submit(Sample(prompt, output, asked))
+                in_flight += 1
+            now += TICK_S
+            for ended in replica.advance(now):
+                sample = ended.sample
+                watch.row_ended(sample.outputs, prompt=sample.prompt_tokens, retractions=sample.retractions)
+            end = watch.look(now * slow, [_signals(replica)])
+            if end is None and not replica.busy and not waiting:
+                end = ("measured", "all rows")
+            if end is None and self.launch_s + now * slow >= within_s:
+                end = ("cut", "no time")
+        result = watch.result(*end, now * slow, self.launch_s + now * slow)
+        scheduler = replica.scheduler
+        passes = scheduler.prefill_passes + scheduler.decode_passes
+        signs = replace(result.signs, tokens_per_pass=watch.tokens / passes, prefill_limit=8192)
+        return replace(result, signs=signs)
+
+    def _config(self, args: Args) -> SchedulerConfig:
+        return SchedulerConfig(
+            args.get("max-running-requests", self.max_running),
+            args.get("max-total-tokens", self.pool_tokens),
+            conservativeness=args.get("schedule-conservativeness", 1.0),
+            policy=args.get("schedule-policy", "fcfs"),
+        )
+
+
+def _signals(replica: Replica) -> Signals:
+    gauges = replica.gauges
+    return Signals(
+        "lab", "simulated", gauges.running, gauges.queue, gauges.token_usage, gauges.used_tokens,
+        gauges.max_total_tokens, gauges.max_running, taken_at=gauges.at_s,
+    )  # fmt: skip
+
+
+def chat_rows(count: int, seed: int = 3, asked: int = 400) -> list[tuple[int, int, int]]:
+    """Rows that ask for far more than they put out, as chats do: an engine's care matters."""
+    made = random.Random(seed)
+    return [
+        (made.randint(40, 160), min(asked, max(4, int(made.lognormvariate(3.9, 0.7)))), asked)
+        for _ in range(count)
+    ]
