@@ -22,7 +22,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.care.tune.measure import Rival
+from batchrunner.care.tune.sample import take
+from batchrunner.care.tune.search import Ask
+from batchrunner.care.tune.trial import Bench
+from batchrunner.care.tune.tuner import engine_to_tune
 from batchrunner.engines.device import has_gpu
+from batchrunner.jobfile import load_job
+from batchrunner.prepare import prepare
 from tests.conftest import SMALL_MODEL, require_engine
 from tests.tiny_model import make_tiny_llama
 
@@ -373,3 +380,30 @@ def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> N
             assert cut["error"] == [None] * 5
             assert 4060 <= cut["prompt_tokens"][4] <= 4096 - 24
             assert cut["output"][:4] == ours["output"][:4]
+
+
+async def test_trials_of_flags(tiny: Path, tmp_path: Path) -> None:
+    """Trials of two settings and of a flag that SGLang refuses: speeds, passes and deaths as they are."""
+    ids = [[(7 * row + at) % 9000 + 100 for at in range(40)] for row in range(2000)]
+    pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), tmp_path / "input.parquet")
+    job = load_job(
+        {
+            "input": {"path": str(tmp_path / "input.parquet")},
+            "prompt": {"input_ids": "ids"},
+            "sampling": {"max_new_tokens": 16, "ignore_eos": True},
+            "output": {"path": str(tmp_path / "run")},
+            "engine": {"kind": "server", "model": str(tiny), "device": "cpu"},
+        },
+        environ={},
+    )
+    bench = Bench(job, engine_to_tune(job), take(prepare(job), tmp_path / "tune"), tmp_path / "tune")
+    own = await bench.run(Ask({"max-running-requests": 2}, "", 0), 0, START_S)
+    more = await bench.run(Ask({"max-running-requests": 32}, "", 0, Rival(own.curve, 0.3)), 1, START_S)
+    refused = await bench.run(Ask({"schedule-policy": "none"}, "", 0), 2, START_S)
+    assert (own.ended, more.ended, refused.ended) == ("measured", "measured", "died"), (own, more, refused)
+    assert more.tokens_per_s > 1.5 * own.tokens_per_s
+    assert (own.signs.max_running, own.signs.at_limit, own.signs.waits) == (2, True, True)
+    assert own.signs.tokens_per_pass == pytest.approx(16 * 2 / 17, rel=0.15)  # a prefill pass for each two
+    assert own.signs.prefill_limit is not None
+    assert not (tmp_path / "tune" / "000" / "run").exists()
+    assert "invalid choice" in refused.why

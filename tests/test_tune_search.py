@@ -207,7 +207,7 @@ def test_more_output_a_pass_settles_a_near_tie() -> None:
     spread = spread_of([])
     assert compare([103], [100], spread)[0] == "again"
     assert compare([103], [100], spread, more_a_pass=True)[0] == "faster"
-    assert compare([80], [100], spread, more_a_pass=True)[0] == "not faster"
+    assert compare([80], [100], spread, more_a_pass=True)[0] == "no faster"
 
 
 BUSY = Signs(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)

@@ -93,7 +93,8 @@ class Result:
     """Output tokens a second in steady time; of a trial that was stopped, until then."""
     rows_per_s: float = 0.0
     steady_s: float = 0.0
-    failed_rows: int = 0
+    failed_share: float = 0.0
+    """Of the rows that ended."""
     signs: Signs = field(default_factory=Signs)
     curve: Curve = ()
     warm_s: float = 0.0

@@ -29,7 +29,7 @@ SAME_WORK = 0.01
 _T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.782, 1.761, 1.746, 1.725)
 """Student's quantiles for 4, 5, … degrees of freedom; thinned at the end, which errs to the safe side."""
 
-Verdict = Literal["faster", "not faster", "again"]
+Verdict = Literal["faster", "no faster", "again"]
 
 
 def compare(
@@ -39,7 +39,7 @@ def compare(
 
     `spread` is what `spread_of` returned. "again" until both were measured three times; then what is not
     shown to be faster is not. With `more_a_pass` the scheduler's own count says already that it does more
-    in each pass: then the times have only to agree, and it takes an interval to say that they do not.
+    in each pass: then the times have only to agree, and get a second turn where they do not.
     """
     deviation, freedom = spread
     gain = fmean(map(math.log, mine)) - fmean(map(math.log, best))
@@ -47,12 +47,13 @@ def compare(
     text = f"{math.exp(gain):.3f} [{math.exp(gain - half):.3f}, {math.exp(gain + half):.3f}] x the best"
     if gain - half > 0:
         return "faster", text
-    if more_a_pass and gain > 0:
+    if more_a_pass and gain > WORTH:
         return "faster", f"{text}, and more output tokens a pass"
     if gain + half < 0 or (gain < WORTH and not more_a_pass):
-        return "not faster", text
-    if min(len(mine), len(best)) >= MOST_TURNS:
-        return "not faster", f"{text}: no real difference in {MOST_TURNS} turns"
+        return "no faster", text
+    turns = min(len(mine), len(best))
+    if turns >= MOST_TURNS or (more_a_pass and turns > 1):
+        return "no faster", f"{text}: no real difference in {turns} turns"
     return "again", text
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from batchrunner.care.tune.measure import Result
     from batchrunner.care.tune.space import Args, Knob, Machine, Move
 
+FAILED_MORE = 0.01
+"""Of the rows, that may fail beyond what fails anyway: trials end with different rows."""
+
 
 @dataclass(slots=True)
 class Setting:
@@ -119,16 +122,15 @@ class Search:
         """Try a setting, then the best and it in turns until it is plain which is faster."""
         before = len(self.best.speeds) - 1  # its last trial is the first of its turns
         yield from self._try(setting, move.why, self._rival())
-        while not (verdict := self._verdict(setting, knob, self.best.speeds[before:])):
+        while (verdict := self._verdict(setting, knob, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
                 yield from self._try(setting, "again, in turn", self._rival())
-        setting.verdict = verdict.removeprefix("+")
-        if not verdict.startswith("+"):
-            return False
-        self.best = setting
-        return True
+        won, setting.verdict = verdict
+        if won:
+            self.best = setting
+        return won
 
     def _try(self, setting: Setting, why: str, rival: Rival | None) -> Generator[Ask, Result, None]:
         setting.results.append((yield Ask(setting.args, why, len(setting.results), rival)))
@@ -139,23 +141,25 @@ class Search:
     def _spread(self) -> tuple[float, int]:
         return spread_of(setting.speeds for setting in self.settings.values() if setting.speeds)
 
-    def _verdict(self, setting: Setting, knob: Knob, theirs: Sequence[float]) -> str:
-        """Say what came of a challenger, a winner's with a + before it; empty while that is open."""
+    def _verdict(self, setting: Setting, knob: Knob, theirs: Sequence[float]) -> tuple[bool, str] | None:
+        """Say whether a challenger is better, and why; None while that is open."""
         newest, best = setting.newest, self.best.newest
         if newest.ended == "died":
-            return f"unsafe: {newest.why}"
+            return False, f"unsafe: {newest.why}"
         if newest.ended == "behind" or not newest.tokens_per_s:
-            return f"slower: {newest.why}"
-        if newest.failed_rows > best.failed_rows:
-            return f"unsafe: {newest.failed_rows} rows failed, {best.failed_rows} with the best"
+            return False, f"slower: {newest.why}"
+        if newest.failed_share > best.failed_share + FAILED_MORE:
+            return (
+                False,
+                f"unsafe: {newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before",
+            )
         if best.ended == "died":
-            return f"+safer: what was best died when it was tried again: {best.why}"
+            return True, f"safer: what was best died when it was tried again: {best.why}"
         if knob.schedules and same_work(newest.signs, best.signs):
-            return "no faster: the same passes and batches as the best"
+            return False, "no faster: the same passes and batches as the best"
         fuller = knob.schedules and more_a_pass(newest.signs, best.signs)
         verdict, text = compare(setting.speeds, theirs, self._spread(), more_a_pass=fuller)
-        signed = {"faster": f"+faster: {text}", "not faster": f"no faster: {text}", "again": ""}
-        return signed[verdict]
+        return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 
 
 def key_of(args: Args) -> bytes:

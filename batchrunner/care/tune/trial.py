@@ -47,7 +47,8 @@ class Bench:
         began = time.monotonic()
         place = self.directory / f"{number:03d}"
         args = {"decode-log-interval": LOG_INTERVAL, **ask.args}
-        spec = self.engine.model_copy(update={"args": args, "start_timeout": within_s})
+        start_s = min(self.engine.start_timeout, within_s)
+        spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s})
         engine = make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
             try:
@@ -68,15 +69,15 @@ class Bench:
         meter = Meter(engine, Watch(ask.rival), control, left_s, Path(info.log) if info.log else None)
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)
-            failed_rows = report.rows_failed
+            failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.exit_code == EXIT_STOPPED and meter.end is None:
                 raise BatchrunError(f"the sample could not be sent: {report.reason}")
         except EngineLostError as failure:
             meter.stop(("died", str(failure)))
-            failed_rows = 0
+            failed = 0.0
         result = meter.result(time.monotonic() - began)
         signs = replace(result.signs, prefill_limit=result.signs.prefill_limit or info.prefill_tokens)
-        return replace(result, signs=signs, failed_rows=failed_rows)
+        return replace(result, signs=signs, failed_share=round(failed, 4))
 
     def _job_into(self, out: Path) -> Job:
         """Return the job on the sample, whose blocks stand in the order in which they are to be sent."""

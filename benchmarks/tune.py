@@ -1,0 +1,146 @@
+"""Does `batchrun tune` find what a grid finds, in a quarter of its time? SGLang on the CPU, a random model.
+
+A job whose flags are wrong on purpose: conservativeness 3, at most 8 running. Its rows ask for far more
+tokens than they put out, so that admission matters. First `tune` runs; then every setting of a grid of 24 is
+measured once, with the same trial and the same rows, none of them stopped early. Then tune's flags and the
+grid's best run in alternating pairs: a grid's best is also its luckiest.
+
+Times count everything: launches, the look at `--help`, the sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrunner.care.tune.sample import take
+from batchrunner.care.tune.search import Ask
+from batchrunner.care.tune.trial import Bench
+from batchrunner.care.tune.tuner import engine_to_tune, tune
+from batchrunner.jobfile import load_job
+from batchrunner.prepare import prepare
+from benchmarks.engine import PROMPT_TOKENS, SERVER_ENVIRONMENT, VOCABULARY, lognormal
+from benchmarks.measure import interval, save
+from tests.tiny_model import make_tiny_llama
+
+if TYPE_CHECKING:
+    from batchrunner.care.tune.measure import Result
+    from batchrunner.care.tune.space import Args
+
+SEED = 13
+GOAL, GOAL_TIME = 0.95, 0.25
+WRONG: Args = {"schedule-conservativeness": 3, "max-running-requests": 8}
+GRID: tuple[tuple[float, ...], tuple[int, ...]] = ((0.1, 0.3, 1.0, 3.0), (8, 16, 32, 64, 128, 256))
+FIXED = {"max-total-tokens": 40_000}
+ASKED_TOKENS = 600
+STOP_TOKENS = 800
+"""Of 49,152: a random model's outputs end after 60 tokens on average."""
+
+
+def write_input(path: Path, rows: int) -> None:
+    made = random.Random(SEED)
+    ids = [[made.randrange(*VOCABULARY) for _ in range(lognormal(made, *PROMPT_TOKENS))] for _ in range(rows)]
+    pq.write_table(pa.table({"input_ids": pa.array(ids, pa.list_(pa.int32()))}), path, row_group_size=1000)
+
+
+def job_for(folder: Path, model: Path) -> dict[str, Any]:
+    stop_ids = random.Random(SEED).sample(range(*VOCABULARY), STOP_TOKENS)
+    return {
+        "input": {"path": str(folder / "input.parquet")},
+        "prompt": {"input_ids": "input_ids"},
+        "sampling": {"max_new_tokens": ASKED_TOKENS, "temperature": 1, "stop_token_ids": stop_ids},
+        "output": {"path": str(folder / "run")},
+        "engine": {
+            "kind": "server", "model": str(model), "device": "cpu", "env": SERVER_ENVIRONMENT,
+            "args": {**FIXED, **WRONG},
+        },
+    }  # fmt: skip
+
+
+def trial(bench: Bench, args: Args, number: int) -> Result:
+    """Measure one setting as tune does, but for the rival that would stop it."""
+    result = asyncio.run(bench.run(Ask({**FIXED, **args}, "", 0), number, float("inf")))
+    print(
+        f"  {args}: {result.tokens_per_s:,.0f} tok/s, {result.cost_s:.0f} s, {asdict(result.signs)}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    return result
+
+
+def measure(tokenizer: Path, rows: int, pairs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="bench-tune-") as scratch:
+        folder = Path(scratch)
+        model = make_tiny_llama(folder / "tiny", tokenizer)
+        write_input(folder / "input.parquet", rows)
+        path = folder / "job.yaml"
+        path.write_text(json.dumps(job_for(folder, model)))
+        began = time.perf_counter()
+        found = tune(str(path), overrides=[], budget_s=1800.0)
+        tune_s = time.perf_counter() - began
+        print("\n".join(found.lines()), file=sys.stderr, flush=True)
+        job = load_job(path)
+        prepared = prepare(job)
+        bench = Bench(job, engine_to_tune(job), take(prepared, folder / "grid"), folder / "grid")
+        grid: list[dict[str, Any]] = []
+        began = time.perf_counter()
+        for number, (care, running) in enumerate(itertools.product(*GRID)):
+            args = {"schedule-conservativeness": care, "max-running-requests": running}
+            result = trial(bench, args, number)
+            grid.append({"args": args, "tokens_per_s": result.tokens_per_s, "cost_s": result.cost_s})
+        grid_s = time.perf_counter() - began
+        best = max(grid, key=lambda setting: setting["tokens_per_s"])
+        turns = []
+        for turn in range(pairs):
+            sides = {"tune": {**WRONG, **found.args}, "grid": best["args"]}
+            names = list(sides)[:: 1 if turn % 2 else -1]
+            runs = {name: trial(bench, sides[name], 100 + 2 * turn + at) for at, name in enumerate(names)}
+            turns.append({name: run.tokens_per_s for name, run in runs.items()})
+    return {
+        "rows": rows, "tune_s": round(tune_s, 1), "grid_s": round(grid_s, 1), "tuned": found.as_dict(),
+        "grid": grid, "grid_best": best, "pairs": turns,
+    }  # fmt: skip
+
+
+def report(found: dict[str, Any]) -> None:
+    ratio = interval([pair["tune"] / pair["grid"] for pair in found["pairs"]])
+    share = found["tune_s"] / found["grid_s"]
+    own = next(s for s in found["grid"] if s["args"] == WRONG)["tokens_per_s"]
+    line = (
+        f"tune: {ratio} x the best of a grid of {len(found['grid'])} (goal {GOAL}) in {share:.2f} of "
+        f"its time (goal {GOAL_TIME}): {found['tune_s']:.0f} s against {found['grid_s']:.0f} s; "
+        f"{found['tuned']['best_tokens_per_s'] / own:.2f} x the job's own flags"
+    )
+    met = ratio.median >= GOAL and share <= GOAL_TIME
+    goal = {"ratio_at_least": GOAL, "time_share_at_most": GOAL_TIME, "met": met}
+    figures = {"goal": goal, "ratio": ratio, "time_share": round(share, 4), "fixed_args": FIXED, **found}
+    save("tune", line, figures, ("batchrunner", "sglang", "torch"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
+    args = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    logging.getLogger("batchrunner.care.tune").setLevel(logging.INFO)
+    report(measure(args.tokenizer, args.rows, args.pairs))
+
+
+if __name__ == "__main__":
+    main()
