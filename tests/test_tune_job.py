@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from batchrunner.care.tune import measure
 from batchrunner.care.tune.edit import apply_args, edited
+from batchrunner.care.tune.logwork import signs_at_start, signs_of_work
 from batchrunner.care.tune.sample import BLOCK_ROWS, chosen, spread, take
+from batchrunner.care.tune.tuner import engine_to_tune
 from batchrunner.errors import JobError
 from batchrunner.jobfile import load_job
 from batchrunner.prepare import prepare
@@ -329,3 +331,48 @@ def test_any_arguments_can_be_written(old: dict[str, Any], new: dict[str, Any], 
     assert text is not None
     job["engine"] = {"kind": "server", "args": {**old, **new}, "model": "x"}
     assert yaml.safe_load(text) == job
+
+
+def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gateway one replica is tuned, with its own cards; an engine in process is tuned as a server."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    args = {"mem-fraction-static": 0.8}
+    gateway = {"kind": "gateway", "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}
+    replica = engine_to_tune(load_job(job_of(tmp_path, gateway), environ={}))
+    assert replica.args == {**args, "tp-size": 2}
+    assert replica.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
+    inside = {"kind": "inprocess", "model": "org/name", "args": args}
+    assert engine_to_tune(load_job(job_of(tmp_path, inside), environ={})).args == args
+    found = {"kind": "gateway", "url": "http://127.0.0.1:9"}
+    with pytest.raises(
+        JobError,
+        match=r"engine\.kind gateway: tuning starts SGLang with other flags, and this job starts none",
+    ):
+        engine_to_tune(load_job(job_of(tmp_path, found), environ={}))
+
+
+LOG = """
+[2025-08-11 17:17:03] server_args=ServerArgs(mem_fraction_static=0.83, attention_backend='fa3', tp_size=1)
+[2025-08-11 17:17:03] max_total_num_tokens=665690, chunked_prefill_size=8192, max_prefill_tokens=16384, \
+max_running_requests=4096, context_len=65536, available_gpu_mem=13.50 GB
+[2025-08-11 17:18:03] Prefill batch, #new-seq: 2, #new-token: 800, #cached-token: 0, token usage: 0.10, \
+#running-req: 30, #queue-req: 117
+[2025-08-11 17:18:04] Decode batch, #running-req: 233, #token: 370959, token usage: 0.82, cuda graph: True, \
+gen throughput (token/s): 4594.01, #queue-req: 317
+[2025-08-11 17:18:05] Decode batch, #running-req: 300, #token: 370959, token usage: 0.82, cuda graph: False, \
+gen throughput (token/s): 4594.01, #queue-req: 317
+"""
+
+
+def test_the_log_tells_the_rest() -> None:
+    """Passes, graphs and the card's spare memory are read from the lines of SGLang's own guides."""
+    assert signs_at_start(LOG) == {
+        "spare_gb": 13.5,
+        "prefill_limit": 8192,
+        "mem_fraction": 0.83,
+        "attention_backend": "fa3",
+    }
+    work = signs_of_work(LOG, tokens=4200)
+    assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
+    on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph"), tokens=0)
+    assert on_cpu["graph_off_share"] is None
