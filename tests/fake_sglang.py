@@ -103,6 +103,8 @@ class FakeSGLang:
         """What /v1/tokenize makes of a body; None for a release without it."""
         self.url = ""
         self.sent: list[Sent] = []
+        self.metrics: Callable[[], str] | None = None
+        """What /metrics answers; None for a server without --enable-metrics."""
         self.most_in_flight = 0
         self.polls: Literal["answer", "hang", "gone"] = "answer"
         self.polled = 0
@@ -153,6 +155,7 @@ class FakeSGLang:
             app.router.add_get("/model_info", self._model_info)
             app.router.add_get("/server_info", self._server_info)
             app.router.add_get("/v1/loads", self._loads)
+            app.router.add_get("/metrics", self._tell_metrics)
             app.router.add_post("/v1/tokenize", self._tokens)
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
@@ -205,6 +208,11 @@ class FakeSGLang:
                 **self.arguments,
             }
         )
+
+    async def _tell_metrics(self, request: web.Request) -> web.Response:
+        if self.metrics is None:
+            return web.Response(status=404)
+        return self._locked(request) or web.Response(text=self.metrics())
 
     async def _tokens(self, request: web.Request) -> web.Response:
         if self.tokenize is None:

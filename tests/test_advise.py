@@ -121,6 +121,18 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
     assert changes(often) == {"retractions": "--schedule-conservativeness 1.3"}
 
 
+REAL: dict[str, set[str]] = {
+    "real_conservative.log": {"conservative"},
+}
+"""Thinned out logs of SGLang 0.5.23 on a CPU, each provoked by one wrong setting (benchmarks/advice.py)."""
+
+
+@pytest.mark.parametrize("name", [path.name for path in LOGS.glob("*.log")])
+def test_real_logs(name: str) -> None:
+    """What was provoked on the real engine is found in what it wrote, and nothing else."""
+    assert set(changes(advise(str(LOGS / name)))) == REAL[name]
+
+
 SIGNS: dict[str, tuple[Callable[[LogWriter], object], set[str]]] = {
     "healthy": (lambda log: log.decode(40), set()),
     "healthy with its drain": (lambda log: log.decode(40).decode(18, q=0, r=90, u=0.4), set()),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 """`/v1/loads` reads shared memory; a sample that was seen before is not counted again."""
+METRICS_S = 1.5
+"""Between two looks at `/metrics`: a long text, whose gauges are seconds old."""
 TIMEOUT_S = 5.0
 KEY_VARIABLE = "SGLANG_API_KEY"
 
@@ -69,6 +71,7 @@ class _Server:
         self._seen: dict[str, float | None] = {}
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._next_metrics = 0.0
 
     async def ask_arguments(self) -> None:
         """Read what the server says of itself; raises InputError."""
@@ -94,17 +97,15 @@ class _Server:
 
     async def look(self) -> None:
         """Take one sample of each scheduler; a poll that fails is left out."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            metrics = await self._text("/metrics")
-            self._facts.metrics = metrics is not None and "sglang:" in metrics
-            if metrics and self._facts.metrics:
-                self._last = counters_in(metrics)
-                self._first = self._first or self._last
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            metrics = None
+            if time.monotonic() >= self._next_metrics:
+                metrics = await self._metrics()
             self._add(await self._loads(metrics))
 
     def situation(self) -> Situation:
         """Return what was seen, with the counters' growth."""
-        grown = {name: value - self._first.get(name, 0.0) for name, value in self._last.items()}
+        grown = {name: max(0.0, value - self._first.get(name, 0.0)) for name, value in self._last.items()}
         prefills, prompt = self._series.prefills, grown.get("prompt_tokens_total", 0.0)
         prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
         prefills.new_tokens = max(0, int(prompt) - prefills.cached_tokens)
@@ -114,6 +115,17 @@ class _Server:
             first.retractions = int(grown.get("num_retracted_requests_total", 0))
         self._series.settle()
         return Situation(self._series, self._series, self._facts)
+
+    async def _metrics(self) -> str | None:
+        """Take the counters of `/metrics`; return the text where there is one."""
+        self._next_metrics = time.monotonic() + METRICS_S
+        text = await self._text("/metrics")
+        self._facts.metrics = text is not None and "sglang:" in text
+        if text is None or not self._facts.metrics:
+            return None
+        self._last = counters_in(text)
+        self._first = self._first or self._last
+        return text
 
     async def _loads(self, metrics: str | None) -> Sequence[Signals]:
         reply = await self._json("/v1/loads?include=core")

@@ -42,11 +42,8 @@ class Track:
     silent: Counter[str] = field(default_factory=Counter)
     """Samples that a sign does not apply to."""
     retractions: int = 0
-    tokens: float = 0.0
-    """Generated."""
     _every: int = 1
     _last: Sample | None = None
-    _day: float = 0.0
     _dry: int = 0
     _queued: bool = False
 
@@ -57,7 +54,6 @@ class Track:
             self.settle()
             gap_s = 0.0
         self.busy_s += gap_s
-        self.tokens += gap_s * (sample.rate or 0.0)
         for name, shows in SIGNS.items():
             told = shows(sample, limits)
             if told:

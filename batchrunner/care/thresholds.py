@@ -27,8 +27,6 @@ class Thresholds:
     """… to here (the guides: 2000, one of them 1000)."""
     usage_good: float = 0.9
     """Token usage from which the KV pool is used well (the guides)."""
-    usage_full: float = 0.95
-    """Token usage that the guides call very high."""
     retractions_per_min: float = 1.0
     """Retractions a minute that are fine (the guides: about one)."""
     memory_low_gb: float = 5.0

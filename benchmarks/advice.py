@@ -1,0 +1,158 @@
+"""Does following `batchrun advise` raise throughput? SGLang on the CPU, a tiny random model, four mistakes.
+
+Each case is a job with one wrong setting, on purpose. It runs; `advise` is asked about its run directory;
+what it says is put into the job; the job runs again, and both again in alternating pairs (`--pairs`). Every
+run starts its own server. Output tokens a second are noisy on a shared machine; tokens a forward pass are the
+scheduler's own count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import batchrunner
+from batchrunner.care.advise import advise
+from benchmarks.measure import interval, save
+from tests.tiny_model import make_tiny_llama
+
+if TYPE_CHECKING:
+    from batchrunner.care.advice import Advice
+
+SEED = 5
+VOCABULARY = (100, 45_000)
+LOG_INTERVAL = 10
+"""Decode steps a line: enough lines for a run of seconds."""
+ARGS = {"max-total-tokens": 20_000, "max-running-requests": 128, "decode-log-interval": LOG_INTERVAL}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job with one mistake, and the rule that is to find it."""
+
+    rule: str
+    rows: int
+    prompt: int
+    """Tokens."""
+    sampling: dict[str, Any]
+    args: dict[str, Any] = field(default_factory=dict)
+    job: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "a window of 8": Case(
+        "queue-empty", 200, 24, {"max_new_tokens": 60, "ignore_eos": True}, job={"window": 8}
+    ),
+    "max-running-requests 8": Case(
+        "running-capped", 200, 24, {"max_new_tokens": 60, "ignore_eos": True}, {"max-running-requests": 8}
+    ),
+    "max_new_tokens 2000, outputs of some 100, conservativeness 3": Case(
+        "conservative", 250, 24, {"max_new_tokens": 2000, "stop": ["q"], "temperature": 1.0},
+        {"schedule-conservativeness": 3},
+    ),
+    "a pool of 8,000 tokens, conservativeness 0.05": Case(
+        "retractions", 80, 200, {"max_new_tokens": 300},
+        {"max-total-tokens": 8000, "schedule-conservativeness": 0.05},
+    ),
+}  # fmt: skip
+
+
+def make_job(case: Case, model: Path, folder: Path) -> dict[str, Any]:
+    made = random.Random(SEED)
+    ids = [[made.randrange(*VOCABULARY) for _ in range(case.prompt)] for _ in range(case.rows)]
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"input_ids": pa.array(ids, pa.list_(pa.int32()))}), folder / "input.parquet")
+    return {
+        "input": {"path": str(folder / "input.parquet")},
+        "prompt": {"input_ids": "input_ids"},
+        "sampling": {"temperature": 0, **case.sampling},
+        "output": {"path": str(folder / "run")},
+        "engine": {
+            "kind": "server", "model": str(model), "device": "cpu", "args": {**ARGS, **case.args},
+            "env": {"OMP_NUM_THREADS": "1"},
+        },
+        **case.job,
+    }  # fmt: skip
+
+
+def followed(job: dict[str, Any], advice: Advice) -> dict[str, Any]:
+    """Put an advice into a job: server flags, or the window."""
+    args = {
+        name: value for name, value in {**job["engine"]["args"], **advice.args}.items() if value is not None
+    }
+    changed = {**job, "engine": {**job["engine"], "args": args}}
+    return changed if advice.args else {**changed, "window": "auto"}
+
+
+def measured(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job afresh; return its rates and its engine's counts."""
+    run = Path(job["output"]["path"])
+    shutil.rmtree(run, ignore_errors=True)
+    report = batchrunner.run(job)
+    log = (run / "engine-server.log").read_text(errors="replace")
+    decode, prefill = len(re.findall("Decode batch", log)), len(re.findall("Prefill batch", log))
+    return {
+        "tokens_per_s": report.output_tokens_per_s,
+        "tokens_per_pass": round(report.output_tokens / (decode * LOG_INTERVAL + prefill), 2),
+        "retractions": len(re.findall("Retract requests", log)),
+        "wall_s": report.wall_s,
+    }
+
+
+def measure(name: str, model: Path, folder: Path, pairs: int) -> dict[str, Any]:
+    case = CASES[name]
+    wrong = make_job(case, model, folder)
+    first = measured(wrong)
+    judgement = advise(wrong["output"]["path"])
+    print("\n".join([name, *judgement.lines()]), file=sys.stderr, flush=True)
+    shutil.copy(Path(wrong["output"]["path"]) / "engine-server.log", folder / "engine-server.log")
+    advice = next(advice for advice in judgement.advice if advice.rule == case.rule and advice.change)
+    right = followed(wrong, advice)
+    turns = [{"before": first, "after": measured(right)}]
+    turns += [{"after": measured(right), "before": measured(wrong)} for _ in range(pairs - 1)]
+    print(json.dumps(turns), file=sys.stderr, flush=True)
+    return {"rule": case.rule, "advice": advice.as_dict(), "pairs": turns}
+
+
+def gain(found: dict[str, Any]) -> dict[str, Any]:
+    """Compare after with before."""
+    return {
+        figure: interval([turn["after"][figure] / turn["before"][figure] for turn in found["pairs"]])
+        for figure in ("tokens_per_s", "tokens_per_pass")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help="some of them, by their rules; all by default")
+    parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="where to leave the runs")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-advice-") as scratch:
+        folder = options.keep or Path(scratch)
+        model = make_tiny_llama(folder / "tiny", options.tokenizer)
+        found = {
+            name: measure(name, model, folder / case.rule, options.pairs)
+            for name, case in CASES.items()
+            if not options.cases or case.rule in options.cases
+        }
+    for case in found.values():
+        case["gain"] = gain(case)
+    told = [f"{name}: {case['gain']['tokens_per_s'].median:.2f} times" for name, case in found.items()]
+    save("advice", f"output tokens/s after advice: {'; '.join(told)}", {"cases": found}, ("sglang", "torch"))
+
+
+if __name__ == "__main__":
+    main()
