@@ -123,6 +123,7 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
 
 REAL: dict[str, set[str]] = {
     "real_conservative.log": {"conservative"},
+    "real_queue_empty.log": {"queue-empty"},
 }
 """Thinned out logs of SGLang 0.5.23 on a CPU, each provoked by one wrong setting (benchmarks/advice.py)."""
 
@@ -381,6 +382,21 @@ def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
     after = LogWriter().started(schedule_conservativeness=0.3).decode(40)
     assert changes(judged(before.text() + after.text(), tmp_path)) == {}
     assert set(changes(judged(before.text() * 2, tmp_path))) == {"conservative"}
+
+
+@pytest.mark.parametrize(
+    "label", ["{}: ", "server-{}  | ", "[pod/server-{}/sglang] ", "2026-03-01T12:00:00.1Z "]
+)
+def test_what_others_put_before_a_line(label: str, tmp_path: Path) -> None:
+    """Slurm, Docker and Kubernetes name the server or the time before each line: it is read all the same."""
+    logs = [LogWriter().decode(20, u=0.6).lines for _ in range(2)]
+    lines = [
+        label.format(number) + line for pair in zip(*logs, strict=True) for number, line in enumerate(pair)
+    ]
+    found = judged("\n".join(lines), tmp_path)
+    schedulers = " of 2 schedulers" if "{}" in label else ""
+    assert found.lines()[0].endswith(f"40 samples{schedulers} over 38 s")
+    assert set(changes(found)) == {"conservative"}
 
 
 def test_ranks_are_told_apart(tmp_path: Path) -> None:

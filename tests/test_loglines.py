@@ -34,6 +34,11 @@ URL = "http://127.0.0.1:30000"
             20, 1200, 0.44, None,
         ),
         (
+            ("[12:00:00 TP0] Prefill batch(mixed #running-req: 12). #new-seq: 3, #new-token: 4096, "
+            "#cached-token: 12, cache hit rate: 11.56%, #queue-req: 9"),
+            12, 9, 0.0, None,
+        ),
+        (
             ("[2026-11-21 12:00:00] Decode batch, #running-req: 9, #full token: 100, full token usage: 0.31, "
             "#swa token: 90, swa token usage: 0.97, mamba num: 9, mamba usage: 0.20, accept len: 2.31, "
             "cpu graph: False, gen throughput (token/s): 44.10, #queue-req: 5"),
@@ -77,12 +82,12 @@ def test_limits_and_ranks() -> None:
 
 
 def test_a_line_told_again_is_no_news() -> None:
-    """A log that stands still gives the same reading, which can be told from a new one."""
+    """A log that stands still, or has half a line, gives the same reading, told from a new one."""
     load = LogLoad(URL)
     line = "[2026-11-21 12:00:00] Decode batch, #running-req: 1, token usage: 0.1, #queue-req: 2"
     load.read([line])
     first = load.signals()
-    load.read(["INFO: something else", "#queue-req: 9 is not a batch line"])
+    load.read(["INFO: something else", "#queue-req: 9 is not a batch line", line[:-20]])
     assert load.signals() == first
     load.read([line])
     assert load.signals() != first

@@ -99,7 +99,7 @@ class Origin(NamedTuple):
     at: float | None
     """Seconds; only differences mean something."""
     server: str
-    """What `srun --label` or Docker put before the line; empty where nothing."""
+    """What `srun --label`, Docker or Kubernetes put before the line; empty where nothing."""
     dp: str
     """The DP rank's number; empty where there is none."""
     rank: str
@@ -107,7 +107,7 @@ class Origin(NamedTuple):
 
 
 _ORIGIN = re.compile(
-    r"^(?:(?P<server>\d{1,5}:|[\w.-]+ +\|) ?)?\s*\["
+    r"^(?:(?P<server>\d{1,5}:|[\w.-]+ +\||\[pod/[^\]]*\]) ?)?(?:\d{4}-\S+ )?\s*\["
     r"(?P<time>(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d)?[.,\d]*(?P<rank>(?: ?(?:DP|PP|TP|EP|gpu=)\d+)*)\s*\]"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -168,7 +168,7 @@ def origin_of(line: str) -> Origin:
         return Origin(None, "", "", "")
     server, time, rank = found["server"] or "", found["time"], found["rank"].strip()
     dp = next((part[2:] for part in rank.split() if part.startswith("DP")), "") if rank else ""
-    return Origin(_seconds(time) if time else None, server.strip(" :|"), dp, rank)
+    return Origin(_seconds(time) if time else None, server.strip(" :|[]"), dp, rank)
 
 
 def clean(line: str) -> str:
