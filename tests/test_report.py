@@ -271,6 +271,27 @@ def test_an_axis_of_overlapping_spans() -> None:
     assert [axis.place(time) for time in (0, 10, 20, 50, 100, 105)] == [0, 10, 20, 20, 20, 25]
 
 
+def test_what_to_change_is_said(tmp_path: Path) -> None:
+    """The page of a run has what `batchrun advise` says of it."""
+    with FakeSGLang() as server:
+        batchrunner.run(job_of(tmp_path, server))
+    run = tmp_path / "run"
+    assert "Nothing stands out." in page_of(run).text
+    load = {
+        "in_flight": 40,
+        "window": 40,
+        "rows_total": 9000,
+        "rows_done": 10,
+        "retractions": 0,
+        "output_tokens_per_s": 99,
+    }
+    samples = [sample(2e9 + 2 * at, queue=30, **load) for at in range(100)]
+    with (run / "events.jsonl").open("a") as events:
+        events.writelines(json.dumps(one) + "\n" for one in samples)
+    assert "--schedule-conservativeness" in shown(run)
+    assert "--schedule-conservativeness" in batchrun("advise", run).stdout
+
+
 def test_the_share_of_the_limit(tmp_path: Path) -> None:
     """With the card's and the model's figures the page has the limit and its assumptions; else why not."""
     batchrunner.run(job_of(tmp_path, rows=50))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import logging
 import time
@@ -16,6 +17,7 @@ import yaml
 from markupsafe import Markup
 
 from batchrunner.care import limit as formulas
+from batchrunner.care.advise import advise_run
 from batchrunner.care.limit import UnknownLimitError
 from batchrunner.chattemplate import read_json
 from batchrunner.checkpoint import read_run_json
@@ -33,7 +35,6 @@ from batchrunner.storage import MAIN_TASK, RunDir, whole_file, writing
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchrunner.care.advice import Advice
     from batchrunner.htmlreport.results import Results
     from batchrunner.htmlreport.story import Story
     from batchrunner.htmlreport.timeline import Timeline
@@ -45,18 +46,16 @@ MOST_STARTS = 30
 MOST_REASONS = 8
 
 
-def write_page(run_dir: RunDir, advice: Sequence[Advice] | None = None) -> Path:
+def write_page(run_dir: RunDir) -> Path:
     """Write the page of a run, or of one task of several, beside its report.json; return its path.
 
-    `advice` is None where nobody was asked for any. Raises OutputError where there is no run, ResumeError
-    where a part is damaged, StorageError where the page cannot be written.
+    Raises OutputError where there is no run, ResumeError where a part is damaged, StorageError where the
+    page cannot be written.
     """
-    text = make_page(run_dir, advice)
+    text = make_page(run_dir)
     path = run_dir.report_html
     with writing(path), whole_file(path, run_dir.task) as temporary:
-        temporary.write_text(
-            text, encoding="utf-8", errors="replace"
-        )  # of lone surrogates, in file names say
+        temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
     return path
 
 
@@ -71,7 +70,7 @@ def leave_page(run_dir: RunDir) -> None:
         log.info("%s shows the run (%.1f s)", path, time.monotonic() - began)
 
 
-def make_page(run_dir: RunDir, advice: Sequence[Advice] | None = None) -> str:
+def make_page(run_dir: RunDir) -> str:
     """Return the page; see `write_page`."""
     facts = read_run_json(run_dir)
     if facts is None:
@@ -83,7 +82,7 @@ def make_page(run_dir: RunDir, advice: Sequence[Advice] | None = None) -> str:
     return _template().render(
         p=head_of(run_dir, facts, results, timeline, stories),
         r=results,
-        advice=advice,
+        advice=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # it is about all tasks
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(stories, timeline, facts), *_load(run_dir)],
         windows=sum((story.windows for story in stories), start=Counter[str]()).most_common(MOST_REASONS),
@@ -196,6 +195,7 @@ def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+@functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,

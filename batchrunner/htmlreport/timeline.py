@@ -127,13 +127,13 @@ def _cells(story: Story, *, fill: bool) -> Iterator[tuple[int, Cell]]:
 def _on_grid(
     axis: Axis, width_s: float, grid: dict[int, dict[Key, list[Value]]], retractions: list[tuple[float, int]]
 ) -> Timeline:
-    times = [(at + 0.5) * width_s for at in grid]
-    places = [axis.place(time) for time in times]
+    places = [axis.place((at + 0.5) * width_s) for at in grid]
+    ends = [(at + 1) * width_s for at in grid]  # its middle may lie before the start whose sample it has
     silent = max(SILENT_S, 2 * width_s)
     breaks = {
         at
-        for at in range(1, len(times))
-        if times[at] - times[at - 1] > silent or axis.stretch(times[at]) != axis.stretch(times[at - 1])
+        for at in range(1, len(ends))
+        if ends[at] - ends[at - 1] > silent or axis.stretch(ends[at]) != axis.stretch(ends[at - 1])
     }
     keys = {key for cell in grid.values() for key in cell if key[0] != RETRACTIONS}
     totals = {
