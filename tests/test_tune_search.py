@@ -21,7 +21,7 @@ from batchrunner.care.tune.space import KNOBS, Machine, Now
 from batchrunner.care.tune.tuner import drive
 from batchrunner.errors import EngineStartError
 from batchrunner.records import Signals
-from tests.tuning_lab import CPU, Lab, chat_rows
+from tests.tuning_lab import CPU, Card, Lab, chat_rows
 
 if TYPE_CHECKING:
     from batchrunner.care.tune.measure import Result
@@ -146,6 +146,22 @@ def test_the_edge_of_memory() -> None:
     lab = Lab(ROWS, pool_tokens=5_000, deadly=lambda a: a.get("max-total-tokens", 0) > 20_000 and "OOM")
     found, _ = tuned(lab, args, machine=replace(CPU, most_pool_tokens=10**6))
     assert found.args["max-total-tokens"] == 20_000
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_memory_in_small_steps_to_the_edge(noise: float) -> None:
+    """On a GPU it goes to the guides' spare memory at once, then by 0.01 until it dies, and back by one."""
+    args = {"max-running-requests": 512, "schedule-conservativeness": 0.1}
+    card = replace(CARD, card_gb=80)
+    lab = Lab(
+        ROWS, card=Card(), noise=noise, deadly=lambda a: a.get("mem-fraction-static", 0) > 0.905 and "OOM"
+    )
+    found, search = tuned(lab, args, machine=card, budget_s=5000)
+    tried = [trial["args"] for trial in found.trials if "attention-backend" not in trial["args"]]
+    steps = [args.get("mem-fraction-static") for args in tried]
+    assert steps == [None, 0.89, 0.9, 0.91]
+    assert found.args == {"mem-fraction-static": 0.9}
+    assert search.notes["memory"] == "--mem-fraction-static 0.91: unsafe: OOM"
 
 
 def test_flags_that_die_at_once() -> None:

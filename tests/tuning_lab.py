@@ -28,6 +28,22 @@ TINY_CPU = CostModel(base_s=6e-3, sample_s=2.5e-4, kv_token_s=1e-7, prefill_toke
 CPU = Machine(Flags(), most_pool_tokens=0)
 
 
+@dataclass(frozen=True)
+class Card:
+    """A GPU of 80 GB with a model on it."""
+
+    weights_gb: float = 16.0
+    other_gb: float = 2.0
+    tokens_a_gb: float = 400.0
+    """Few, so that a small sample fills it."""
+
+    def pool_tokens(self, fraction: float) -> int:
+        return int((80 * fraction - self.weights_gb) * self.tokens_a_gb)
+
+    def spare_gb(self, fraction: float) -> float:
+        return 80 * (1 - fraction) - self.other_gb
+
+
 @dataclass
 class Lab:
     """Measures settings as `Bench.run` does, with no engine and no clock."""
@@ -44,6 +60,8 @@ class Lab:
     seed: int = 1
     deadly: Any = lambda args: None
     """Of what a server with these flags dies, or None."""
+    card: Card | None = None
+    """A GPU whose `--mem-fraction-static` makes the pool, instead of `pool_tokens`."""
     asked: list[tuple[Args, int]] = field(default_factory=list)
     spent_s: float = 0.0
 
@@ -84,12 +102,21 @@ class Lab:
         scheduler = replica.scheduler
         passes = scheduler.prefill_passes + scheduler.decode_passes
         signs = replace(result.signs, tokens_per_pass=watch.tokens / passes, prefill_limit=8192)
+        if self.card is not None:
+            fraction = self._fraction(ask.args)
+            signs = replace(signs, spare_gb=self.card.spare_gb(fraction), mem_fraction=fraction)
         return replace(result, signs=signs)
+
+    def _fraction(self, args: Args) -> float:
+        fraction: float = args.get("mem-fraction-static", 0.7)
+        return fraction
 
     def _config(self, args: Args) -> SchedulerConfig:
         return SchedulerConfig(
             args.get("max-running-requests", self.max_running),
-            args.get("max-total-tokens", self.pool_tokens),
+            self.card.pool_tokens(self._fraction(args))
+            if self.card
+            else args.get("max-total-tokens", self.pool_tokens),
             conservativeness=args.get("schedule-conservativeness", 1.0),
             policy=args.get("schedule-policy", "fcfs"),
         )

@@ -33,13 +33,18 @@ Verdict = Literal["faster", "no faster", "again"]
 
 
 def compare(
-    mine: Sequence[float], best: Sequence[float], spread: tuple[float, int], *, more_a_pass: bool = False
+    mine: Sequence[float],
+    best: Sequence[float],
+    spread: tuple[float, int],
+    *,
+    more_a_pass: bool = False,
+    worth: float = WORTH,
 ) -> tuple[Verdict, str]:
     """Say whether a challenger's speeds are above the best's, and by which interval of the ratio.
 
     `spread` is what `spread_of` returned. "again" until both were measured three times; then what is not
     shown to be faster is not. With `more_a_pass` the scheduler's own count says already that it does more
-    in each pass: then the times have only to agree, and get a second turn where they do not.
+    in each pass: then the times have only to agree, to be ahead by `worth`, and get a second turn else.
     """
     deviation, freedom = spread
     gain = fmean(map(math.log, mine)) - fmean(map(math.log, best))
@@ -47,9 +52,9 @@ def compare(
     text = f"{math.exp(gain):.3f} [{math.exp(gain - half):.3f}, {math.exp(gain + half):.3f}] x the best"
     if gain - half > 0:
         return "faster", text
-    if more_a_pass and gain > WORTH:
+    if more_a_pass and gain > worth:
         return "faster", f"{text}, and more output tokens a pass"
-    if gain + half < 0 or (gain < WORTH and not more_a_pass):
+    if gain + half < 0 or (gain < worth and not more_a_pass):
         return "no faster", text
     turns = min(len(mine), len(best))
     if turns >= MOST_TURNS or (more_a_pass and turns > 1):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from batchrunner.care.tune.measure import Rival
-from batchrunner.care.tune.race import compare, margin_of, more_a_pass, same_work, spread_of
+from batchrunner.care.tune.race import WORTH, compare, margin_of, more_a_pass, same_work, spread_of
 from batchrunner.care.tune.space import KNOBS, Now
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Search:
         """Try a setting, then the best and it in turns until it is plain which is faster."""
         before = len(self.best.speeds) - 1  # its last trial is the first of its turns
         yield from self._try(setting, move.why, self._rival())
-        while (verdict := self._verdict(setting, knob, self.best.speeds[before:])) is None:
+        while (verdict := self._verdict(setting, move, knob, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
@@ -141,7 +141,9 @@ class Search:
     def _spread(self) -> tuple[float, int]:
         return spread_of(setting.speeds for setting in self.settings.values() if setting.speeds)
 
-    def _verdict(self, setting: Setting, knob: Knob, theirs: Sequence[float]) -> tuple[bool, str] | None:
+    def _verdict(
+        self, setting: Setting, move: Move, knob: Knob, theirs: Sequence[float]
+    ) -> tuple[bool, str] | None:
         """Say whether a challenger is better, and why; None while that is open."""
         newest, best = setting.newest, self.best.newest
         if newest.ended == "died":
@@ -158,7 +160,8 @@ class Search:
         if knob.schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
         fuller = knob.schedules and more_a_pass(newest.signs, best.signs)
-        verdict, text = compare(setting.speeds, theirs, self._spread(), more_a_pass=fuller)
+        worth = -WORTH if move.is_small else WORTH
+        verdict, text = compare(setting.speeds, theirs, self._spread(), more_a_pass=fuller, worth=worth)
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 
 

@@ -81,6 +81,8 @@ class Move:
 
     args: Args
     why: str
+    is_small: bool = False
+    """Too small a step for times to show: the scheduler's count of passes decides, if they do not deny it."""
 
 
 Moves = list[Move] | str
@@ -142,7 +144,7 @@ def _fraction(now: Now) -> Moves:
         steps.insert(0, math.floor((spare - SPARE_GOOD_GB) / now.machine.card_gb / FRACTION_STEP) / 100)
     raised = dict.fromkeys(round(value + step, 2) for step in steps if step > 0 and value + step < 1)
     why = f"rows wait, and {spare:.1f} GB of the card are left"
-    return [Move({"mem-fraction-static": v}, why) for v in raised]
+    return [Move({"mem-fraction-static": v}, why, is_small=True) for v in raised]
 
 
 def _chunk(now: Now) -> Moves:
