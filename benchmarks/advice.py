@@ -58,12 +58,11 @@ CASES = {
         "running-capped", 200, 24, {"max_new_tokens": 60, "ignore_eos": True}, {"max-running-requests": 8}
     ),
     "max_new_tokens 2000, outputs of some 100, conservativeness 3": Case(
-        "conservative", 250, 24, {"max_new_tokens": 2000, "stop": ["q"], "temperature": 1.0},
+        "conservative", 200, 24, {"max_new_tokens": 2000, "stop": ["q"], "temperature": 1.0},
         {"schedule-conservativeness": 3},
     ),
-    "a pool of 8,000 tokens, conservativeness 0.05": Case(
-        "retractions", 80, 200, {"max_new_tokens": 300},
-        {"max-total-tokens": 8000, "schedule-conservativeness": 0.05},
+    "a pool of 8,000 tokens, outputs of 1,000": Case(
+        "retractions", 60, 24, {"max_new_tokens": 1000}, {"max-total-tokens": 8000}
     ),
 }  # fmt: skip
 
@@ -117,7 +116,10 @@ def measure(name: str, model: Path, folder: Path, pairs: int) -> dict[str, Any]:
     judgement = advise(wrong["output"]["path"])
     print("\n".join([name, *judgement.lines()]), file=sys.stderr, flush=True)
     shutil.copy(Path(wrong["output"]["path"]) / "engine-server.log", folder / "engine-server.log")
-    advice = next(advice for advice in judgement.advice if advice.rule == case.rule and advice.change)
+    found = [advice for advice in judgement.advice if advice.rule == case.rule and advice.change]
+    if not found:
+        raise SystemExit(f"{name}: advise did not find {case.rule}")
+    advice = found[0]
     right = followed(wrong, advice)
     turns = [{"before": first, "after": measured(right)}]
     turns += [{"after": measured(right), "before": measured(wrong)} for _ in range(pairs - 1)]

@@ -80,7 +80,7 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
 
 def conservative(s: Situation, flags: Flags) -> Finding | None:
     """Find that SGLang reserves memory for outputs that do not come."""
-    if not s.load.frequent("conservative") or s.retracts_often:
+    if not s.load.frequent("conservative") or s.retracts_often or s.fills_up:
         return None
     share = s.client.output_share if s.client else None
     args = {}

@@ -24,7 +24,7 @@ LARGE_TP = 4
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
     """Find that prefill brings new requests no faster than others end."""
-    if not s.load.frequent("far_below") or conservativeness(s) > LESS_CONSERVATIVE:
+    if not s.load.frequent("far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     return Finding(
         f"{s.load.median('running'):.0f} requests run of {s.max_running} that may, others wait and "

@@ -37,7 +37,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "conservative",
-        f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, fewer running than may",
+        f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, fewer running than may, the pool full in < 10%",
         "`--schedule-conservativeness 0.3`, or a tighter `max_new_tokens` (of a run, with the "
         "measured share)",
         "G1-G4",
@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "running-low",
         f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
-        "conservativeness ≤ 0.3 already",
+        "conservativeness ≤ 0.3 already, the pool full in < 10%",
         "`--chunked-prefill-size` doubled",
         "G1",
         pass_rules.running_low,

@@ -77,6 +77,11 @@ class Situation:
         )
 
     @property
+    def fills_up(self) -> bool:
+        """Whether the KV pool is full again and again, be it in waves."""
+        return self.load.share("full") >= self.limits.peaks
+
+    @property
     def retractions(self) -> int:
         """How often the pool was full; requests taken back, where no log tells it."""
         return max(self.log.retractions, self.load.retractions)

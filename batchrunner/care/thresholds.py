@@ -27,6 +27,9 @@ class Thresholds:
     """… to here (the guides: 2000, one of them 1000)."""
     usage_good: float = 0.9
     """Token usage from which the KV pool is used well (the guides)."""
+    peaks: float = 0.1
+    """Share of samples with a full pool from which memory limits, though it is not full all the time: outputs
+    that begin together end together, and token usage goes up and down in waves."""
     retractions_per_min: float = 1.0
     """Retractions a minute that are fine (the guides: about one)."""
     memory_low_gb: float = 5.0
