@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.care.advise import Judgement, advise
-from batchrunner.care.flags import CHECK_HELP, Flags, parse_help
-from batchrunner.care.rules import RULES, table
+from batchrunner.care.flags import CHECK_HELP, Flags, installed, parse_help
+from batchrunner.care.rules import RULES, apply_all, table
 from batchrunner.care.thresholds import Thresholds
-from tests.conftest import batchrun
+from tests.conftest import batchrun, require_engine
 from tests.sglang_logs import GENERATIONS, LogWriter, interleaved
 
 if TYPE_CHECKING:
@@ -347,6 +347,20 @@ def test_a_log_without_arguments_asks_the_installed_sglang(
     monkeypatch.setattr("batchrunner.care.advise.installed", lambda _: old)
     assert changes(judged(load, tmp_path)) == {"cuda-graph": "--cuda-graph-max-bs 512"}
     assert CHECK_HELP not in judged(load, tmp_path).lines()[-1]
+
+
+@pytest.mark.engine
+def test_the_installed_server_takes_every_flag(tmp_path: Path) -> None:
+    """Whatever the rules say to the installed release is a flag of its --help, with a value it takes."""
+    require_engine("sglang")
+    flags, said = installed(), set()
+    for log, _ in FAILURES.values():
+        for advice in apply_all(judged(log.text(), tmp_path, card="H100").situation, flags):
+            for name, value in advice.args.items():
+                assert name in flags.names
+                assert str(value) in flags.choices.get(name, {str(value)})
+                said.add(name)
+    assert {"cuda-graph-max-bs-decode", "attn-dp-size", "mem-fraction-static", "kv-cache-dtype"} <= said
 
 
 def test_an_advice_is_whole(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _read_sample(event: Mapping[str, Any], task: str, load: Series, client: Clie
         )  # fmt: skip
         load.add(f"{task} {told['scheduler']}", sample)
     track = load.track(f"{task} {signals[0]['scheduler']}")
-    track.retractions = max(track.retractions, event["retractions"])
+    track.retractions = max(track.retractions, event.get("retractions", 0))
     if unsent and not any(told["queue"] for told in signals):
         client.dry += 1
         full = in_flight >= FULL * window
