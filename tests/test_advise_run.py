@@ -143,6 +143,16 @@ def test_the_engines_log_is_part_of_the_run(own: Path) -> None:
     assert [advice.rule for advice in advise_run(own) if advice.change] == ["retractions", "memory-left"]
 
 
+def test_retractions_of_all_starts_count(own: Path) -> None:
+    """Each start counts from nothing: their sum is over the time of all."""
+    tell(own / "events.jsonl", retractions=4)
+    once = (own / "events.jsonl").read_bytes()
+    (own / "events.jsonl").write_bytes(once + once.replace(b'"time":1', b'"time":2'))
+    found = advise(str(own))
+    assert "8 retractions, 4.1 a minute, in 120 samples over 118 s" in found.lines()[1]
+    assert set(changes(found)) == {"retractions"}
+
+
 @pytest.mark.parametrize("order", ["auto", "input"])
 def test_our_own_order_is_advised(order: str, own: Path) -> None:
     """Rows that begin alike are our own order's business, never lpm's."""

@@ -68,11 +68,18 @@ def _client(facts: Mapping[str, Any]) -> Client:
 
 
 def _read_events(task: RunDir, load: Series, client: Client) -> None:
+    retractions: list[int] = [0]  # of each start
     for event in read_events(task.events):
-        if event["event"] == "tokenize":
+        if event["event"] == "start":
+            retractions.append(0)
+        elif event["event"] == "tokenize":
             client.tokenize = event.get("where")
         elif event["event"] == "sample":
+            retractions[-1] = event.get("retractions", 0)
             _read_sample(event, task.task, load, client)
+    schedulers = [track for name, track in load.tracks.items() if name.startswith(f"{task.task} ")]
+    for number, track in enumerate(schedulers):  # whose they were is not known
+        track.retractions = (sum(retractions) + number) // len(schedulers)
 
 
 def _read_sample(event: Mapping[str, Any], task: str, load: Series, client: Client) -> None:
@@ -88,8 +95,6 @@ def _read_sample(event: Mapping[str, Any], task: str, load: Series, client: Clie
             rate=event["output_tokens_per_s"] / len(signals), unsent=unsent,
         )  # fmt: skip
         load.add(f"{task} {told['scheduler']}", sample)
-    track = load.track(f"{task} {signals[0]['scheduler']}")
-    track.retractions = max(track.retractions, event.get("retractions", 0))
     if unsent and not any(told["queue"] for told in signals):
         client.dry += 1
         full = in_flight >= FULL * window
