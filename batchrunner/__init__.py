@@ -50,9 +50,13 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.process  a program that we start, through the launcher
     engines.guard    starts a program again that dies
     care.flags       which flags a version of SGLang has, and how it spells them
+    care.thresholds  where signs begin
+    care.signs       what one look at a scheduler can be a sign of
+    care.series      looks over time, counted
+    care.facts       what is known of a server beside its load
+    care.logfile     a log of any size → series and facts
     care.host        this machine's memory, and what the kernel killed for want of it
     care.death       why an engine died
-    care.effective   the settings that a server really has
     care.safer       a death → safer arguments
     care.remembered  what worked, for the next run
     care.fits        whether the weights fit
@@ -72,10 +76,6 @@ The map; a file imports only from lines above its own (this one excepted), and a
     engines.simulated  no engine: made-up answers
     engines.registry   the job's `engine` → an engine
     care.advice      what a rule has to say
-    care.thresholds  where signs begin
-    care.signs       what one look at a scheduler can be a sign of
-    care.series      looks over time, counted
-    care.facts       what is known of a server beside its load
     care.situation   all that rules look at, and what they find
     care.load_rules    rules on queue, token usage and retractions
     care.pass_rules    rules on prefill and CUDA graphs
@@ -83,7 +83,6 @@ The map; a file imports only from lines above its own (this one excepted), and a
     care.setup_rules   rules on what was chosen before the start
     care.rule        one row of the table of rules
     care.rules       the table
-    care.logfile     a log of any size → series and facts
     care.live        a live server → the same
     care.limit       what a card could do at most
     claim            its one writer: who it is, whether it lives

@@ -13,8 +13,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 CONTEXT_TOKENS = 8192
 
 
-def make_tiny_llama(directory: Path, tokenizer_from: Path, *, hidden: int = 64, layers: int = 2) -> Path:
-    """Write a seeded random Llama (float32, heads of 16) and return its folder.
+def make_tiny_llama(
+    directory: Path, tokenizer_from: Path, *, hidden: int = 64, layers: int = 2, head: int = 16
+) -> Path:
+    """Write a seeded random Llama (float32, heads of `head` numbers) and return its folder.
 
     The tokenizer and chat template are copied from the model folder `tokenizer_from`, so that
     prompts have real lengths; the tokens that come out mean nothing. A folder that already holds
@@ -33,6 +35,7 @@ def make_tiny_llama(directory: Path, tokenizer_from: Path, *, hidden: int = 64, 
         num_hidden_layers=layers,
         num_attention_heads=hidden // 16,
         num_key_value_heads=hidden // 32,
+        head_dim=head,
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchrunner.care.death import NAMES, examine
-from batchrunner.care.effective import arguments_told, effective
 from batchrunner.care.fits import split_over
 from batchrunner.care.flags import of_arguments, version_of
 from batchrunner.care.host import memory_bytes
+from batchrunner.care.logfile import LogReader
 from batchrunner.care.remembered import Lesson, Remembered
-from batchrunner.care.safer import calmer, safer
+from batchrunner.care.safer import in_effect, safer
+from batchrunner.care.thresholds import Thresholds
 from batchrunner.engines.device import cards
 from batchrunner.engines.model import model_identity
 from batchrunner.records import Incident
@@ -21,16 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from batchrunner.care.death import Death, Life
-    from batchrunner.care.safer import Change
+    from batchrunner.care.facts import Facts
+    from batchrunner.care.flags import Flags
+    from batchrunner.care.series import Series
     from batchrunner.job import LaunchedEngine
 
 log = logging.getLogger(__name__)
 
 MOST_CHANGES = 6
 """In one run: every one costs a start. It is three steps of the pool's share, two of the chunk, and one."""
+CALM, LEAST_SPAN_S = 1.3, 300.0
+"""`--schedule-conservativeness` for frequent retractions, by the guides; less work tells no rate."""
 _HOPELESS = {
-    "killed_by_kernel": "the machine, or our cgroup on it, has too little memory",
-    "oom_load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
+    "killed": "the machine, or our cgroup on it, has too little memory",
+    "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
 }
 
 
@@ -38,12 +43,7 @@ class Healer:
     """The servers of one engine share it: what one of them dies of, the others need not die of too."""
 
     def __init__(
-        self,
-        given: Mapping[str, Any],
-        memory: Remembered,
-        tell: Callable[[Incident], None],
-        *,
-        cpu: bool,
+        self, given: Mapping[str, Any], memory: Remembered, tell: Callable[[Incident], None]
     ) -> None:
         """`given` are the job's `engine.args`, `memory` knows earlier runs, `tell` takes note."""
         self.args: dict[str, Any] = {}
@@ -51,7 +51,6 @@ class Healer:
         self._given = given
         self._memory = memory
         self._tell = tell
-        self._cpu = cpu
         self._tried: list[dict[str, Any]] = []
         self._why = ""
         self._learned = False  # something that the file does not know
@@ -71,60 +70,65 @@ class Healer:
 
     def heal(self, who: str, life: Life) -> bool:
         """Take note of a death; tell whether the next start is another one, so that no row is to blame."""
-        death = examine(life)
+        told = _read(life)
+        death = examine(life, told.facts.troubles)
         if not death.of_memory:
             return False
         if not self._had_all(life):  # another server died before: what was learned has yet to reach this one
             return True
-        change = self._change(death, life)
-        if change is None:
+        args = self._safer(death, told)
+        if not args:
             hint = _HOPELESS.get(death.kind, "no safer arguments are left")
             log.warning("%s: %s: %s", who, NAMES[death.kind], hint)
             return False
         self._tried.append(self.args)
-        self.args = {**self.args, **change.args}
-        self._why, self._learned = change.why, True
-        said = f"{change.why}: {change} at the next start{self._overruled(change)}"
+        old = {name: in_effect(told.facts, name) for name in args}
+        self._learn(args, NAMES[death.kind])
+        said = f"{self._why}: {_shown(args, old)} at the next start{self._overruled(args)}"
         log.warning("%s: %s (change %d of at most %d)", who, said, len(self._tried), MOST_CHANGES)
-        facts = {"kind": death.kind, "old": dict(change.before), "new": dict(change.args)}
-        self._tell(Incident("healed", who, death.why or said, facts))
+        self._tell(Incident("healed", who, death.why, {"kind": death.kind, "old": old, "new": args}))
         return True
 
     def outlived(self, life: Life) -> None:
         """Take note of a server that was well to the end of the run: what it had goes to the next one."""
         if not self._had_all(life):
             return
-        change = self._calmer(life)
-        if change is not None:
-            self.args = {**self.args, **change.args}
-            self._why, self._learned = change.why, True
-            log.info("%s: the next run has %s (%s)", change.why, change, self._memory.path)
+        told = _read(life)
+        args = self._calmer(told)
+        if args:
+            self._learn(args, f"{told.series.retractions_per_min:.1f} retractions a minute")
+            log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._memory.path)
         if self._learned:
             self._learned = False
-            self._memory.keep(Lesson(dict(self.args), self._why, f"{datetime.now(UTC):%Y-%m-%d}"))
+            self._memory.keep(Lesson(self.args, self._why, f"{datetime.now(UTC):%Y-%m-%d}"))
 
     def _had_all(self, life: Life) -> bool:
         return all(life.args.get(name) == value for name, value in self.args.items())
 
-    def _change(self, death: Death, life: Life) -> Change | None:
+    def _learn(self, args: Mapping[str, Any], why: str) -> None:
+        self.args = {**self.args, **args}
+        self._why, self._learned = why, True
+
+    def _safer(self, death: Death, told: _Reading) -> dict[str, Any]:
         """Return what to change, for frequent retractions too; what was tried before did not help."""
-        now = effective(life.lines, life.args, cpu=self._cpu)
-        change = safer(death, now, of_arguments(None, arguments_told(life.lines)).spelling)
-        if change is None or len(self._tried) >= MOST_CHANGES:
-            return None
-        if {**self.args, **change.args} in self._tried:
-            return None
-        calm = self._calmer(life)
-        return change.along_with(calm) if calm else change
+        args = safer(death, told.facts, told.flags)
+        if not args or len(self._tried) >= MOST_CHANGES or {**self.args, **args} in self._tried:
+            return {}
+        return {**self._calmer(told), **args}
 
-    def _calmer(self, life: Life) -> Change | None:
-        """Return what frequent retractions call for, unless the job says how conservative it wants to be."""
-        change = calmer(effective(life.lines, life.args, cpu=self._cpu))
-        return None if change is None or change.args.keys() & self._given.keys() else change
+    def _calmer(self, told: _Reading) -> dict[str, Any]:
+        """Return what frequent retractions call for, unless the job says how conservative it wants to be.
 
-    def _overruled(self, change: Change) -> str:
+        They are no reason for a restart: that costs the load time and the whole cache, more than they do.
+        """
+        series, name = told.series, "schedule-conservativeness"
+        often = series.retractions_per_min > series.limits.retractions_per_min
+        calm = (in_effect(told.facts, name) or 1.0) >= CALM or name in self._given
+        return {name: CALM} if often and not calm and series.busy_s >= LEAST_SPAN_S else {}
+
+    def _overruled(self, args: Mapping[str, Any]) -> str:
         """Say where the job's own value is changed."""
-        own = [f"{name}: {self._given[name]}" for name in change.args if name in self._given]
+        own = [f"{name}: {self._given[name]}" for name in args if name in self._given]
         return f" (engine.args has {', '.join(own)}: changed, as nothing else would run)" if own else ""
 
 
@@ -139,10 +143,33 @@ def healer_for(
     room = found[0].memory_bytes if found else memory_bytes() or 0
     card = f"{ways} x {'CPU' if cpu else found[0].name if found else 'GPU'}, {room >> 30} GiB"
     memory = Remembered(model_identity(model), card, version_of(spec.python, spec.env))
-    healer = Healer(spec.args, memory, tell, cpu=cpu)
+    healer = Healer(spec.args, memory, tell)
     healer.recall()
     return healer
 
 
-def _shown(args: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in args.items())
+class _Reading(NamedTuple):
+    """What the beginning and the end of a log tell."""
+
+    facts: Facts
+    series: Series
+    flags: Flags
+
+
+def _read(life: Life) -> _Reading:
+    """Read a life's log; what it does not tell is as the server was started."""
+    reader = LogReader(Thresholds())
+    for line in life.lines:
+        reader.take(line)
+    told = reader.facts.arguments
+    asked = {name.replace("-", "_"): value for name, value in life.args.items()}
+    reader.facts.arguments = {**asked, **{name: value for name, value in told.items() if value is not None}}
+    return _Reading(reader.facts, reader.series, of_arguments(None, told))
+
+
+def _shown(args: Mapping[str, Any], old: Mapping[str, float | None] = {}) -> str:
+    """Write arguments as `chunked-prefill-size 8192 -> 4096`, or the new value alone."""
+    before = {
+        name: f"{int(value) if value == int(value) else value} -> " for name, value in old.items() if value
+    }
+    return ", ".join(f"{name} {before.get(name, '')}{value}" for name, value in args.items())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.death import Death
+from batchrunner.care.safer import HIGHEST_FRACTION, in_effect, safer
 from batchrunner.care.situation import Finding, command_line
 
 if TYPE_CHECKING:
@@ -13,12 +16,8 @@ if TYPE_CHECKING:
     from batchrunner.care.situation import Situation
     from batchrunner.engines.batchlines import Phase
 
-HIGHEST_FRACTION = 0.95
 STEP = 0.01
 """The guides' step of `--mem-fraction-static`."""
-CHUNKS = (4096, 2048)
-FRACTIONS = (0.8, 0.7)
-"""What the guides go down to."""
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
@@ -72,12 +71,9 @@ def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict
 
 def oom_prefill(s: Situation, flags: Flags) -> Finding | None:
     """Find that a prefill pass ran out of memory."""
-    if not (trouble := _last(s, "prefill")):
-        return None
-    now = s.facts.ready.chunked_prefill_size if s.facts.ready else None
-    lower = next((chunk for chunk in CHUNKS if now is None or now <= 0 or chunk < now), None)
-    args = flags.setting("chunked-prefill-size", lower) if lower else lower_fraction(s, flags)
-    return _ran_out(s, trouble, "in prefill", args, {"chunked_prefill_size": now})
+    known = {"chunked_prefill_size": in_effect(s.facts, "chunked-prefill-size")}
+    trouble = _last(s, "prefill")
+    return _ran_out(s, trouble, flags, "in prefill", known) if trouble else None
 
 
 def oom_decode(s: Situation, flags: Flags) -> Finding | None:
@@ -85,48 +81,32 @@ def oom_decode(s: Situation, flags: Flags) -> Finding | None:
     trouble = _last(s, "decode") or _last(s, "requests")
     if not trouble:
         return None
-    most = s.max_running
-    base = min(trouble.running or most or 0, most or trouble.running)
-    args = flags.setting("max-running-requests", max(1, 3 * base // 4)) if base else {}
-    change = "" if args else "--max-running-requests lower than what ran"
-    return _ran_out(s, trouble, f"in decoding, at {trouble.running} running", args, {}, change)
+    return _ran_out(s, trouble, flags, f"in decoding, at {trouble.running} running", {})
 
 
 def oom_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that capturing CUDA graphs ran out of memory."""
-    if not (trouble := _last(s, "graph")):
-        return None
-    captured = s.facts.graph_max_bs
-    args = flags.setting("cuda-graph-max-bs-decode", max(8, captured // 2) if captured else 64)
-    return _ran_out(s, trouble, "while CUDA graphs were captured", args | lower_fraction(s, flags), {})
+    trouble = _last(s, "graph")
+    return _ran_out(s, trouble, flags, "while CUDA graphs were captured", {}) if trouble else None
 
 
 def oom_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find that the weights, or the weights and any KV pool at all, do not fit."""
     if trouble := _last(s, "pool"):
-        now = s.facts.number("mem_fraction_static")
-        args = flags.setting("mem-fraction-static", min(HIGHEST_FRACTION, round((now or 0.8) + 0.05, 3)))
         where = "before there was a KV pool: the weights take what mem-fraction-static allows"
-        return _ran_out(s, trouble, where, args, {}, f"{command_line(args)}, or more GPUs (--tp-size)")
+        return _ran_out(s, trouble, flags, where, {}, "more GPUs (--tp-size)")
     if trouble := _last(s, "load"):
         args = flags.setting("tp-size", 2 * s.facts.tp)
-        return _ran_out(
-            s, trouble, "while weights were loaded", args, {}, f"{command_line(args)}, or --quantization fp8"
-        )
+        ways = f"{command_line(args)}, or --quantization fp8"
+        found = _ran_out(s, trouble, flags, "while weights were loaded", {}, ways)
+        return replace(found, args=args)
     return None
 
 
 def oom_general(s: Situation, flags: Flags) -> Finding | None:
     """Find that memory ran out, and it is not known where."""
     trouble = _last(s, "general")
-    return _ran_out(s, trouble, "", lower_fraction(s, flags), {}) if trouble else None
-
-
-def lower_fraction(s: Situation, flags: Flags) -> dict[str, Any]:
-    """Return the guides' next lower mem-fraction-static; below theirs, a tenth less."""
-    now = s.facts.number("mem_fraction_static")
-    lower = next((step for step in FRACTIONS if now is None or step < now), None)
-    return flags.setting("mem-fraction-static", lower or round((now or 0.7) - 0.1, 3))
+    return _ran_out(s, trouble, flags, "", {}) if trouble else None
 
 
 def _last(s: Situation, phase: Phase) -> Trouble | None:
@@ -134,13 +114,16 @@ def _last(s: Situation, phase: Phase) -> Trouble | None:
 
 
 def _ran_out(
-    s: Situation, trouble: Trouble, where: str, args: dict[str, Any], known: dict[str, Any], change: str = ""
+    s: Situation, trouble: Trouble, flags: Flags, where: str, known: dict[str, Any], beside: str = ""
 ) -> Finding:
+    """Return the finding with the step that a launched engine would be given; `beside` is another way."""
     times = sum(other.phase == trouble.phase for other in s.facts.troubles)
     text = trouble.what.text
+    args = safer(Death(trouble.phase, text, trouble.running), s.facts, flags)
+    ways = [way for way in (command_line(args), beside) if way] or ["a smaller model, or a larger card"]
     return Finding(
         f"out of memory{where and ' '}{where}: {text if len(text) < 160 else text[:160] + '…'}",  # noqa: PLR2004
         args,
-        change,
+        ", or ".join(ways),
         {**known, "times": times, "running": trouble.running},
     )

@@ -1,140 +1,108 @@
-"""A death → the arguments that ask for less of what was wanting, by the tuning guides. Pure.
+"""Where memory ran out → the arguments that ask for less of it, by the tuning guides. Pure.
 
-The guides' order: out of memory in prefill, smaller chunks; in decode, fewer running; at graph capture,
-smaller graphs; anywhere, a smaller share of the card for the pool, which is also what is left when a step has
-no smaller one. On a CPU the pool is what a server's memory grows with, and its size is a number of tokens.
+The guides' order: in prefill, smaller chunks; in decode, fewer running; at graph capture, smaller graphs;
+anywhere, a smaller share of the card for the pool, which is also what is left when a step has no smaller one.
+On a CPU the pool is what a server's memory grows with, and its size is a number of tokens. Advice names these
+steps, and a launched engine that died gets them.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from batchrunner.care.death import NAMES
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from batchrunner.care.death import Death, Kind
-    from batchrunner.care.effective import Effective
+    from batchrunner.care.facts import Facts
+    from batchrunner.care.flags import Flags
+    from batchrunner.engines.batchlines import Phase
 
 CHUNKS = (4096, 2048)
 """`--chunked-prefill-size`, tokens: the guides' two steps."""
 FRACTIONS = (0.8, 0.7, 0.6)
 """`--mem-fraction-static`: the guides' two steps, and one more for cards that others use too."""
-LARGEST_FRACTION, FRACTION_STEP = 0.95, 0.05
+HIGHEST_FRACTION, FRACTION_STEP = 0.95, 0.05
 """When the weights leave no room for a pool, more of the card is given to both, up to this much."""
-LEAST_GRAPH = 16
-"""The largest batch of a graph, at least: what SGLang itself proposes when a capture fails."""
+GRAPH, LEAST_GRAPH = 64, 16
+"""The largest batch of a graph where nobody says what it was, and the least: SGLang's own proposal is 16."""
 LEAST_RUNNING = 4
-FREQUENT = 1.0
-"""Retractions a minute: the guides call more than about one frequent."""
-CALM = 1.3
-"""`--schedule-conservativeness` for frequent retractions, by the guides."""
+_AT_READY = {
+    "chunked-prefill-size": "chunked_prefill_size",
+    "max-running-requests": "max_running_requests",
+    "max-total-tokens": "max_total_num_tokens",
+    "context-length": "context_len",
+}
+"""Flags whose value in effect the scheduler says before it takes requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Arguments for the next start."""
-
-    args: Mapping[str, float]
-    """As `engine.args` has them."""
-    why: str
-    """In a few words."""
-    before: Mapping[str, float | None]
-    """What was in effect; None where that is not known."""
-
-    def along_with(self, other: Change) -> Change:
-        """Return both, for the reason of this one."""
-        return Change({**other.args, **self.args}, self.why, {**other.before, **self.before})
-
-    def __str__(self) -> str:
-        """Return what a person reads: `chunked-prefill-size 8192 -> 4096`, or the new value alone."""
-        known = {name: f"{old} -> " for name, old in self.before.items() if old is not None}
-        return ", ".join(f"{name} {known.get(name, '')}{new}" for name, new in self.args.items())
+def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
+    """Return what is to be changed, as `engine.args` has it; empty where nothing is left that would help."""
+    steps = _STEPS.get(death.kind, ())
+    return next((args for step in steps if (args := step(facts, flags, death))), {})
 
 
-Step = tuple[str, float | None, float]
-"""A flag by its newest name, its value, and a safer one."""
+def in_effect(facts: Facts, flag: str) -> float | None:
+    """Return a flag's value, as the server resolved it; None where it is not known."""
+    if flag.startswith("cuda-graph-max-bs"):
+        return facts.graph_max_bs
+    told = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    return facts.number(flag.replace("-", "_")) if told is None else float(told)
 
 
-def safer(death: Death, now: Effective, spelling: Callable[[str], str | None]) -> Change | None:
-    """Return what is to be changed after a death; None where less of nothing would help, or nothing is left.
-
-    `spelling` says how the installed version calls a flag, or that it has none.
-    """
-    for rule in _RULES.get(death.kind, ()):
-        step = rule(now, death.why)
-        name = spelling(step[0]) if step else None
-        if step and name:
-            return Change({name: step[2]}, NAMES[death.kind], {name: step[1]})
-    return None
+def _smaller_chunks(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    now = in_effect(facts, "chunked-prefill-size")
+    lower = next((chunk for chunk in CHUNKS if now is None or now <= 0 or chunk < now), None)
+    return flags.setting("chunked-prefill-size", lower) if lower else {}
 
 
-def calmer(now: Effective) -> Change | None:
-    """Return what is to be changed at a next start because rows were retracted too often.
-
-    Never a reason for a restart of its own: that costs the load time and the whole cache, which is more
-    than retractions cost; one that comes anyway, and the next run, take the change along.
-    """
-    often = (now.retractions_a_minute or 0.0) > FREQUENT
-    if not often or (now.conservativeness or 1.0) >= CALM:
-        return None
-    name = "schedule-conservativeness"
-    why = f"{now.retractions_a_minute:.1f} retractions a minute"
-    return Change({name: CALM}, why, {name: now.conservativeness})
+def _fewer_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    most = int(in_effect(facts, "max-running-requests") or 0)
+    lower = 3 * min(death.running or most, most or death.running) // 4
+    return flags.setting("max-running-requests", lower) if lower >= LEAST_RUNNING else {}
 
 
-def _smaller_chunks(now: Effective, _why: str) -> Step | None:
-    old = now.chunked_prefill
-    new = next((size for size in CHUNKS if old is None or old <= 0 or old > size), None)
-    return None if new is None else ("chunked-prefill-size", old, new)
+def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Make graphs smaller, and the pool at the same time: a capture that fails again costs minutes."""
+    captured = facts.graph_max_bs
+    lower = GRAPH if captured is None else max(LEAST_GRAPH, captured // 2)
+    graphs = {} if captured == lower else flags.setting("cuda-graph-max-bs-decode", lower)
+    return graphs | _smaller_pool(facts, flags, death)
 
 
-def _fewer_running(now: Effective, _why: str) -> Step | None:
-    most = min((n for n in (now.max_running, now.running) if n), default=0)
-    return ("max-running-requests", now.max_running, most // 2) if most // 2 >= LEAST_RUNNING else None
+def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if facts.on_cpu:
+        lower = int(in_effect(facts, "max-total-tokens") or 0) // 2
+        least = in_effect(facts, "context-length") or 1
+        return flags.setting("max-total-tokens", lower) if lower >= least else {}
+    now = facts.number("mem_fraction_static")
+    share = next((share for share in FRACTIONS if now is None or share < now), None)
+    return flags.setting("mem-fraction-static", share) if share else {}
 
 
-def _smaller_graphs(now: Effective, _why: str) -> Step | None:
-    old = now.graph_batch or 0
-    return ("cuda-graph-max-bs", old, max(LEAST_GRAPH, old // 4)) if old > LEAST_GRAPH else None
+def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Give weights and pool more of the card: a step, and more than SGLang says is the least."""
+    now = facts.number("mem_fraction_static") or FRACTIONS[0]
+    told = re.search(r"above (0\.\d+)", death.why)
+    share = round(max(now, float(told[1]) if told else 0.0) + FRACTION_STEP, 3)
+    return flags.setting("mem-fraction-static", share) if share <= HIGHEST_FRACTION else {}
 
 
-def _smaller_pool(now: Effective, _why: str) -> Step | None:
-    if now.cpu:
-        new = (now.max_tokens or 0) // 2
-        return ("max-total-tokens", now.max_tokens, new) if new >= (now.context or 1) else None
-    old = now.mem_fraction
-    new_share = next((share for share in FRACTIONS if old is None or old > share), None)
-    return None if new_share is None else ("mem-fraction-static", old, new_share)
+def _on_cpu(step: Step) -> Step:
+    """Leave a GPU's pool alone: it is not in the machine's memory."""
+    return lambda facts, flags, death: step(facts, flags, death) if facts.on_cpu else {}
 
 
-def _larger_share(now: Effective, why: str) -> Step | None:
-    """Give weights and pool more of the card: what SGLang says is the least, or a step."""
-    old = now.mem_fraction
-    if old is None:
-        return None
-    told = re.search(r"above (0\.\d+)", why)
-    new = round(max(old + FRACTION_STEP, float(told[1]) + FRACTION_STEP if told else 0.0), 3)
-    return ("mem-fraction-static", old, new) if new <= LARGEST_FRACTION else None
+if TYPE_CHECKING:
+    Step = Callable[[Facts, Flags, Death], dict[str, Any]]
 
-
-def _smaller_pool_on_cpu(now: Effective, why: str) -> Step | None:
-    return _smaller_pool(now, why) if now.cpu else None  # a GPU's pool is not in the machine's memory
-
-
-def _fewer_running_on_cpu(now: Effective, why: str) -> Step | None:
-    return _fewer_running(now, why) if now.cpu else None
-
-
-_RULES: Mapping[Kind, tuple[Callable[[Effective, str], Step | None], ...]] = {
-    "oom_prefill": (_smaller_chunks, _smaller_pool),
-    "oom_decode": (_fewer_running, _smaller_pool),
-    "oom_requests": (_fewer_running,),
-    "oom_graph": (_smaller_graphs, _smaller_pool),
-    "oom_general": (_smaller_pool, _fewer_running),
-    "no_pool": (_larger_share,),
-    "killed_by_kernel": (_smaller_pool_on_cpu, _fewer_running_on_cpu),
+_STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
+    "prefill": (_smaller_chunks, _smaller_pool),
+    "decode": (_fewer_running, _smaller_pool),
+    "requests": (_fewer_running,),
+    "graph": (_smaller_graphs,),
+    "pool": (_larger_share,),
+    "general": (_smaller_pool, _fewer_running),
+    "killed": (_on_cpu(_smaller_pool), _on_cpu(_fewer_running)),
 }

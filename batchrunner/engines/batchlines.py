@@ -130,9 +130,13 @@ _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("Decode out of memory", "decode"),
     ("alloc_req_slots runs out of memory", "requests"),
     ("Not enough memory", "pool"),
+    ("leave no GPU memory for the KV cache", "pool"),
     ("Capture cuda graph failed", "graph"),
     ("Capture prefill CUDA graph failed", "graph"),
     ("CUDA out of memory", "general"),
+    ("CUDA error: out of memory", "general"),
+    ("Cuda failure 2 'out of memory'", "general"),  # NCCL
+    ("DefaultCPUAllocator: can't allocate memory", "general"),
     ("HIP out of memory", "general"),
     ("Out of memory. Try to lower", "general"),
     ("Out of memory even after retracting", "decode"),
@@ -140,13 +144,15 @@ _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
 _DOING: tuple[tuple[str, Phase], ...] = (
     ("in forward_extend", "prefill"),
     ("in forward_decode", "decode"),
+    ("in _execute_extend", "prefill"),  # 0.5.23
+    ("in _execute_decode", "decode"),
     ("apture cuda graph begin", "graph"),
     ("CUDA graph begin", "graph"),
     ("apture cuda graph end", "general"),
     ("CUDA graph end", "general"),
     ("KV Cache is allocated", "general"),
 )
-_RARE = ("mem", "forward_", "raph", "server_args=", "KV Cache", "_name=")
+_RARE = ("mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache", "_name=")
 """What lines of any other kind that matters have in them."""
 
 
