@@ -366,13 +366,13 @@ gen throughput (token/s): 4594.01, #queue-req: 317
 
 def test_the_log_tells_the_rest() -> None:
     """Passes, graphs and the card's spare memory are read from the lines of SGLang's own guides."""
-    assert signs_at_start(LOG) == {
+    assert signs_at_start(LOG.splitlines()) == {
         "spare_gb": 13.5,
         "prefill_limit": 8192,
         "mem_fraction": 0.83,
         "attention_backend": "fa3",
     }
-    work = signs_of_work(LOG, tokens=4200)
+    work = signs_of_work(LOG.splitlines(), tokens=4200)
     assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
-    on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph"), tokens=0)
+    on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
     assert on_cpu["graph_off_share"] is None

@@ -227,7 +227,7 @@ def test_more_output_a_pass_settles_a_near_tie() -> None:
 
 
 BUSY = Signs(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
-CARD = Machine(Flags(), cpu=False, cards=1, card_gb=80, capability=(9, 0))
+CARD = Machine(Flags(), cpu=False, cards=1, card_gb=80, architecture="hopper")
 PUT = "schedule-conservativeness"
 
 
@@ -300,7 +300,7 @@ def test_what_needs_leave_is_tried_with_it() -> None:
         {"quantization": "fp8"},
     ]
     assert not isinstance(by_name["torch-compile"](Now({}, BUSY, allowed)), str)
-    old = replace(allowed, capability=(8, 0))
+    old = replace(allowed, architecture="ampere")
     assert "no FP8" in by_name["quantization"](Now({}, BUSY, old))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchrunner.care.facts import Facts
 from batchrunner.care.flags import installed
 from batchrunner.care.tune.space import Machine
-from batchrunner.engines.device import gpus, on_cpu
+from batchrunner.engines.device import cards, gpus, on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,31 +26,18 @@ FLOAT32_BYTES = 4
 def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_of_several: bool) -> Machine:
     """Look at the machine; asks the installed SGLang for its flags, which takes some 6 s."""
     cpu = on_cpu(engine.device)
-    cards = [] if cpu else gpus()
-    card_gb, capability = _card() if cards else (0.0, (0, 0))
+    card = None if cpu else next(iter(cards()), None)
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,
-        cards=len(cards),
-        card_gb=card_gb,
-        capability=capability,
+        cards=0 if cpu else len(gpus()),
+        card_gb=card.memory_bytes / (1 << 30) if card else 0.0,
+        architecture=Facts(card=card.name).architecture if card else None,
         most_pool_tokens=_pool_tokens(engine.model) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
         allowed=frozenset(allowed),
         one_of_several=one_of_several,
     )
-
-
-def _card() -> tuple[float, tuple[int, int]]:
-    """Return the memory (GB) and compute capability of the first card; nothing where nobody tells."""
-    command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        total, capability = done.stdout.splitlines()[0].split(",")
-        major, minor = capability.strip().split(".")
-        return float(total) / 1024, (int(major), int(minor))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return 0.0, (0, 0)
 
 
 def _pool_tokens(model: str) -> int:

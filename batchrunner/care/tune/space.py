@@ -10,9 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.facts import FP8
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from batchrunner.care.facts import Architecture
     from batchrunner.care.flags import Flags
     from batchrunner.care.tune.measure import Signs
 
@@ -40,8 +43,13 @@ MATCHED_AT_MOST = 128
 """With more waiting SGLang serves `lpm` first come, first served."""
 MOST_RAISE = 32
 """Of max-running-requests, at once."""
-BACKENDS = {9: ("fa3", "flashinfer"), 10: ("trtllm_mha", "flashinfer"), 8: ("flashinfer", "triton")}
-"""The guides' attention backends by the card's compute capability: Hopper, Blackwell, Ampere and Ada."""
+BACKENDS: dict[Architecture, tuple[str, ...]] = {
+    "hopper": ("fa3", "flashinfer"),
+    "blackwell": ("trtllm_mha", "flashinfer"),
+    "ada": ("flashinfer", "triton"),
+    "ampere": ("flashinfer", "triton"),
+}
+"""The guides' attention backend of each generation of cards, and the one to compare it with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class Machine:
     cpu: bool = True
     cards: int = 0
     card_gb: float = 0.0
-    capability: tuple[int, int] = (0, 0)
+    architecture: Architecture | None = None
     most_pool_tokens: int = 0
     """On a CPU: the KV pool that memory allows; 0 where that is not known."""
     ignores_eos: bool = False
@@ -201,11 +209,11 @@ def _policy(now: Now) -> Moves:
 
 
 def _attention(now: Now) -> Moves:
-    major = now.machine.capability[0]
-    if now.machine.cpu or major not in BACKENDS:
+    backends = BACKENDS.get(now.machine.architecture) if now.machine.architecture else None
+    if backends is None:
         return "no choice of backend for this device"
     current = now.value("attention-backend", now.signs.attention_backend)
-    return [Move({"attention-backend": v}, f"it is {current}") for v in BACKENDS[major] if v != current]
+    return [Move({"attention-backend": v}, f"it is {current}") for v in backends if v != current]
 
 
 def _compile(now: Now) -> Moves:
@@ -219,7 +227,7 @@ def _compile(now: Now) -> Moves:
 def _quantized(now: Now) -> Moves:
     if QUANTIZATION not in now.machine.allowed:
         return "not tried without --allow quantization: it changes answers"
-    if now.machine.capability < (8, 9):
+    if now.machine.architecture not in FP8:
         return "no FP8 on this device"
     choices: list[Args] = [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}]
     return [Move(args, "allowed") for args in choices if not args.keys() & now.args.keys()] or "on already"

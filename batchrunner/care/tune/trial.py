@@ -48,7 +48,7 @@ class Bench:
         place = self.directory / f"{number:03d}"
         args = {"decode-log-interval": LOG_INTERVAL, **ask.args}
         start_s = min(self.engine.start_timeout, within_s)
-        spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s})
+        spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s, "heal": False})
         engine = make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
             try:
@@ -156,9 +156,9 @@ class Meter:
         ended, why = self.end or ("measured", "all rows of the sample")
         result = self._watch.result(ended, why, self._last - (self._began or self._last), cost_s)
         log = self._log_path.read_bytes()[:MOST_LOG_BYTES] if self._log_path else b""
-        start, steady = (part.decode(errors="replace") for part in (log, log[self._steady_log or 0 :]))
+        lines, steady = (part.decode(errors="replace").splitlines() for part in self._parted(log))
         tokens = round(result.tokens_per_s * result.steady_s)
-        work = {**signs_at_start(start), **signs_of_work(steady, tokens)}
+        work = {**signs_at_start(lines), **signs_of_work(steady, tokens)}
         return replace(result, signs=replace(result.signs, **work))
 
     def stop(self, end: End | None) -> None:
@@ -166,6 +166,11 @@ class Meter:
         if end is not None and self.end is None:
             self.end, self._last = end, time.monotonic()
             self._control.stop(end[1])
+
+    def _parted(self, log: bytes) -> tuple[bytes, bytes]:
+        """Part a log at the beginning of steady time."""
+        at = len(log) if self._steady_log is None else self._steady_log
+        return log[:at], log[at:]
 
     def _log_size(self) -> int:
         return self._log_path.stat().st_size if self._log_path else 0
