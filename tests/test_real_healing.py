@@ -65,11 +65,13 @@ def test_killed_by_the_kernel_in_mid_run(tmp_path: Path) -> None:
     args = {"max-total-tokens": 100_000}
     job = long_rows_job(tmp_path, [120] * 120, tokens=2, device="cpu", args=args)
     command = [sys.executable, "-m", "batchrunner.cli", write_job(job, tmp_path)]
-    with memory_cgroup(8 << 30) as group:
-        with subprocess.Popen(group.command(*command), stderr=subprocess.PIPE, text=True) as process:
-            eventually(lambda: rows_done(tmp_path) >= 16 or process.poll() is not None, START_S)
-            eventually(lambda: group.squeeze(16 << 20) or process.poll() is not None, START_S)
-            _, errors = process.communicate(timeout=START_S)
+    with (
+        memory_cgroup(8 << 30) as group,
+        subprocess.Popen(group.command(*command), stderr=subprocess.PIPE, text=True) as process,
+    ):
+        eventually(lambda: rows_done(tmp_path) >= 16 or process.poll() is not None, START_S)
+        eventually(lambda: group.squeeze(16 << 20) or process.poll() is not None, START_S)
+        _, errors = process.communicate(timeout=START_S)
     assert process.returncode == 0, errors[-4000:]
     assert "killed by the kernel for want of memory: max-total-tokens 100000 -> 50000" in errors
     assert whole(job, 120)

@@ -76,5 +76,5 @@ def examine(life: Life, troubles: Sequence[Trouble]) -> Death:
         if _RAISED.match(line):
             return Death(trouble.phase, line[:300], trouble.running)
     if life.oom_kills and (life.code == KILLED or any(map(_KILLED_CHILD.search, life.lines))):
-        return Death("killed", f"the kernel killed {life.oom_kills} processes for want of memory")
+        return Death("killed", f"killed by the kernel for want of memory ({life.oom_kills} processes)")
     return Death("crash", f"exit {life.code}")

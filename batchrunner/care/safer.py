@@ -48,7 +48,8 @@ def in_effect(facts: Facts, flag: str) -> float | None:
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
     told = getattr(facts.ready, _AT_READY.get(flag, ""), None)
-    return facts.number(flag.replace("-", "_")) if told is None else float(told)
+    value = facts.number(flag.replace("-", "_")) if told is None else told
+    return int(value) if value is not None and value == int(value) else value
 
 
 def _smaller_chunks(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
