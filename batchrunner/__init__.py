@@ -120,6 +120,8 @@ The map; a file imports only from lines above its own (this one excepted), and a
     summary          what the report says of the load
     feedback         polls the load, shows it, writes it down
     status           what a run is at, from its files
+    care.ofrun       a run's directory → the same
+    care.advise      a log, a server or a run → advice
     htmlreport.story     a task's events → its load over time, thinned
     htmlreport.timeline  several tasks' stories on one grid
     htmlreport.charts    lines and counts → what a chart is drawn of
@@ -133,8 +135,6 @@ The map; a file imports only from lines above its own (this one excepted), and a
     check            what a run would do
     foreground       a run with signals and a display
     slurm            a job as a Slurm array
-    care.ofrun       a run's directory → the same
-    care.advise      a log, a server or a run → advice
     library          run, arun, generate, open_engine
     care.tune.measure  what a trial shows, and when it cannot win
     care.tune.race   which of two settings is faster
