@@ -58,7 +58,7 @@ CASES = {
         "running-capped", 200, 24, {"max_new_tokens": 60, "ignore_eos": True}, {"max-running-requests": 8}
     ),
     "max_new_tokens 2000, outputs of some 100, conservativeness 3": Case(
-        "conservative", 200, 24, {"max_new_tokens": 2000, "stop": ["q"], "temperature": 1.0},
+        "conservative", 600, 24, {"max_new_tokens": 2000, "stop": ["q"], "temperature": 1.0},
         {"schedule-conservativeness": 3},
     ),
     "a pool of 8,000 tokens, outputs of 1,000": Case(

@@ -124,6 +124,8 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
 REAL: dict[str, set[str]] = {
     "real_conservative.log": {"conservative"},
     "real_queue_empty.log": {"queue-empty"},
+    "real_retractions.log": {"retractions"},
+    "real_after_advice.log": {"conservative"},  # 0.3 now, and max_new_tokens is still far above the outputs
     "real_waves.log": set(),  # outputs of one length: usage goes from 0.4 to 0.99 again and again
 }
 """Thinned out logs of SGLang 0.5.23 on a CPU, each provoked by one wrong setting (benchmarks/advice.py)."""
@@ -247,7 +249,7 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         {"running-capped": "--max-running-requests 192"},
     ),
     "few running, not conservative": (
-        LogWriter().started(schedule_conservativeness=0.3).decode(30, r=100, u=0.5),
+        LogWriter().started(schedule_conservativeness=0.3).decode(30, r=100, u=0.5).prefill(new=8192),
         {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.67",
          "conservative": "a max_new_tokens nearer to real outputs"},
     ),

@@ -26,9 +26,12 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
     """Find that prefill brings new requests no faster than others end."""
     if not s.load.frequent("far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
+    prefills = s.log.prefills
+    if prefills.passes < s.limits.samples or prefills.filled < s.limits.frequent * prefills.passes:
+        return None
     return Finding(
         f"{s.load.median('running'):.0f} requests run of {s.max_running} that may, others wait and "
-        f"memory is left {s.often('far_below')}: they end as fast as prefill brings new ones",
+        f"memory is left {s.often('far_below')}: they end as fast as full prefill passes bring new ones",
         larger_chunk(s, flags),
         evidence=s.evidence("far_below"),
     )
@@ -96,7 +99,7 @@ def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
 def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any]:
     """Return the mem-fraction-static that leaves so many GB more; empty where there is room for them."""
     now, ready = s.facts.number("mem_fraction_static"), s.facts.ready
-    if now is None or not s.facts.card_gb or gb <= 0:
+    if s.facts.on_cpu or now is None or not s.facts.card_gb or gb <= 0:
         return {}
     if ready and ready.gpu_gb and ready.gpu_gb - gb >= s.limits.memory_low_gb:
         return {}

@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "running-low",
         f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
-        "conservativeness ≤ 0.3 already, the pool full in < 10%",
+        "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
         "`--chunked-prefill-size` doubled",
         "G1",
         pass_rules.running_low,

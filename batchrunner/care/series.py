@@ -22,6 +22,10 @@ MOST_TRACKS = 256
 PAUSE_S = 30.0
 """A silence that is longer is no work: it is not counted, and what ran dry before it was the end of a job."""
 DAY_S = 86_400.0
+WHOLE = 0.9
+"""Share of a prefill chunk from which it is full."""
+FEW = 2
+"""Prompts that fill it alone."""
 STEPS_A_LINE = 40
 """Decode steps between two lines (`--decode-log-interval`), for logs without times."""
 
@@ -100,8 +104,10 @@ class Prefills:
     prompts: int = 0
     new_tokens: int = 0
     cached_tokens: int = 0
+    filled: int = 0
+    """Passes that took a whole chunk …"""
     few_long: int = 0
-    """Passes that one or two prompts filled."""
+    """… which was one or two prompts."""
 
     def add(self, batch: Batch, chunk: int | None) -> None:
         """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
@@ -109,7 +115,9 @@ class Prefills:
         self.prompts += batch.new_seqs
         self.new_tokens += batch.new_tokens
         self.cached_tokens += batch.cached_tokens
-        self.few_long += bool(chunk and chunk > 0 and batch.new_seqs <= 2 and batch.new_tokens >= 0.9 * chunk)  # noqa: PLR2004
+        if chunk and chunk > 0 and batch.new_tokens >= WHOLE * chunk:
+            self.filled += 1
+            self.few_long += batch.new_seqs <= FEW
 
     @property
     def cached_share(self) -> float:
