@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from batchrunner.report import Report
     from batchrunner.shard import Shard
     from batchrunner.source import Source
+    from batchrunner.storage import RunDir
 
 log = logging.getLogger(__name__)
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
@@ -127,9 +128,15 @@ async def execute(
                 prepared.run_dir.discard()
         elif retry_failed:  # only now: a start that was refused changes nothing
             await asyncio.to_thread(drop_failed, prepared.run_dir)
-        if page:  # when the engine has gone: a card is not to be held for it
-            at_last.push_async_callback(asyncio.to_thread, leave_page, prepared.run_dir)
+        if page:
+            at_last.push_async_callback(_show, prepared.run_dir, control)
         return await _Run(prepared, engine, info, start, display, control, claim).go()
+
+
+async def _show(run_dir: RunDir, control: Control) -> None:
+    """Leave the page; when the engine has gone, since a card is not to be held for it."""
+    if not control.at_once:  # then a SIGKILL may be near
+        await asyncio.to_thread(leave_page, run_dir)
 
 
 async def _give_back(source: Source, claim: Claim) -> None:

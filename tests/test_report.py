@@ -158,7 +158,7 @@ def test_a_run_that_goes_on_and_is_killed(tmp_path: Path) -> None:
             run.process.wait()
             killed = shown(tmp_path / "run")
         assert "not finished" in killed
-        assert "its log has no end" in killed
+        assert "Its log has no end" in killed
         assert "50 ok 0 failed, 10 left of 60" in killed
         server.answer_held()
         assert batchrun(file).exit_code == 0
@@ -262,6 +262,17 @@ def test_retractions_are_counted_by_the_minute() -> None:
     timeline = make_timeline([tell("main", events())])
     assert timeline.retractions == 2 * 27
     assert {value.mean for value in timeline.retractions_per_min if value} == {0.0, 3.0}
+
+
+def test_many_schedulers_share_a_line() -> None:
+    """Of more schedulers than can be told apart the mean and the range are drawn."""
+    story = tell("main", [sample(1000 + at, queue=at) for at in range(10)])
+    many = [tell(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
+    assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]
+    ((label, line),) = make_timeline(many).of_schedulers("queue").items()
+    assert "20" in label
+    assert line[0] is not None
+    assert (line[0].low, line[0].mean, line[0].high) == (0, 9.5, 19)
 
 
 def test_an_axis_of_overlapping_spans() -> None:

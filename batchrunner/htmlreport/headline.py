@@ -109,7 +109,7 @@ def _state(run_dir: RunDir, stories: Sequence[Story], left: int, *, too_many: bo
     if left:
         last = max((story.spans[-1] for story in stories), key=lambda span: span.ended, default=None)
         why = (last and last.reason) or "its log has no end: it was killed, or its machine went down"
-        return "warn", "not finished", f"{why}. Run the same command again to go on."
+        return "warn", "not finished", f"{why[0].upper()}{why[1:]}. Run the same command again to go on."
     if too_many:
         return "bad", "done, with failed rows", "More rows failed than limits.max_failed_rows tolerates."
     return "good", "done", "All rows have a result."

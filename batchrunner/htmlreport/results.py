@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MEMORY = "256MB"
 """What duckdb may use for its own."""
-THREADS = 2
+THREADS = 1
 BINS = 40
 """Of a histogram, at most; and one for all values above."""
 TAIL = 1.5
