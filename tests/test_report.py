@@ -87,6 +87,17 @@ def test_a_run_leaves_its_page(tmp_path: Path) -> None:
     assert moment.sub("", (run / "report.html").read_text()) == moment.sub("", left)
 
 
+def test_it_is_opened_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--open` hands the page to the browser, and nothing else does."""
+    opened: list[str] = []
+    monkeypatch.setattr("typer.launch", opened.append)
+    batchrunner.run(job_of(tmp_path))
+    assert batchrun("report", tmp_path / "run").exit_code == 0
+    assert opened == []
+    assert batchrun("report", tmp_path / "run", "--open").exit_code == 0
+    assert opened == [str(tmp_path / "run" / "report.html")]
+
+
 def test_it_needs_nothing_else(tmp_path: Path) -> None:
     """The page names no other file and no address: it is one file that works without a network."""
     batchrunner.run(job_of(tmp_path))
