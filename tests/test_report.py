@@ -113,7 +113,9 @@ def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.Mon
     """Outputs, errors, carried columns and paths that look like HTML, or are a megabyte long, are shown."""
     monkeypatch.setitem(fake_sglang.REFUSALS, "too long", (400, HOSTILE + "x" * 1_000_000))
     name = "<img src=x onerror=alert(2)> & 'run'[1]*"
-    write_rows(tmp_path / "input.parquet", 4, title=[HOSTILE, "x" * 1_000_000, None, "\U0001f600"])
+    write_rows(
+        tmp_path / "input.parquet", 4, title=[HOSTILE, "x" * 1_000_000, None, "\U0001f600\u3000\u200d"]
+    )
     with FakeSGLang(lambda sent: "answer" if "3" in sent.prompt else "too long") as server:
         job = job_of(tmp_path, server, limits={"max_failed_rows": 4})
         job["input"]["columns"] = ["title"]
@@ -128,6 +130,7 @@ def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.Mon
     assert name in page.text
     text = (tmp_path / name / "report.html").read_text(encoding="utf-8")
     assert not set(text) & {"\x00", "\x1b", "\u202e"}
+    assert "\U0001f600\u3000\u200d" in text
     assert len(text) < 200_000
 
 

@@ -79,9 +79,7 @@ def head_of(
         rows_total=total,
         rows_left=left,
         working_s=working_s,
-        how_often=f"{starts} start"
-        + "s" * (starts != 1)
-        + (f" of {len(stories)} tasks" if len(stories) > 1 else ""),
+        how_often=_how_often(starts, len(stories)),
         output_tokens_per_s=results.output_tokens / working_s if working_s else 0.0,
         prompt_tokens_per_s=results.prompt_tokens / working_s if working_s else 0.0,
         cached_share=results.cached_tokens / results.prompt_tokens if results.prompt_tokens else None,
@@ -102,10 +100,8 @@ def _state(run_dir: RunDir, stories: Sequence[Story], left: int, *, too_many: bo
     tasks = [RunDir(run_dir.path, story.task) for story in stories]
     holders = [who for task in tasks if (who := holder_of(task, last_sample(task.events)))]
     if holders:
-        at_it = (
-            f"{len(holders)} of {len(stories)} tasks are at it" if len(stories) > 1 else f"by {holders[0]}"
-        )
-        return "live", "running", f"{at_it}; this is what was on disk when the page was written."
+        who = holders[0] if len(stories) == 1 else f"{len(holders)} of {len(stories)} tasks"
+        return "live", "running", f"At it: {who}. This is what was on disk when the page was written."
     if left:
         last = max((story.spans[-1] for story in stories), key=lambda span: span.ended, default=None)
         why = (last and last.reason) or "its log has no end: it was killed, or its machine went down"

@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import logging
+import re
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -44,6 +45,10 @@ log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 MOST_STARTS = 30
 MOST_REASONS = 8
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|[\u202a-\u202e\u2066-\u2069]"
+)
+"""Controls, lone surrogates, changes of direction, no characters."""
 
 
 def write_page(run_dir: RunDir) -> Path:
@@ -208,8 +213,8 @@ def _template() -> jinja2.Template:
 
 
 def _visible(text: object) -> str:
-    """Return a text without characters that HTML does not know: controls, lone surrogates."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+    """Return a text without what HTML does not know, or what would turn the text around it."""
+    return _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", str(text))
 
 
 def _moment(seconds: float) -> str:
