@@ -169,7 +169,5 @@ def _read(life: Life) -> _Reading:
 
 def _shown(args: Mapping[str, Any], old: Mapping[str, float | None] = {}) -> str:
     """Write arguments as `chunked-prefill-size 8192 -> 4096`, or the new value alone."""
-    before = {
-        name: f"{int(value) if value == int(value) else value} -> " for name, value in old.items() if value
-    }
+    before = {name: f"{value} -> " for name, value in old.items() if value is not None}
     return ", ".join(f"{name} {before.get(name, '')}{value}" for name, value in args.items())
