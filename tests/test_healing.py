@@ -144,7 +144,12 @@ def test_the_jobs_own_arguments_win(tmp_path: Path) -> None:
     assert "4096 -> 2048 at the next start (engine.args has chunked-prefill-size: 4096" in result.stderr
 
 
-@pytest.mark.parametrize("death", ['sys.exit("no")', "os._exit(3)", "os.kill(os.getpid(), 9)"])
+CHILD = """[
+    print("[2026-11-22 04:46:38] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Cleanup"),
+    print("[2026-11-22 04:46:39] Sleeping 5 seconds before crash diagnostics", flush=True), os._exit(137)]"""
+
+
+@pytest.mark.parametrize("death", [CHILD, 'sys.exit("no")', "os._exit(3)", "os.kill(os.getpid(), 9)"])
 def test_a_crash_changes_nothing(tmp_path: Path, death: str) -> None:
     """Only a want of memory is healed: after a crash or somebody's kill -9 the arguments are the same."""
     once = f'if not os.path.exists(os.environ["ONCE"]): open(os.environ["ONCE"], "w").close(); {death}'
@@ -156,6 +161,8 @@ def test_a_crash_changes_nothing(tmp_path: Path, death: str) -> None:
     assert others == [first] * len(others)
     assert "engine_healed" not in events_of(job)
     assert not learned(tmp_path)
+    if death == CHILD:  # the cause is told, not what was done then
+        assert "the engine died (exit 137): Subprocess scheduler_0 (pid=7) crashed" in result.stderr
 
 
 def test_healing_can_be_switched_off(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-general",
         "out of memory, not known where",
-        "`--mem-fraction-static` 0.8, then 0.7",
+        "`--mem-fraction-static` 0.8, then 0.7, 0.6",
         "G1-G4",
         memory_rules.oom_general,
         "more room for all but the KV pool",

@@ -17,7 +17,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # sglang_router colours its log, termin
 # for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
 _CAUSE = re.compile(
     r"^(?:- )?([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|[\w. ]+: error: .+|.*out of memory.*"
-    r"|Not enough memory.*|.*address already in use.*|.*Killed$)",
+    r"|Not enough memory.*|.*address already in use.*|.*Killed$|Subprocess \S+ .*crashed.*)",
     re.IGNORECASE,
 )
 # what follows from a cause elsewhere, and would hide it
