@@ -374,5 +374,7 @@ def test_the_log_tells_the_rest() -> None:
     }
     work = signs_of_work(LOG.splitlines(), tokens=4200)
     assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
+    several = signs_of_work([line for line in LOG.splitlines() if "Decode" in line] * 3, tokens=0)
+    assert (several["running"], several["usage"]) == (266.5, 0.82)
     on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
     assert on_cpu["graph_off_share"] is None

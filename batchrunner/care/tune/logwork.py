@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.batchlines import Arguments, Batch, Ready, clean, record_in
+from batchrunner.engines.batchlines import Arguments, Batch, Ready, clean, origin_of, record_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LOG_INTERVAL = 10
 """Trials' `decode-log-interval`: passes are counted to within 10, and a line costs next to nothing."""
+FEWEST_DECODES = 5
+"""Lines of decode passes that make a mean."""
 
 
 def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
@@ -27,14 +30,23 @@ def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def signs_of_work(lines: Iterable[str], tokens: int) -> dict[str, Any]:
-    """Return what the log of a time with so many output tokens says of its passes, as fields of `Signs`."""
-    batches = [record for line in lines if isinstance(record := record_in(clean(line)), Batch)]
+    """Return what the log of a time with so many output tokens says of its passes, as fields of `Signs`.
+
+    Running and usage are those of decode passes: polls see many a prefill, in which fewer run.
+    """
+    told = [(line, record) for line in map(clean, lines) if isinstance(record := record_in(line), Batch)]
+    batches = [batch for _, batch in told]
     decodes = [batch for batch in batches if batch.decode]
     prefilled = [batch.new_tokens for batch in batches if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
     passes = LOG_INTERVAL * len(decodes) + len(prefilled)
-    return {
+    found: dict[str, Any] = {}
+    if len(decodes) >= FEWEST_DECODES:
+        ranks = len({origin_of(line).dp for line, _ in told})
+        found["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
+        found["usage"] = round(fmean(batch.usage for batch in decodes), 3)
+    return found | {
         "tokens_per_pass": round(tokens / passes, 3) if passes else None,
-        "prefill_per_pass": round(sum(prefilled) / len(prefilled), 1) if prefilled else None,
+        "prefill_per_pass": round(fmean(prefilled), 1) if prefilled else None,
         "graph_off_share": round(graphs.count(False) / len(graphs), 3) if graphs else None,
     }
