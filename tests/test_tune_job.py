@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchrunner.care.tune import measure
 from batchrunner.care.tune.edit import apply_args, edited
-from batchrunner.care.tune.logwork import signs_at_start, signs_of_work
+from batchrunner.care.tune.logwork import output_rate, signs_at_start, signs_of_work
 from batchrunner.care.tune.sample import BLOCK_ROWS, chosen, spread, take
 from batchrunner.care.tune.tuner import engine_to_tune
 from batchrunner.errors import JobError
@@ -376,5 +376,10 @@ def test_the_log_tells_the_rest() -> None:
     assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
     several = signs_of_work([line for line in LOG.splitlines() if "Decode" in line] * 3, tokens=0)
     assert (several["running"], several["usage"]) == (266.5, 0.82)
+    rates = [line for line in LOG.splitlines() if "Decode" in line] * 3
+    faster = [line.replace("4594.01", "9188.02") for line in rates]
+    assert output_rate(rates) == 4594.01
+    assert output_rate(faster + rates) == pytest.approx(4594.01 * 4 / 3, abs=0.1)  # by time, not by lines
+    assert output_rate(rates[:2]) is None
     on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
     assert on_cpu["graph_off_share"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -50,3 +51,25 @@ def signs_of_work(lines: Iterable[str], tokens: int) -> dict[str, Any]:
         "prefill_per_pass": round(fmean(prefilled), 1) if prefilled else None,
         "graph_off_share": round(graphs.count(False) / len(graphs), 3) if graphs else None,
     }
+
+
+def output_rate(lines: Iterable[str]) -> float | None:
+    """Return a time's output tokens a second, by the scheduler's own clock; None where few passes decode.
+
+    Rows that end tell it later and less exactly: at either end of the time many are half done. Each line
+    tells its rate since the one before, prefills included, and for how many passes it stands: means are
+    weighted by the time that is.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    tokens: defaultdict[str, float] = defaultdict(float)
+    count = 0
+    for line in map(clean, lines):
+        record = record_in(line)
+        if isinstance(record, Batch) and record.decode and record.throughput:
+            rank = origin_of(line).dp
+            seconds[rank] += record.running / record.throughput
+            tokens[rank] += record.running
+            count += 1
+    if count < FEWEST_DECODES:
+        return None
+    return round(sum(tokens[rank] / seconds[rank] for rank in seconds if seconds[rank]), 2)

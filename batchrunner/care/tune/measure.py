@@ -20,8 +20,8 @@ LEAST_STEADY_S, MOST_STEADY_S = 10.0, 120.0
 """A trial is measured for so long: long beside a poll; no longer, however slow the rows are."""
 GENERATIONS = 2
 """A generation is as many rows as run at once. One warms up (its rows began together), two are measured."""
-LEAST_JUDGED_S = 4.0
-"""Of steady time, before a trial may be found to be behind."""
+LEAST_JUDGED_S = 5.0
+"""Of steady time, and a generation, before a trial may be found to be behind."""
 HOPELESS = 0.5
 """A trial that is not steady yet is behind when it has put out less than this share of what the best had."""
 MOST_POINTS = 240
@@ -169,7 +169,7 @@ class Watch:
     def _behind(self, at_s: float) -> End | None:
         assert self._warm is not None
         since_s, tokens, rows = self._warm
-        if self.rival is None or at_s - since_s < LEAST_JUDGED_S or 2 * (self.rows - rows) < self._peak:
+        if self.rival is None or at_s - since_s < LEAST_JUDGED_S or self.rows - rows < self._peak:
             return None
         theirs = tokens_at(self.rival.curve, at_s) - tokens_at(self.rival.curve, since_s)
         share = (self.tokens - tokens) / max(theirs, 1.0)

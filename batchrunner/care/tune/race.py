@@ -77,8 +77,11 @@ def spread_of(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
 
 
 def margin_of(spread: tuple[float, int]) -> float:
-    """Return by which share a trial has to be behind the best to be given up: twice the noise of a ratio."""
-    return min(0.5, 2 * math.sqrt(2) * spread[0])
+    """Return by which share a trial has to be behind the best to be given up: thrice the noise of a ratio.
+
+    Curves count rows that ended, which is a rougher measure than a whole trial's: a fifth at least.
+    """
+    return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
 
 
 def same_work(mine: Signs, best: Signs) -> bool:

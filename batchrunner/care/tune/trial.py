@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchrunner.care.tune.logwork import LOG_INTERVAL, signs_at_start, signs_of_work
+from batchrunner.care.tune.logwork import LOG_INTERVAL, output_rate, signs_at_start, signs_of_work
 from batchrunner.care.tune.measure import Result, Watch
 from batchrunner.control import Control
 from batchrunner.engines.registry import make_engine
@@ -108,6 +108,7 @@ class Meter:
         self._opened = self._last = time.monotonic()
         self._began: float | None = None
         self._steady_log: int | None = None
+        self._end_log: int | None = None
 
     async def open(self) -> EngineInfo:
         """Never called: it is open."""
@@ -159,18 +160,19 @@ class Meter:
         lines, steady = (part.decode(errors="replace").splitlines() for part in self._parted(log))
         tokens = round(result.tokens_per_s * result.steady_s)
         work = {**signs_at_start(lines), **signs_of_work(steady, tokens)}
-        return replace(result, signs=replace(result.signs, **work))
+        rate = output_rate(steady) or result.tokens_per_s
+        return replace(result, tokens_per_s=rate, signs=replace(result.signs, **work))
 
     def stop(self, end: End | None) -> None:
         """End the trial, where there is a reason to; the first one counts."""
         if end is not None and self.end is None:
-            self.end, self._last = end, time.monotonic()
+            self.end, self._last, self._end_log = end, time.monotonic(), self._log_size()
             self._control.stop(end[1])
 
     def _parted(self, log: bytes) -> tuple[bytes, bytes]:
         """Part a log at the beginning of steady time."""
         at = len(log) if self._steady_log is None else self._steady_log
-        return log[:at], log[at:]
+        return log[:at], log[at : self._end_log]
 
     def _log_size(self) -> int:
         return self._log_path.stat().st_size if self._log_path else 0
