@@ -131,7 +131,6 @@ The map; a file imports only from lines above its own (this one excepted), and a
     htmlreport.loadcharts  which charts of the load there are
     htmlreport.page      all of it → report.html
     runner           one run from start to end: puts the parts together
-    picture          a run over time, drawn
     check            what a run would do
     foreground       a run with signals and a display
     slurm            a job as a Slurm array

@@ -286,18 +286,6 @@ def report(
 
 
 @app.command()
-def plot(run: RunArgument) -> None:
-    """Draw a run (or each of its tasks) over time into run.png: queue, running, token usage, window, rate.
-
-    Example: batchrun plot out/summarize
-    """
-    from batchrunner.picture import draw  # noqa: PLC0415
-
-    pictures: list[Path] = _or_exit(draw, run)
-    _print([str(picture) for picture in pictures])
-
-
-@app.command()
 def advise(
     source: Annotated[
         str,

@@ -33,7 +33,6 @@ OF_A_TASK = (
     "events.jsonl",
     "report.json",
     "report.html",
-    "run.png",
     "engine*.log",
     "owner*",
     "heartbeat",
