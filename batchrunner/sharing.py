@@ -18,6 +18,8 @@ HALF_LIFE_S = 60.0
 """Of what is known of a route's speed: rows of one length end in waves as long as one of them takes."""
 PRIOR_ROWS = 10.0
 """Rows that each route is taken to have ended before the first: at the start all are alike."""
+LEAST_ROWS = 1e-3
+"""What is left of them after a long silence, which makes all alike again."""
 
 
 class Shares:
@@ -25,7 +27,7 @@ class Shares:
 
     def __init__(self, routes: Sequence[str]) -> None:
         self._ended = dict.fromkeys(routes, PRIOR_ROWS)
-        self._decayed_at = 0.0
+        self._decayed_at: float | None = None  # no clock begins at 0: an uptime is no silence
 
     def ended(self, route: str) -> None:
         """Take note of a row that came to its end on a route."""
@@ -36,10 +38,10 @@ class Shares:
 
         Together they are at least `left`, so that no row is kept back.
         """
-        kept = 0.5 ** ((now - self._decayed_at) / HALF_LIFE_S)
+        since = now if self._decayed_at is None else self._decayed_at
         self._decayed_at = now
-        for route in self._ended:
-            self._ended[route] *= kept
+        for route, rows in self._ended.items():
+            self._ended[route] = max(LEAST_ROWS, rows * 0.5 ** ((now - since) / HALF_LIFE_S))
         able = {r: n for r, n in self._ended.items() if r not in silent} or self._ended
         total = sum(able.values())
         return {r: max(1, math.ceil(left * able.get(r, 0.0) / total)) for r in self._ended}

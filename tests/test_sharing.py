@@ -17,13 +17,21 @@ ROUTES = ("a", "b", "c")
     left=st.integers(1, 10**9),
     ended=st.lists(st.sampled_from(ROUTES), max_size=50),
     silent=st.sets(st.sampled_from(ROUTES)),
+    now=st.floats(0, 1e9),
+    later_s=st.floats(0, 1e9),
 )
-def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str]) -> None:
-    """Whoever is silent, the shares together hold all that is left, and every route a row at least."""
+def test_no_row_is_kept_back(
+    left: int, ended: list[str], silent: set[str], now: float, later_s: float
+) -> None:
+    """Whoever is silent, and for however long, all that is left is shared out, and every route has a row.
+
+    The clock may be the machine's uptime, of a day or a year.
+    """
     shares = Shares(ROUTES)
+    shares.of(left, now)
     for route in ended:
         shares.ended(route)
-    found = shares.of(left, 1.0, silent)
+    found = shares.of(left, now + later_s, silent)
     assert sum(found.values()) >= left
     assert min(found.values()) >= 1
     if silent != set(ROUTES):
