@@ -33,7 +33,6 @@ from tests.conftest import (
     write_rows,
 )
 from tests.fake_sglang import FakeSGLang
-from tests.test_layout import loaded_by
 from tests.test_results import CARRIED
 
 if TYPE_CHECKING:
@@ -526,13 +525,6 @@ def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
     (told,) = chosen(job)
     assert (told["order"], told["rows_sampled"]) == ("prefix", 3000)
     assert told["sorted_share"] > told["input_share"] + 0.05
-
-
-@pytest.mark.parametrize(("order", "loads"), [("auto", False), ("prefix", True)])
-def test_only_who_sorts_loads_the_database(tmp_path: Path, order: str, *, loads: bool) -> None:
-    """A start that leaves rows as they stand does not pay for what sorts them."""
-    file = write_job(job_of(tmp_path, order=order), tmp_path)
-    assert ("duckdb" in loaded_by(f"import batchrunner; batchrunner.run({str(file)!r})")) == loads
 
 
 def test_auto_leaves_a_small_input_alone(tmp_path: Path, server: FakeSGLang) -> None:
