@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -92,10 +93,22 @@ Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
 
 
+def _as_utf8(path: str) -> str:
+    """Refuse a path that no JSON can hold: run.json and the event log name it."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"not valid UTF-8 (got {path!r}): give a path that is") from None
+    return path
+
+
+_Path: TypeAlias = Annotated[str, AfterValidator(_as_utf8)]
+
+
 class InputSpec(_Spec):
     """Where the rows come from."""
 
-    path: str | Annotated[list[str], Field(min_length=1)]
+    path: _Path | Annotated[list[_Path], Field(min_length=1)]
     """A Parquet file, a list of them, a glob, or a directory (Hive partitions become columns); local or
     a URI that pyarrow knows (s3://, gs://, hdfs://)."""
     columns: list[str] = []
@@ -247,7 +260,7 @@ def _check_regex(pattern: str) -> None:
 class OutputSpec(_Spec):
     """Where the results go."""
 
-    path: str
+    path: _Path
     """Directory of the run: parts/*.parquet, report.json, events.jsonl, the engine's log."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Rows in a part, at most; a part is also written when 30 s have passed."""

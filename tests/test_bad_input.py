@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import batchrunner
-from batchrunner.errors import InputError
+from batchrunner.errors import InputError, JobError
 from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
 from tests.fake_sglang import FakeSGLang
 
@@ -320,6 +320,14 @@ def test_impossible_paths(tmp_path: Path, section: str, name: str) -> None:
     changes: dict[str, Any] = {section: {"path": f"{tmp_path}/{name}"}}
     job = job_of(tmp_path, **changes)
     assert refusal(job, tmp_path)
+
+
+@pytest.mark.parametrize("section", ["input", "output"])
+def test_a_path_that_is_no_text(tmp_path: Path, section: str) -> None:
+    """A path of bytes that are no UTF-8, as a shell passes them on, is refused in one line."""
+    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/\udce9"}}
+    with pytest.raises(JobError, match=f"{section}.path.*not valid UTF-8"):
+        batchrunner.run(job_of(tmp_path, **changes))
 
 
 @contextlib.contextmanager
