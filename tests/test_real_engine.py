@@ -383,8 +383,9 @@ def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> N
             assert cut["output"][:4] == ours["output"][:4]
 
 
-async def test_trials_of_flags(tiny: Path, tmp_path: Path) -> None:
+async def test_trials_of_flags(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of two settings and of a flag that SGLang refuses: speeds, passes and deaths as they are."""
+    monkeypatch.setattr("batchrunner.care.tune.measure.LEAST_STEADY_S", 4.0)
     ids = [[(7 * row + at) % 9000 + 100 for at in range(40)] for row in range(2000)]
     pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), tmp_path / "input.parquet")
     job = load_job(

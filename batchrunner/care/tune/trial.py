@@ -45,26 +45,27 @@ class Bench:
         Raises EngineStartError where SGLang cannot be started at all, BatchrunError where the job is wrong.
         """
         began = time.monotonic()
-        place = self.directory / f"{number:03d}"
+        result = await self._run(ask, self.directory / f"{number:03d}", within_s)
+        return replace(result, cost_s=round(time.monotonic() - began, 1))  # the server's end too
+
+    async def _run(self, ask: Ask, place: Path, within_s: float) -> Result:
+        began = time.monotonic()
         args = {"decode-log-interval": LOG_INTERVAL, **ask.args}
         start_s = min(self.engine.start_timeout, within_s)
         spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s, "heal": False})
         engine = make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
-            try:
-                info = await engine.open()
-            except EngineStartError as failure:
-                cut = time.monotonic() - began >= within_s
-                return Result("cut" if cut else "died", str(failure), time.monotonic() - began)
+            info = await engine.open()
             left_s = within_s - (time.monotonic() - began)
-            return await self._measure(engine, info, ask, place / "run", began, left_s)
+            return await self._measure(engine, info, ask, place / "run", left_s)
+        except EngineStartError as failure:
+            cut = time.monotonic() - began >= within_s
+            return Result("cut" if cut else "died", str(failure), 0.0)
         finally:
             await engine.close()
             shutil.rmtree(place / "run", ignore_errors=True)
 
-    async def _measure(
-        self, engine: Engine, info: EngineInfo, ask: Ask, out: Path, began: float, left_s: float
-    ) -> Result:
+    async def _measure(self, engine: Engine, info: EngineInfo, ask: Ask, out: Path, left_s: float) -> Result:
         control = Control()
         meter = Meter(engine, Watch(ask.rival), control, left_s, Path(info.log) if info.log else None)
         try:
@@ -75,7 +76,7 @@ class Bench:
         except EngineLostError as failure:
             meter.stop(("died", str(failure)))
             failed = 0.0
-        result = meter.result(time.monotonic() - began)
+        result = meter.result()
         signs = replace(result.signs, prefill_limit=result.signs.prefill_limit or info.prefill_tokens)
         return replace(result, signs=signs, failed_share=round(failed, 4))
 
@@ -152,10 +153,10 @@ class Meter:
     async def close(self) -> None:
         """Do nothing: whoever opened the engine closes it."""
 
-    def result(self, cost_s: float) -> Result:
+    def result(self) -> Result:
         """Say what the trial came to, at its end."""
         ended, why = self.end or ("measured", "all rows of the sample")
-        result = self._watch.result(ended, why, self._last - (self._began or self._last), cost_s)
+        result = self._watch.result(ended, why, self._last - (self._began or self._last), 0.0)
         log = self._log_path.read_bytes()[:MOST_LOG_BYTES] if self._log_path else b""
         lines, steady = (part.decode(errors="replace").splitlines() for part in self._parted(log))
         tokens = round(result.tokens_per_s * result.steady_s)

@@ -132,17 +132,17 @@ async def drive(
 ) -> float:
     """Answer a search's questions, from what is kept or by a trial, within the budget; return what was spent.
 
-    No trial begins that cannot be measured in what is left, by the shortest so far, and one is ended when
-    nothing is left; what it showed is not kept.
+    No trial begins that would take more than what is left, by the last that was measured, and one is ended
+    when nothing is left; what it showed is not kept.
     """
     steps = search.steps()
-    spent_s, least_s, number = 0.0, 0.0, 0
+    spent_s, last_s, number = 0.0, 0.0, 0
     ask = next(steps)
     while True:
         result = history.find(ask.args, ask.turn)
         if result is None:
             left_s = budget_s - spent_s
-            if left_s <= least_s:
+            if left_s <= last_s:
                 search.reason = "the time for tuning is over"
                 return spent_s
             result = await run(ask, number, left_s)
@@ -153,7 +153,7 @@ async def drive(
         number += 1
         spent_s += result.cost_s
         if result.ended == "measured":
-            least_s = min(least_s or result.cost_s, result.cost_s)
+            last_s = result.cost_s
         _tell(number, ask, result, search)
         try:
             ask = steps.send(result)
