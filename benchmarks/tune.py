@@ -112,8 +112,8 @@ def measure(tokenizer: Path, rows: int, pairs: int) -> dict[str, Any]:
             runs = {name: trial(bench, sides[name], 100 + 2 * turn + at) for at, name in enumerate(names)}
             turns.append({name: run.tokens_per_s for name, run in runs.items()})
     return {
-        "rows": rows, "tune_s": round(tune_s, 1), "grid_s": round(grid_s, 1), "tuned": found.as_dict(),
-        "grid": grid, "grid_best": best, "pairs": turns,
+        "rows": rows, "tune_s": round(tune_s, 1), "grid_s": round(grid_s, 1),
+        "tuned": {**found.as_dict(), "job": "job.yaml"}, "grid": grid, "grid_best": best, "pairs": turns,
     }  # fmt: skip
 
 
