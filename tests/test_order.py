@@ -33,6 +33,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.fake_sglang import FakeSGLang
+from tests.test_layout import loaded_by
 from tests.test_results import CARRIED
 
 if TYPE_CHECKING:
@@ -525,6 +526,17 @@ def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
     (told,) = chosen(job)
     assert (told["order"], told["rows_sampled"]) == ("prefix", 3000)
     assert told["sorted_share"] > told["input_share"] + 0.05
+
+
+@pytest.mark.parametrize(("order", "loads"), [("auto", False), ("prefix", True)])
+def test_only_who_sorts_loads_the_database(tmp_path: Path, order: str, *, loads: bool) -> None:
+    """A start that leaves rows as they stand does not pay for what sorts them; the page is another matter."""
+    file = write_job(job_of(tmp_path, order=order), tmp_path)
+    code = (
+        "import asyncio; from batchrunner.jobfile import load_job; from batchrunner.runner import execute; "
+        f"asyncio.run(execute(load_job({str(file)!r}), page=False))"
+    )
+    assert ("duckdb" in loaded_by(code)) == loads
 
 
 def test_auto_leaves_a_small_input_alone(tmp_path: Path, server: FakeSGLang) -> None:
