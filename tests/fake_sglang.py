@@ -110,6 +110,7 @@ class FakeSGLang:
         self.polled = 0
         """How often the load was asked for."""
         self._in_flight = 0
+        self._released = False
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
         self._up = threading.Event()
@@ -138,7 +139,16 @@ class FakeSGLang:
 
     def answer_held(self) -> None:
         """Let everything that is held, or will be, be answered."""
-        self._loop.call_soon_threadsafe(self._released.set)
+        self._released = True
+        self.ask_again()
+
+    def ask_again(self) -> None:
+        """Let what is held be answered where the script no longer says that it is."""
+        self._loop.call_soon_threadsafe(self._wake_held)
+
+    def _wake_held(self) -> None:
+        self._asked_again.set()  # it wakes those who wait now, and nobody later
+        self._asked_again.clear()
 
     def forget(self) -> None:
         """Start counting anew."""
@@ -147,7 +157,7 @@ class FakeSGLang:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._over, self._released = asyncio.Event(), asyncio.Event()
+        self._over, self._asked_again = asyncio.Event(), asyncio.Event()
         self._slots = asyncio.Semaphore(self.max_running)
         app = web.Application(client_max_size=1 << 26)
         if self.is_sglang:
@@ -272,7 +282,7 @@ class FakeSGLang:
     async def _react(self, request: web.Request, sent: Sent, what: Behaviour) -> web.StreamResponse:
         match what:
             case "hold":
-                await self._released.wait()
+                await self._hold(sent)
             case "disconnect" | "die":
                 assert request.transport is not None
                 if what == "die" and self._site in self._runner.sites:
@@ -290,6 +300,12 @@ class FakeSGLang:
         if what in REFUSALS:
             return self._error(sent, *REFUSALS[what])
         return web.json_response(answer(sent, text="" if what == "empty" else None))
+
+    async def _hold(self, sent: Sent) -> None:
+        while not self._released:
+            await self._asked_again.wait()
+            if not self._released and self.script(sent) != "hold":
+                break
 
     def _error(self, sent: Sent, status: int, message: str) -> web.Response:
         body: dict[str, Any] = {"error": {"message": message}}

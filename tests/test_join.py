@@ -204,12 +204,14 @@ def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
 
 def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
     """What a killed task held is done by one that lives, and what it had finished is not done again."""
-    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 10 == 9 else "answer"
+    server.script = lambda _: "hold"
     job = job_of(tmp_path, server, rows=200, output={"durable": 0.1}, window=64)
     file = write_job(job, tmp_path)
     with started(file, "--join") as first, started(file, "--join") as second:
-        eventually(lambda: _rows_on_disk(tmp_path / "run") > 90)
         eventually(lambda: len(_holders(tmp_path / "run")) == 2)
+        server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 10 == 9 else "answer"
+        server.ask_again()
+        eventually(lambda: _rows_on_disk(tmp_path / "run") > 90)
         kept = {row for task in RunDir(tmp_path / "run").all_tasks() for row in read_done(task).rows}
         first.process.kill()
         first.process.wait()
