@@ -12,7 +12,7 @@ from batchrunner.care.flags import of_arguments, version_of
 from batchrunner.care.host import memory_bytes
 from batchrunner.care.logfile import LogReader
 from batchrunner.care.remembered import Lesson, Remembered
-from batchrunner.care.safer import in_effect, safer
+from batchrunner.care.safer import MORE_CONSERVATIVE, in_effect, safer
 from batchrunner.care.thresholds import Thresholds
 from batchrunner.engines.device import cards
 from batchrunner.engines.model import model_identity
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 MOST_CHANGES = 6
 """In one run: every one costs a start. It is three steps of the pool's share, two of the chunk, and one."""
-CALM, LEAST_SPAN_S = 1.3, 300.0
-"""`--schedule-conservativeness` for frequent retractions, by the guides; less work tells no rate."""
+LEAST_SPAN_S = 300.0
+"""Less work tells no rate of retractions."""
 _HOPELESS = {
     "killed": "the machine, or our cgroup on it, has too little memory",
     "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
@@ -123,8 +123,8 @@ class Healer:
         """
         series, name = told.series, "schedule-conservativeness"
         often = series.retractions_per_min > series.limits.retractions_per_min
-        calm = (in_effect(told.facts, name) or 1.0) >= CALM or name in self._given
-        return {name: CALM} if often and not calm and series.busy_s >= LEAST_SPAN_S else {}
+        calm = (in_effect(told.facts, name) or 1.0) >= MORE_CONSERVATIVE or name in self._given
+        return {name: MORE_CONSERVATIVE} if often and not calm and series.busy_s >= LEAST_SPAN_S else {}
 
     def _overruled(self, args: Mapping[str, Any]) -> str:
         """Say where the job's own value is changed."""

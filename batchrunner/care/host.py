@@ -24,8 +24,17 @@ def oom_kills() -> int | None:
 
 def memory_bytes() -> int | None:
     """Return the memory that we may take, in bytes: the machine's, or our cgroup's limit if that is less."""
-    total = re.search(r"^MemTotal: +(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE)
-    limits = [int(total[1]) << 10] if total else []
+    return _within_limit("MemTotal")
+
+
+def free_bytes() -> int | None:
+    """Return what of it is free now, in bytes; a cgroup's limit counts as free."""
+    return _within_limit("MemAvailable")
+
+
+def _within_limit(field: str) -> int | None:
+    told = re.search(rf"^{field}: +(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE)
+    limits = [int(told[1]) << 10] if told else []
     for path in (*_ours("memory.max"), *_ours("memory.limit_in_bytes")):
         text = _text(path).strip()
         limits += [int(text)] if text.isdigit() and int(text) < _NO_LIMIT else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from batchrunner.care.safer import MORE_CONSERVATIVE
 from batchrunner.care.situation import Finding, command_line
 from batchrunner.controller import Band
 
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from batchrunner.care.situation import Client, Situation
 
 LESS_CONSERVATIVE = 0.3
-MORE_CONSERVATIVE = 1.3
-"""Both from the guides."""
+"""From the guides."""
 MOST_RUNNING = 4096
 """SGLang's own largest default of `max_running_requests`."""
 

@@ -28,6 +28,8 @@ HIGHEST_FRACTION, FRACTION_STEP = 0.95, 0.05
 GRAPH, LEAST_GRAPH = 64, 16
 """The largest batch of a graph where nobody says what it was, and the least: SGLang's own proposal is 16."""
 LEAST_RUNNING = 4
+MORE_CONSERVATIVE = 1.3
+"""`--schedule-conservativeness` for frequent retractions."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchrunner.care.facts import Facts
 from batchrunner.care.flags import installed
+from batchrunner.care.host import free_bytes
+from batchrunner.care.limit import UnknownLimitError, model_of_config
 from batchrunner.care.tune.space import Machine
 from batchrunner.engines.device import cards, gpus, on_cpu
 
@@ -44,11 +45,7 @@ def _pool_tokens(model: str) -> int:
     """Return how many tokens a quarter of the free memory holds; 0 where model or memory do not tell."""
     try:
         config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        head_dim = config.get("head_dim") or hidden // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * FLOAT32_BYTES
-        free = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        return (int(free[1]) << 10) // POOL_SHARE // token_bytes if free else 0
-    except (OSError, ValueError, KeyError, TypeError):
+        token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)
+    except (OSError, ValueError, UnknownLimitError):
         return 0
+    return int((free_bytes() or 0) / POOL_SHARE / token_bytes)
