@@ -97,7 +97,7 @@ def workloads() -> dict[str, Workload]:
         "groups": ("large", shuffled(groups(made, 120, 8, 430, 32, 4))),
         "documents": ("small", groups(made, 60, 8, 800, 30, 4)),
         "multi-turn": ("small", conversations(made, 110, 10, 120, 4)),
-        "nested": ("large", shuffled(nested(made, (4, 30, 6), (100, 300, 300, 24), 4))),
+        "nested": ("small", shuffled(nested(made, (4, 30, 6), (100, 300, 300, 24), 4))),
     }
     return {
         **{

@@ -14,12 +14,19 @@ CONTEXT_TOKENS = 8192
 
 
 def make_tiny_llama(
-    directory: Path, tokenizer_from: Path, *, hidden: int = 64, layers: int = 2, head: int = 16
+    directory: Path,
+    tokenizer_from: Path,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    head: int = 16,
+    vocabulary: int | None = None,
 ) -> Path:
     """Write a seeded random Llama (float32, heads of `head` numbers) and return its folder.
 
     The tokenizer and chat template are copied from the model folder `tokenizer_from`, so that
-    prompts have real lengths; the tokens that come out mean nothing. A folder that already holds
+    prompts have real lengths; the tokens that come out mean nothing. `vocabulary` leaves it only so many
+    of its tokens, the first: sampling from fewer costs less. A folder that already holds
     the model is left as it is.
     """
     if (directory / "model.safetensors").is_file():
@@ -29,7 +36,7 @@ def make_tiny_llama(
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary or len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,

@@ -74,10 +74,11 @@ RULES: tuple[Rule, ...] = (
         "for frequent retractions: that shrinks the pool which is too small; it helps out-of-memory errors",
         "G1-G4",
         load_rules.retractions,
-        "no work is done twice; a smaller --mem-fraction-static would not help, it shrinks the pool "
+        "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks the pool "
         "that is full",
-        "fewer requests run until it is known how long their outputs are",
-        "high",
+        "fewer requests run until it is known how long their outputs are; SGLang corrects itself after each "
+        "retraction, so that speed changes by some per cent, up or down",
+        "low",
     ),
     Rule(
         "memory-left",
