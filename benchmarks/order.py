@@ -293,7 +293,8 @@ def report(found: dict[str, Any]) -> None:
     """Judge what was measured; of workloads that were not, what was found before stays."""
     before = RESULTS / "order.json"
     if before.exists() and len(found) < len(workloads()):
-        found = {**json.loads(before.read_text())["workloads"], **found}
+        known = json.loads(before.read_text())["workloads"]
+        found = {name: known.get(name, {}) | found.get(name, {}) for name in known | found}
     verdicts = {name: verdict(workload) for name, workload in found.items()}
     for name, judged in verdicts.items():
         missed = [goal for goal, is_met in judged["met"].items() if not is_met]
