@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
 """A route that takes nothing is left alone for so long, doubling each time until it answers again."""
@@ -45,15 +45,19 @@ class Gate:
         """How many are in flight on each route."""
         return {route: place.in_flight for route, place in self._places.items()}
 
-    def take(self, now: float) -> str | None:
-        """Take a place on the route with the most room; None where there is no room.
+    def on(self, route: str) -> int:
+        """Return how many are in flight on a route."""
+        return self._places[route].in_flight
+
+    def take(self, now: float, wants: Callable[[str], bool] = lambda _: True) -> str | None:
+        """Take a place on the route with the most room, of those that want one; None where there is no room.
 
         A route that rests is left out, unless all of them do: then nothing is taken before the first wakes.
         """
         best, most_room = None, 0
         for route, place in self._places.items():
             room = place.window - place.in_flight
-            if room > most_room and place.rests_until <= now:
+            if room > most_room and place.rests_until <= now and wants(route):
                 best, most_room = route, room
         if best is not None:
             self._places[best].in_flight += 1

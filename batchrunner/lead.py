@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 PASS_TOKENS = 8192
 """A prefill pass of an engine that does not say (SGLang's chunked prefill on GPUs of 80 GB)."""
-PASSES = 1.1
-"""Of the first distance: more than one pass, since the tokens of a text are estimated."""
+PASSES, PASSES_OF_SEVERAL = 1.1, 2.0
+"""Of the first distance: more than one pass, since the tokens of a text are estimated; of several schedulers
+each gets its part of the rows in no even turn."""
 POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
 """Of the KV pool that beginnings may take which wait for their followers: at first, and at most."""
 LEAST_PASSES = 1 / 8
@@ -53,7 +54,8 @@ class Lead:
         self._sees = schedulers <= len(info.routes)
         self._least = LEAST_PASSES * pass_tokens
         self._most = max(MOST_POOL_SHARE * pool, self._least)
-        self._tokens = max(self._least, min(PASSES * pass_tokens, POOL_SHARE * pool))
+        self._apart = pass_tokens * (PASSES if schedulers == 1 else PASSES_OF_SEVERAL)
+        self._tokens = max(self._least, min(self._apart, POOL_SHARE * pool))
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._missed, self._gone = 0, 0, 0
         self._share_before = 0.0
@@ -122,7 +124,7 @@ class Lead:
         self._share_before = share
         if share <= MISSES:
             return None
-        if 2 * gone > missed or self._tokens >= self._pass_tokens:
+        if 2 * gone > missed or self._tokens >= self._apart:
             self._factor = NEARER
         elif share > before > MISSES:
             self._factor = NEARER if self._factor == WIDER else WIDER

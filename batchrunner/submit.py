@@ -90,7 +90,7 @@ class Submitter:
         self._deliver = deliver
         self._listener = listener
         self._make_ready = ready
-        self._ready = Ready(tuple(gate.by_route))
+        self._ready = Ready(tuple(gate.by_route), gate.on, READ_AHEAD_ROWS)
         self._suspects: Suspects[Work] = Suspects()
         self._resting = 0
         self._source: Source | None = None
@@ -140,7 +140,7 @@ class Submitter:
                 arranged = self._arranger.arrange(source.batches(), lambda: source.unread)
                 reader = group.create_task(self._read(arranged))
                 while not self._over():
-                    route = self._gate.take(time.monotonic()) if self._has_next() else None
+                    route = self._gate.take(time.monotonic(), self._has_for)
                     if route is not None:
                         group.create_task(self._fly(self._next(route), route))
                         continue
@@ -227,8 +227,8 @@ class Submitter:
     def _over(self) -> bool:
         return self._stopping or (self._exhausted and self._unended == 0)
 
-    def _has_next(self) -> bool:
-        return bool(self._ready) or self._suspects.degree(self._gate.window) is not None
+    def _has_for(self, route: str) -> bool:
+        return self._ready.has_for(route) or self._suspects.degree(self._gate.window) is not None
 
     def _next(self, route: str) -> Work | None:
         if self._stopping:

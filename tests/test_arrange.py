@@ -351,7 +351,7 @@ def test_a_family_stays_on_one_route() -> None:
     system = words("system", 200)
     texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
     works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])
-    ready = Ready(("a", "b"))
+    ready = Ready(("a", "b"), lambda _: 1, 512)
     for work in works:
         ready.add(work)
     went: dict[int, set[str]] = {}
@@ -366,13 +366,34 @@ def test_a_family_stays_on_one_route() -> None:
     assert abs(taken["a"] - taken["b"]) <= 1
 
 
-def test_a_route_with_nothing_to_do_takes_another_ones_rows() -> None:
-    """A replica that stands still does not keep its families' rows."""
+def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
+    """A replica that is behind does not keep its families' rows; one that is not behind is left with them."""
     first = Work(request(0, "p"))
     first.family = first  # all are of one family
     works = [first, *(Work(request(row, "p"), family=first) for row in range(1, 5))]
-    ready = Ready(("a", "b"))
+    in_flight = {"a": 1, "b": 1}
+    ready = Ready(("a", "b"), in_flight.__getitem__, 512)
     for work in works:
         ready.add(work)
     assert ready.take("a") is first
-    assert [ready.take("b") is not None for _ in range(5)] == [True] * 4 + [False]
+    in_flight |= {"a": 2, "b": 4}  # what is asked for counts already
+    assert ready.take("b") is None
+    assert not ready.has_for("b")
+    in_flight["b"] = 3
+    assert [ready.take("b") is not None for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]  # 2 * 2 is no less than 2 + 2
+    assert len(ready) == 2
+
+
+def test_a_slow_route_does_not_hold_up_the_others() -> None:
+    """Once it keeps so many rows that no others are read, they are for all."""
+    first = Work(request(0, "p"))
+    first.family = first
+    ready = Ready(("slow", "fast"), {"slow": 0, "fast": 100}.__getitem__, 4)
+    for work in (first, *(Work(request(row, "p"), family=first) for row in range(1, 6))):
+        ready.add(work)
+    assert ready.take("slow") is first
+    assert [ready.take("fast") is not None for _ in range(3)] == [True, True, False]
