@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WINDOW_ROWS = 1024
 """Rows that are sure to be looked at together when they are sent (`arrange` takes more at a time): what they
 have in common is found in any order."""
-STRETCHES = 4
+STRETCHES = 8
 STRETCH_BYTES = 16 << 20
 """Of prompts, that a stretch of the sample has at most (and one prompt more)."""
 ALIKE_BYTES = 256
@@ -55,7 +55,7 @@ class Choice:
 
 
 def choose(prepared: Prepared, rows: BitMap64) -> Choice:
-    """Decide on the order of these rows; reads and renders 4 stretches of 1,024 at most."""
+    """Decide on the order of these rows; reads and renders 8 stretches of 1,024 at most."""
     sample = [_prefixes(prepared, stretch) for stretch in stretches(rows, prepared.dataset.row_group_ends())]
     return decide(sample, len(rows))
 
