@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-MEMORY = "256MB"
-"""What duckdb may use: with what Arrow holds meanwhile a start that sorts stays below 512 MB."""
+MEMORY = "128MB"
+"""What duckdb may use: with what it takes beyond that, and what Arrow holds meanwhile, a start that sorts
+stays near 512 MB."""
 CHUNK_ROWS = 16_384
 
 
