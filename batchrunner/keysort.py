@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MEMORY = "128MB"
 """What duckdb may use: with what it takes beyond that, and what Arrow holds meanwhile, a start that sorts
-stays near 512 MB."""
+stays below 512 MB."""
 CHUNK_ROWS = 16_384
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MOST_GROUP_BYTES = 32 << 20
 """Of a row group, roughly, however few rows that are."""
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 48 << 20
 """Rows that are in memory at once while they are dealt out, roughly; three times as much is used."""
 
 
