@@ -23,6 +23,7 @@ WINDOW_ROWS = 1024
 """Rows that are sure to be looked at together when they are sent (`arrange` takes more at a time): what they
 have in common is found in any order."""
 STRETCHES = 8
+"""Spread over the input: of ten million rows fewer hardly show groups of eight."""
 STRETCH_BYTES = 16 << 20
 """Of prompts, that a stretch of the sample has at most (and one prompt more)."""
 ALIKE_BYTES = 256

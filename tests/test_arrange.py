@@ -379,12 +379,8 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     in_flight |= {"a": 2, "b": 4}  # what is asked for counts already
     assert ready.take("b") is None
     assert not ready.has_for("b")
-    in_flight["b"] = 3
-    assert [ready.take("b") is not None for _ in range(3)] == [
-        True,
-        True,
-        False,
-    ]  # 2 * 2 is no less than 2 + 2
+    in_flight["b"] = 3  # two rows beside the one that is asked for: until 2 * 2 is no less than 2 + 2
+    assert [ready.take("b") is not None for _ in range(3)] == [True, True, False]
     assert len(ready) == 2
 
 

@@ -6,13 +6,13 @@ for a KV pool is for the server to find out, and for the healer.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.host import memory_bytes
+from batchrunner.chattemplate import read_json
 from batchrunner.engines.device import cards
 from batchrunner.errors import EngineStartError
 
@@ -77,7 +77,7 @@ def weights_of(directory: Path, args: Mapping[str, Any]) -> Weights | None:
     """Return what the weights take once loaded with these arguments, in bytes; None where that is unknown."""
     if any(args.get(name) for name in _OFFLOADS):
         return None
-    config = _json(directory / "config.json")
+    config = read_json(directory / "config.json")
     config = config.get("text_config") or config
     stored = _stored(directory) or _by_config(config)
     quantisation = args.get("quantization")
@@ -95,7 +95,7 @@ def weights_of(directory: Path, args: Mapping[str, Any]) -> Weights | None:
 
 def _stored(directory: Path) -> Weights | None:
     """Return the size of the files, by their index or by themselves."""
-    total = _json(directory / INDEX).get("metadata", {}).get("total_size")
+    total = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if isinstance(total, (int, float)) and total > 0:
         return Weights(float(total), INDEX)
     for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
@@ -136,14 +136,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 def _first(values: Mapping[str, Any], names: Iterable[str]) -> Any:
     return next((values[name] for name in names if values.get(name)), None)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return told if isinstance(told, dict) else {}
 
 
 def _gib(size: float) -> str:

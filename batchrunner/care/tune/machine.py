@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from batchrunner.care.flags import installed
 from batchrunner.care.host import free_bytes
 from batchrunner.care.limit import UnknownLimitError, model_of_config
 from batchrunner.care.tune.space import Machine
+from batchrunner.chattemplate import read_json
 from batchrunner.engines.device import cards, gpus, on_cpu
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
 def _pool_tokens(model: str) -> int:
     """Return how many tokens a quarter of the free memory holds; 0 where model or memory do not tell."""
     try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = read_json(Path(model).expanduser() / "config.json")
         token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)
-    except (OSError, ValueError, UnknownLimitError):
+    except UnknownLimitError:
         return 0
     return int((free_bytes() or 0) / POOL_SHARE / token_bytes)
