@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.care.flags import Flags
-from batchrunner.care.tune.measure import Rival, Signs, Watch, tokens_at
+from batchrunner.care.tune.measure import Moment, Rival, Signs, Watch, tokens_at
 from batchrunner.care.tune.outcome import Tuned, account
 from batchrunner.care.tune.race import compare, spread_of
 from batchrunner.care.tune.search import Ask, Search, key_of
@@ -352,3 +352,16 @@ def test_readings_of_several_schedulers_are_added() -> None:
     signs = watch.result("measured", "", 30.0, 30.0).signs
     assert (signs.running, signs.queue, signs.max_running) == (30, 6, 64)
     assert signs.usage == pytest.approx(0.3)
+
+
+def test_passes_are_those_of_the_tokens_counted() -> None:
+    """A trial too short for steady time counts from its first row to its last: so does its log."""
+    watch = Watch()
+    end = Moment(20.0, 80, 16, 2000)
+    for at_s, size in ((3.0, 300), (6.0, 600), (7.0, 700)):
+        watch.row_ended(5)
+        watch.look(at_s, [Signals("0", "loads", 1, 3, 0.5)], size)
+    assert watch.span(end) == ((0.0, 0, 0, 0), end)
+    watch.row_ended(5)
+    watch.look(16.0, [Signals("0", "loads", 1, 3, 0.5)], 1600)
+    assert watch.span(end) == ((3.0, 5, 1, 300), (16.0, 20, 4, 1600))

@@ -18,7 +18,7 @@ FEWEST_DECODES = 5
 
 
 def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
-    """Return what the log says of the server's set-up, as fields of `Signs`."""
+    """Return what the log says of the server's set-up, until its first pass, as fields of `Signs`."""
     found: dict[str, Any] = {}
     for line in lines:
         match record_in(clean(line)):
@@ -27,6 +27,8 @@ def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
                 found["attention_backend"] = values.get("attention_backend")
             case Ready(chunked_prefill_size=chunk, gpu_gb=spare_gb):
                 found |= {"prefill_limit": chunk, "spare_gb": spare_gb}
+            case Batch():
+                break
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,6 +110,16 @@ class Rival:
     """The share by which it has to be behind at the same moment to be given up: noise is less."""
 
 
+class Moment(NamedTuple):
+    """How far a trial had come."""
+
+    at_s: float
+    tokens: int
+    rows: int
+    log_bytes: int = 0
+    """Size of the server's log, whose passes are those of the rows counted here."""
+
+
 @dataclass(slots=True)
 class Watch:
     """Follows one trial; times are seconds since its first row was sent."""
@@ -117,21 +127,16 @@ class Watch:
     rival: Rival | None = None
     tokens: int = 0
     rows: int = 0
-    _warm: tuple[float, int, int] | None = None
-    """When steady time began, with the tokens and rows of then."""
-    _busy: tuple[float, int, int] | None = None
-    """The same of the last reading that showed work waiting."""
+    _warm: Moment | None = None
+    """When steady time began."""
+    _busy: Moment | None = None
+    """The last reading that showed work waiting."""
     _peak: int = 0
     _readings: list[Signals] = field(default_factory=list)
     _curve: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     _retractions: int = 0
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether steady time has begun."""
-        return self._warm is not None
 
     def row_ended(self, tokens: int, *, prompt: int = 0, cached: int = 0, retractions: int = 0) -> None:
         """Count a row that ended well."""
@@ -141,11 +146,11 @@ class Watch:
         self._cached_tokens += cached
         self._retractions += retractions if self._warm else 0
 
-    def look(self, at_s: float, signals: Sequence[Signals]) -> End | None:
+    def look(self, at_s: float, signals: Sequence[Signals], log_bytes: int = 0) -> End | None:
         """Take a reading of the load; return why the trial may end now, once it may."""
         if not signals:
             return None
-        now = (at_s, self.tokens, self.rows)
+        now = Moment(at_s, self.tokens, self.rows, log_bytes)
         self._curve.append(now[:2])
         self._peak = max(self._peak, sum(signal.running for signal in signals))
         if self._warm is None:
@@ -168,7 +173,7 @@ class Watch:
 
     def _behind(self, at_s: float) -> End | None:
         assert self._warm is not None
-        since_s, tokens, rows = self._warm
+        since_s, tokens, rows, _ = self._warm
         if self.rival is None or at_s - since_s < LEAST_JUDGED_S or self.rows - rows < self._peak:
             return None
         theirs = tokens_at(self.rival.curve, at_s) - tokens_at(self.rival.curve, since_s)
@@ -179,29 +184,34 @@ class Watch:
 
     def _measured(self, at_s: float) -> End | None:
         assert self._warm is not None
-        since_s, _, rows = self._warm
+        since_s, _, rows, _ = self._warm
         enough = self.rows - rows >= GENERATIONS * self._peak and at_s - since_s >= LEAST_STEADY_S
         if enough or at_s - since_s >= MOST_STEADY_S:
             return "measured", f"{self.rows - rows} rows in {at_s - since_s:.0f} s of steady time"
         return None
 
-    def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> Result:
-        """Say what it came to, at its end.
+    def span(self, end: Moment) -> tuple[Moment, Moment]:
+        """Return between which moments a trial with this end counts.
 
         Where it ended by itself, its tail is left out; where steady time is too short for that the whole of
         it counts.
         """
-        end = (at_s, self.tokens, self.rows)
-        begin, until = self._warm or (0.0, 0, 0), self._busy or end
-        if until[0] - begin[0] < LEAST_JUDGED_S or until[1] <= begin[1]:
-            begin, until = (0.0, 0, 0), end
-        span_s = max(until[0] - begin[0], 1e-9)
+        begin, until = self._warm or Moment(0.0, 0, 0), self._busy or end
+        if until.at_s - begin.at_s < LEAST_JUDGED_S or until.tokens <= begin.tokens:
+            return Moment(0.0, 0, 0), end
+        return begin, until
+
+    def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> Result:
+        """Say what it came to, at its end."""
+        end = Moment(at_s, self.tokens, self.rows)
+        begin, until = self.span(end)
+        span_s = max(until.at_s - begin.at_s, 1e-9)
         return Result(
             ended, why, round(cost_s, 1),
-            tokens_per_s=round((until[1] - begin[1]) / span_s, 2),
-            rows_per_s=round((until[2] - begin[2]) / span_s, 3),
+            tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
+            rows_per_s=round((until.rows - begin.rows) / span_s, 3),
             steady_s=round(span_s, 1), signs=self._signs(span_s), curve=thinned([*self._curve, end[:2]]),
-            warm_s=round(begin[0], 1),
+            warm_s=round(begin.at_s, 1),
         )  # fmt: skip
 
     def _signs(self, span_s: float) -> Signs:

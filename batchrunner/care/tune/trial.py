@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchrunner.care.tune.logwork import LOG_INTERVAL, output_rate, signs_at_start, signs_of_work
-from batchrunner.care.tune.measure import Result, Watch
+from batchrunner.care.tune.measure import Moment, Result, Watch
 from batchrunner.control import Control
 from batchrunner.engines.registry import make_engine
 from batchrunner.errors import BatchrunError, EngineLostError, EngineStartError
@@ -108,8 +108,8 @@ class Meter:
         self._log_path = log_path
         self._opened = self._last = time.monotonic()
         self._began: float | None = None
-        self._steady_log: int | None = None
-        self._end_log: int | None = None
+        self._log_bytes: int | None = None
+        """Size of the log at the end."""
 
     async def open(self) -> EngineInfo:
         """Never called: it is open."""
@@ -135,9 +135,7 @@ class Meter:
         signals = await self._engine.signals()
         now = time.monotonic()
         if self._began is not None:
-            self.stop(self._watch.look(now - self._began, signals))
-            if self._steady_log is None and self._watch.is_steady:
-                self._steady_log = self._log_size()
+            self.stop(self._watch.look(now - self._began, signals, self._log_size()))
         if now - self._opened > self._within_s:
             self.stop(("cut", "the time for tuning was over"))
         return signals
@@ -156,24 +154,26 @@ class Meter:
     def result(self) -> Result:
         """Say what the trial came to, at its end."""
         ended, why = self.end or ("measured", "all rows of the sample")
-        result = self._watch.result(ended, why, self._last - (self._began or self._last), 0.0)
+        at_s = self._last - (self._began or self._last)
+        result = self._watch.result(ended, why, at_s, 0.0)
         log = self._log_path.read_bytes()[:MOST_LOG_BYTES] if self._log_path else b""
-        lines, steady = (part.decode(errors="replace").splitlines() for part in self._parted(log))
-        tokens = round(result.tokens_per_s * result.steady_s)
-        work = {**signs_at_start(lines), **signs_of_work(steady, tokens)}
-        rate = output_rate(steady) or result.tokens_per_s
+        begin, until = self._watch.span(
+            Moment(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
+        )
+        counted = _lines(log[begin.log_bytes : until.log_bytes])
+        work = signs_at_start(_lines(log)) | signs_of_work(counted, until.tokens - begin.tokens)
+        rate = output_rate(counted) or result.tokens_per_s
         return replace(result, tokens_per_s=rate, signs=replace(result.signs, **work))
 
     def stop(self, end: End | None) -> None:
         """End the trial, where there is a reason to; the first one counts."""
         if end is not None and self.end is None:
-            self.end, self._last, self._end_log = end, time.monotonic(), self._log_size()
+            self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
             self._control.stop(end[1])
-
-    def _parted(self, log: bytes) -> tuple[bytes, bytes]:
-        """Part a log at the beginning of steady time."""
-        at = len(log) if self._steady_log is None else self._steady_log
-        return log[:at], log[at : self._end_log]
 
     def _log_size(self) -> int:
         return self._log_path.stat().st_size if self._log_path else 0
+
+
+def _lines(log: bytes) -> list[str]:
+    return log.decode(errors="replace").splitlines()
