@@ -3,53 +3,77 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60
 """cgroup v1 says "no limit" with a number near 2^63."""
+_MACHINE = Path("/")
 
 
-def oom_kills() -> int | None:
+def oom_kills(root: Path = _MACHINE) -> int | None:
     """Return how many processes of our cgroup, or else of the machine, the kernel has killed so far.
 
     What we start is in our cgroup. The machine's count (Linux 4.13) has the kills of its other users in it:
-    it is asked where the cgroup keeps none. None where neither is there (not Linux).
+    it is asked where the cgroup keeps none. None where neither is there (not Linux). `proc` and `sys` are
+    those under `root`, here and below.
     """
-    for path in (*_ours("memory.events"), *_ours("memory.oom_control"), Path("/proc/vmstat")):
-        found = re.search(r"^oom_kill (\d+)$", _text(path), re.MULTILINE)
-        if found:
-            return int(found[1])
+    files = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
+    for path in (*files, root / "proc/vmstat"):
+        found = _number(path, "oom_kill")
+        if found is not None:
+            return found
     return None
 
 
-def memory_bytes() -> int | None:
-    """Return the memory that we may take, in bytes: the machine's, or our cgroup's limit if that is less."""
-    return _within_limit("MemTotal")
+def memory_bytes(root: Path = _MACHINE) -> int | None:
+    """Return the memory that we may take, in bytes: the machine's, or what a cgroup leaves."""
+    return min((*_meminfo(root, "MemTotal"), *_limits(root).values()), default=None)
 
 
-def free_bytes() -> int | None:
-    """Return what of it is free now, in bytes; a cgroup's limit counts as free."""
-    return _within_limit("MemAvailable")
+def free_bytes(root: Path = _MACHINE) -> int | None:
+    """Return what of it is free now, in bytes; cached pages of files count as free."""
+    left = [limit - _used(group) for group, limit in _limits(root).items()]
+    return max(0, min(free)) if (free := (*_meminfo(root, "MemAvailable"), *left)) else None
 
 
-def _within_limit(field: str) -> int | None:
-    told = re.search(rf"^{field}: +(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE)
-    limits = [int(told[1]) << 10] if told else []
-    for path in (*_ours("memory.max"), *_ours("memory.limit_in_bytes")):
-        text = _text(path).strip()
-        limits += [int(text)] if text.isdigit() and int(text) < _NO_LIMIT else []
-    return min(limits, default=None)
-
-
-def _ours(name: str) -> list[Path]:
-    """Return where a file of our memory cgroup may lie, v2 or v1, as our namespace shows it or the host."""
-    found = []
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, group = line.split(":", 2)  # 4:memory:/slurm/job_7, or 0::/slurm/job_7
-        if controllers in {"", "memory"}:
-            root = Path("/sys/fs/cgroup") / controllers
-            found += [root / group.lstrip("/") / name, root / name]
+def _limits(root: Path) -> dict[Path, int]:
+    """Return the limits of our memory cgroup and of those around it: Slurm's is the job's, not the step's."""
+    found = {}
+    for group in _groups(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _text(group / name).strip()
+            if text.isdigit() and int(text) < _NO_LIMIT:
+                found[group] = int(text)
     return found
+
+
+def _used(group: Path) -> int:
+    used = int(_text(group / "memory.current") or _text(group / "memory.usage_in_bytes") or 0)
+    stat = group / "memory.stat"
+    cached = _number(stat, "total_inactive_file")  # v1's own line is without the cgroups in it
+    return used - ((_number(stat, "inactive_file") if cached is None else cached) or 0)
+
+
+def _groups(root: Path) -> list[Path]:
+    """Return where our memory cgroup may lie, v2 or v1, innermost first; a namespace may hide its name."""
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)  # 4:memory:/slurm/job_7, or 0::/slurm/job_7
+        if controllers in {"", "memory"}:
+            top = root / "sys/fs/cgroup" / controllers
+            inner = PurePosixPath(name.lstrip("/"))
+            found += [top / group for group in (inner, *inner.parents) if ".." not in group.parts]
+    return found
+
+
+def _meminfo(root: Path, name: str) -> list[int]:
+    told = re.search(rf"^{name}: +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    return [int(told[1]) << 10] if told else []
+
+
+def _number(path: Path, name: str) -> int | None:
+    found = re.search(rf"^{name} (\d+)$", _text(path), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _text(path: Path) -> str:
