@@ -8,6 +8,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     records          the frozen records that pass between stages
     job              the job: what to run, on what, with which engine
     jobfile          YAML, environment, --set → job
+    jsonfile         JSON files that others wrote
     templates        Jinja2 in a sandbox
     chattemplate     a model's own chat template, in another sandbox
     detokens         token ids → the text that SGLang makes of them

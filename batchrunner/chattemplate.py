@@ -17,6 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.errors import CannotTokenizeError, RowRefusedError
+from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,15 +71,6 @@ def load_chat_template(directory: Path, name: str | None = None) -> ChatTemplate
     source = next(iter(found.values())) if name is None else found[name]
     tokens = {**read_json(directory / "special_tokens_map.json"), **config}
     return ChatTemplate(source, _special_tokens(tokens))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a file, or an empty one where there is none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

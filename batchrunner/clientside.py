@@ -7,10 +7,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.chattemplate import OWN_NAMES, read_json
+from batchrunner.chattemplate import OWN_NAMES
 from batchrunner.detokens import Detokenizer
 from batchrunner.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.job import GATEWAY_DROPS, GatewayEngine, ServerEngine
+from batchrunner.jsonfile import read_json
 from batchrunner.room import Room
 from batchrunner.tokens import Encoder, Tokenizer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.chattemplate import read_json
 from batchrunner.errors import CannotTokenizeError
+from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
-import socket
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -19,7 +17,7 @@ from batchrunner.jobfile import load_job
 from batchrunner.progress import Bar, make_display
 from batchrunner.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.runner import execute
-from batchrunner.shard import joint_task, parse_shard
+from batchrunner.shard import parse_shard, this_start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +90,7 @@ def _part_of(shard: str | None, *, join: bool) -> Shard | Joint | None:
     if shard and join:
         raise JobError("--shard and --join: a task has a share of its own or takes what is left, not both")
     if join:
-        return joint_task(socket.gethostname(), secrets.token_hex(3), os.environ)
+        return this_start()
     return parse_shard(shard, os.environ) if shard else None
 
 

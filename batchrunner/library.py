@@ -24,6 +24,7 @@ from batchrunner.jobfile import load_job, parse_engine
 from batchrunner.merge import merge
 from batchrunner.prompt import Renderer
 from batchrunner.runner import execute
+from batchrunner.shard import this_start
 from batchrunner.sink import result_schema
 
 if TYPE_CHECKING:
@@ -124,15 +125,18 @@ def run(
     overrides: Sequence[str] = (),
     fresh: bool = False,
     retry_failed: bool = False,
+    join: bool = False,
 ) -> Report:
     """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
 
     Also works where an event loop is running, which it blocks: prefer `arun` there. `overrides` are texts
-    `a.b=c` as for `--set`. Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a
-    deadline) is returned, not raised.
+    `a.b=c` as for `--set`. With `join` the rows are shared with all other starts that say so, as in each
+    worker of a pipeline; a report counts the rows of all. Raises BatchrunError; a report with exit code 3
+    (too many failed rows) or 1 (a deadline) is returned, not raised.
     """
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    return _run(loaded, engine, fresh=fresh, retry_failed=retry_failed)
+    part = this_start() if join else None
+    return _run(loaded, engine, fresh=fresh, retry_failed=retry_failed, part=part)
 
 
 async def arun(
@@ -142,12 +146,14 @@ async def arun(
     overrides: Sequence[str] = (),
     fresh: bool = False,
     retry_failed: bool = False,
+    join: bool = False,
 ) -> Report:
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
+    part = this_start() if join else None
     if engine is not None:
-        return await engine.acall(loaded, fresh=fresh, retry_failed=retry_failed)
-    return await execute(loaded, fresh=fresh, retry_failed=retry_failed)
+        return await engine.acall(loaded, fresh=fresh, retry_failed=retry_failed, part=part)
+    return await execute(loaded, fresh=fresh, retry_failed=retry_failed, part=part)
 
 
 def generate(

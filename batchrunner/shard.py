@@ -1,8 +1,11 @@
-"""What one of several tasks does: a share of the rows by its number, or what is left. Pure."""
+"""What one of several tasks does: a share of the rows by its number, or what is left."""
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
+import socket
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,6 +61,11 @@ def joint_task(host: str, token: str, environ: Mapping[str, str]) -> Joint:
     restart = environ.get("SLURM_RESTART_COUNT")
     parts = ["join", host, job, index and f"t{index}", restart and f"r{restart}", token]
     return Joint("-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part))
+
+
+def this_start() -> Joint:
+    """Name the task that this process begins: one of its own each time."""
+    return joint_task(socket.gethostname(), secrets.token_hex(3), os.environ)
 
 
 def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:

@@ -117,6 +117,22 @@ async def test_two_runs_at_once(tmp_path: Path, server: FakeSGLang) -> None:
     assert len(server.sent) == 100
 
 
+async def test_starts_that_share_a_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """Workers of a pipeline that say `join` do one run between them, in one process too."""
+    job = job_of(tmp_path, server, rows=4000, window=2)
+    server.script = lambda _: "hold"
+    reports = asyncio.gather(
+        batchrunner.arun(job, join=True), asyncio.to_thread(batchrunner.run, job, join=True)
+    )
+    try:  # two of each: not all 4,000 rows are taken when the second one comes
+        await asyncio.to_thread(server.wait_for, 4)
+    finally:
+        server.answer_held()
+    assert [report.exit_code for report in await reports] == [0, 0]
+    assert [row["row"] for row in results_of(job)] == list(range(4000))
+    assert len(server.sent) == 4000
+
+
 def held_from(row: int) -> Callable[[Sent], Behaviour]:
     return lambda sent: "hold" if int(sent.prompt.split()[1]) >= row else "answer"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.host import memory_bytes
-from batchrunner.chattemplate import read_json
 from batchrunner.engines.device import cards
 from batchrunner.errors import EngineStartError
+from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

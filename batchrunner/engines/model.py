@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from batchrunner.errors import EngineStartError
+from batchrunner.jsonfile import read_json
 
 
 def model_identity(model: str) -> str:
@@ -29,9 +29,7 @@ def check_model(model: str) -> None:
 
 def vocabulary_of(model: str) -> int | None:
     """Return the number of token ids that a model directory knows, or None where that cannot be read."""
-    try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
+    config = read_json(Path(model).expanduser() / "config.json")
+    text = config.get("text_config")
+    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
     return size if isinstance(size, int) else None

@@ -20,7 +20,6 @@ from markupsafe import Markup
 from batchrunner.care import limit as formulas
 from batchrunner.care.advise import advise_run
 from batchrunner.care.limit import UnknownLimitError
-from batchrunner.chattemplate import read_json
 from batchrunner.checkpoint import read_run_json
 from batchrunner.errors import OutputError
 from batchrunner.htmlreport.charts import draw_counts, number
@@ -30,6 +29,7 @@ from batchrunner.htmlreport.results import read_results
 from batchrunner.htmlreport.share import share_of_limit
 from batchrunner.htmlreport.story import read_story
 from batchrunner.htmlreport.timeline import make_timeline
+from batchrunner.jsonfile import read_json
 from batchrunner.report import duration
 from batchrunner.storage import MAIN_TASK, RunDir, whole_file, writing
 

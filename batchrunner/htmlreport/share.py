@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.limit import CARDS, Limit, Setting, UnknownLimitError, limit, model_of_config
-from batchrunner.chattemplate import read_json
+from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

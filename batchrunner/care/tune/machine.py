@@ -10,8 +10,8 @@ from batchrunner.care.flags import installed
 from batchrunner.care.host import free_bytes
 from batchrunner.care.limit import UnknownLimitError, model_of_config
 from batchrunner.care.tune.space import Machine
-from batchrunner.chattemplate import read_json
 from batchrunner.engines.device import cards, gpus, on_cpu
+from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
