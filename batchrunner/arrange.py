@@ -26,6 +26,8 @@ WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
 """What is looked at together: rows, and the bytes of their prompts."""
 LAST_ROWS = 8192
 """The last so many are looked at together: the longest go first, so that none is left over at the end."""
+SHARED_ROWS = 1024
+"""Looked at together, of rows that other tasks could do: what one holds others cannot take."""
 PIECE_ROWS = 256
 """Rows that are given away together."""
 KIND_BYTES = 256
@@ -84,11 +86,14 @@ class Arranger:
         return self._lead.saw(work, completion) if self._lead is not None else None
 
     def arrange(
-        self, batches: Iterable[list[Request | Outcome]], unread: Callable[[], int]
+        self,
+        batches: Iterable[list[Request | Outcome]],
+        unread: Callable[[], int],
+        is_shared: Callable[[], bool] = lambda: False,
     ) -> Iterator[list[Work | Primer | Outcome]]:
         """Return the rows of the plan as they are to be sent; an empty batch: those before it should go.
 
-        `unread` counts the rows that are still to come.
+        `unread` counts the rows that are still to come, which other tasks could do if they are shared.
         """
         for batch in batches:
             outcomes: list[Work | Primer | Outcome] = []
@@ -99,7 +104,7 @@ class Arranger:
                     self._take(item)
             if outcomes:
                 yield outcomes
-            if not batch or self._is_full(unread()):
+            if not batch or self._is_full(unread(), is_shared=is_shared()):
                 yield from self._arranged(last=not batch)
         yield from self._arranged(last=True)
 
@@ -111,11 +116,11 @@ class Arranger:
         self._window.append(work)
         self._window_bytes += work.size
 
-    def _is_full(self, unread: int) -> bool:
+    def _is_full(self, unread: int, *, is_shared: bool) -> bool:
         if self._lead is None and self._lengths is None and not self._dedupe:
             return True
         is_end = unread <= LAST_ROWS and self._lengths is not None
-        most = WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
+        most = SHARED_ROWS if is_shared else WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
         return (len(self._window) >= most and unread > 0) or self._window_bytes >= WINDOW_BYTES
 
     def _arranged(self, *, last: bool) -> Iterator[list[Work | Primer | Outcome]]:
@@ -128,9 +133,10 @@ class Arranger:
             window = _without_twins(window)
         if self._lead is not None:
             self._relate(window)
-        leaders = [work for work in window if work.parent is None]
         if last and self._lengths is not None:
-            leaders.sort(key=self._lengths.expected, reverse=True)
+            _find_longest(window, self._lengths)
+        leaders = [work for work in window if work.parent is None]
+        leaders.sort(key=lambda work: -work.longest)
         self._pace.add(leaders)
         if self._lead is not None:
             self._gone.extend(work for work in leaders if work.size <= GONE_BYTES // GONE_ROWS)
@@ -178,6 +184,15 @@ class Arranger:
             turn = primers[parent.parent].round + 1 if parent.parent in primers else 0
             known = primers.get(parent, Primer(parent, turn, everywhere=self.caches == 1))
             primers[parent] = known._replace(everywhere=known.everywhere or work.family is not parent.family)
+
+
+def _find_longest(window: Iterable[Work], lengths: Lengths) -> None:
+    """Find out how long the outputs will be: a row with a long one behind it has to go early too."""
+    for work in window:
+        longest = lengths.expected(work)
+        ahead: Work | None = work
+        while ahead is not None and ahead.longest < longest:
+            ahead.longest, ahead = longest, ahead.parent
 
 
 def _without_twins(window: list[Work]) -> list[Work]:

@@ -48,8 +48,8 @@ class Pace:
             self._leaders_bytes += work.size
 
     def follow(self, leader: Work) -> None:
-        """Let the followers of a row that has gone wait: first those that are followed in turn."""
-        for work in sorted(leader.children, key=lambda work: not work.children):
+        """Let the followers of a row that has gone wait: first those that others follow, or are long."""
+        for work in sorted(leader.children, key=lambda work: (not work.children, -work.longest)):
             heapq.heappush(self._following, (leader.clock, next(self._serial), work))
         leader.children = []
 

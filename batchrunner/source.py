@@ -43,6 +43,10 @@ class Source(Protocol):
     def unread(self) -> int:
         """How many are still to be read; with leases, about how many will be."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other tasks could do them."""
+
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Read and render them, a bounded batch at a time; blocks. An empty one: send those before it."""
 
@@ -61,6 +65,8 @@ class Source(Protocol):
 
 class OwnRows:
     """Rows that nobody else does."""
+
+    is_shared = False
 
     def __init__(
         self, prepared: Prepared, todo: BitMap64, total: int, copy: Path | None, choice: Choice
@@ -153,6 +159,11 @@ class LeasedRows:
         """Rows of our leases that are still to be read, and our share of those that are free."""
         return self._to_read + self._share_of_free()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other tasks live."""
+        return self._takeover.living > 0
+
     def has_rows(self) -> bool:
         """Take the first lease and tell whether there was one."""
         self._first = self._take()
@@ -179,8 +190,10 @@ class LeasedRows:
                 for batch in order.read(lease.rows, lease.places):
                     yield renderer.render(batch)
                     self._to_read -= len(batch.rows)
-                yield []  # it is sent before another is taken: others may want that
-                lease = self._take()
+                lease = self._take(wait=False)
+                if lease is None:  # it may last: what has been read is sent first
+                    yield []
+                    lease = self._take()
 
     def landed(self, rows: BitMap64) -> None:
         """End the leases of which the last rows are in parts now."""
@@ -205,21 +218,21 @@ class LeasedRows:
             if self._leases.is_done():
                 self._copy.unlink(missing_ok=True)
 
-    def _take(self) -> Lease | None:
-        """Take the next lease, as soon as it is known whether there is one for us."""
+    def _take(self, *, wait: bool = True) -> Lease | None:
+        """Take the next lease, once it is known whether there is one for us; without `wait` at once."""
         while not self._stopped.is_set():
             try:
                 if self._clock() - self._looked_at > REFRESH_S:
                     self._look()
                 has_its_share = self._has_its_share()
                 lease = None if has_its_share else self._take_free()
-                settled = None if lease or has_its_share else self._settle()
+                settled = self._settle() if wait and not lease and not has_its_share else None
             except (OSError, OutputError) as failure:
                 self._put_up_with(failure)
                 lease, settled = None, None
             else:
                 self._failing_since = None
-            if lease is not None or (settled is False and not self._unfinished()):
+            if lease is not None or not wait or (settled is False and not self._unfinished()):
                 return lease
             if not settled:
                 self._sleep(SHORTLY_S if self._rows_free else LOOK_S)

@@ -137,7 +137,9 @@ class Submitter:
         self._source = source
         try:
             async with asyncio.TaskGroup() as group:
-                arranged = self._arranger.arrange(source.batches(), lambda: source.unread)
+                arranged = self._arranger.arrange(
+                    source.batches(), lambda: source.unread, lambda: source.is_shared
+                )
                 reader = group.create_task(self._read(arranged))
                 while not self._over():
                     route = self._gate.take(time.monotonic(), self._has_for)

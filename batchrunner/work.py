@@ -32,6 +32,8 @@ class Work:
     """What the engine has to compute of its prompt, if that beginning is there."""
     clock: float = 0.0
     """All such tokens that had been sent when it had gone."""
+    longest: float = 0.0
+    """Tokens of the longest output of it and its followers, as far as that is looked at."""
     family: Work | None = None
     """The first of the rows that should be sent where it is; None where any route will do."""
     route: str | None = None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.arrange import LAST_ROWS, WINDOW_ROWS, Arranger, Primer
+from batchrunner.arrange import LAST_ROWS, SHARED_ROWS, WINDOW_ROWS, Arranger, Primer
 from batchrunner.families import find_families
 from batchrunner.lead import LOOK_ROWS, Lead
 from batchrunner.lengths import Lengths
@@ -240,6 +240,34 @@ def test_the_longest_go_first_at_the_end() -> None:
     assert rows_of(works)[:WINDOW_ROWS] == list(range(WINDOW_ROWS))
     end = rows_of(works)[-LAST_ROWS:]
     assert end == sorted(end, reverse=True)
+
+
+def test_the_longest_go_first_below_a_common_beginning() -> None:
+    """Also where all rows begin alike, or those that do are few: with its group a long row goes early."""
+    common_text = words("system", 300)
+    few = [
+        request(row, f"{common_text} {row:03} {words(str(row), 300)}", max_new_tokens=row + 1)
+        for row in range(100)
+    ]
+    works, _, _ = arranged(arranger(), [few])
+    assert rows_of(works)[1:] == [row for row in range(99, -1, -1) if row != rows_of(works)[0]]
+    groups = [
+        request(row, f"{words(str(row // 8), 400)} {row:03}", max_new_tokens=500 if row == 77 else 5)
+        for row in range(80)
+    ]
+    works, _, _ = arranged(arranger(), [groups])
+    assert rows_of(works).index(77) < 4
+
+
+def test_of_shared_rows_few_are_held() -> None:
+    """Rows that other tasks could do are not read far ahead, though they are the last."""
+    sent = 0
+    batches = iter([[request(row, f"p{row}")] for row in range(3 * SHARED_ROWS)])
+    for items in arranger().arrange(batches, lambda: 100, lambda: True):
+        sent += len(items)
+        break
+    assert sent > 0
+    assert next(batches)[0].ref.row == SHARED_ROWS
 
 
 def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:

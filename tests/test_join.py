@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import islice, takewhile, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -227,6 +227,13 @@ def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
         for event in read_events(log)
     }
     assert {"lease", "lease_end", "takeover"} <= events
+
+
+def test_leases_follow_on_each_other(tmp_path: Path) -> None:
+    """What was read waits for what comes next, as with one lease, unless nothing can be had at once."""
+    job = job_of(tmp_path, rows=640)
+    alone = Task(job, "alone")
+    assert sum(len(batch) for batch in takewhile(len, alone.rows.batches())) == 640
 
 
 def test_few_rows_are_shared(tmp_path: Path) -> None:
