@@ -1,4 +1,4 @@
-"""What sorting would gain: how much of the prompts need not be computed in input order, and sorted. A sample.
+"""What sorting would gain: how much need not be computed, or sent, in input order, and sorted. A sample.
 
 With `order: auto` it decides. Bytes stand for tokens (`prefixes`).
 """
@@ -6,6 +6,7 @@ With `order: auto` it decides. Bytes stand for tokens (`prefixes`).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,10 @@ class Choice:
     """Of the prompts' bytes: what an engine with room for them has computed before, in input order …"""
     sorted_share: float | None = None
     """… and sorted; exact where the sample is everything. None where nobody looked."""
+    input_equal: float = 0.0
+    """Of the rows: those that get the answer of an equal one, in input order …"""
+    sorted_equal: float = 0.0
+    """… and sorted."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as an event's values."""
@@ -58,19 +63,29 @@ class Choice:
 def choose(prepared: Prepared, rows: BitMap64) -> Choice:
     """Decide on the order of these rows; reads and renders 8 stretches of 1,024 at most."""
     sample = [_prefixes(prepared, stretch) for stretch in stretches(rows, prepared.dataset.row_group_ends())]
-    return decide(sample, len(rows))
+    job = prepared.job
+    return decide(sample, len(rows), dedupe=job.dedupe and job.sampling.temperature == 0)
 
 
-def decide(sample: Sequence[Sequence[bytes]], rows: int) -> Choice:
-    """Decide by the prompts of some stretches of consecutive rows, of so many rows in all. Pure."""
+def decide(sample: Sequence[Sequence[bytes]], rows: int, *, dedupe: bool = False) -> Choice:
+    """Decide by the prompts of some stretches of consecutive rows, of so many rows in all. Pure.
+
+    With `dedupe` those of equal prompts are sent once where they are looked at together.
+    """
     sampled = sum(map(len, sample))
     as_it_is, best = shares(sample, rows)
+    equal, most_equal = equals(sample, rows) if dedupe else (0.0, 0.0)
+    order = "prefix"
     if best - as_it_is >= WORTH_IT:
         why = f"input order would find {as_it_is:.0%} of the prompt tokens computed before, sorted {best:.0%}"
+    elif most_equal - equal >= WORTH_IT:
+        why = f"input order would find {equal:.0%} of the rows equal to one before, sorted {most_equal:.0%}"
     else:
+        order = "input"
         why = f"sorting gains nothing: {as_it_is:.0%} of the prompt tokens are found computed as they stand"
-    order = "prefix" if best - as_it_is >= WORTH_IT else "input"
-    return Choice(order, why, sampled, round(as_it_is, 4), round(best, 4))
+    return Choice(
+        order, why, sampled, round(as_it_is, 4), round(best, 4), round(equal, 4), round(most_equal, 4)
+    )
 
 
 def stretches(rows: BitMap64, group_ends: Sequence[int]) -> Iterator[BitMap64]:
@@ -123,6 +138,26 @@ def shares(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
     mates = len(gains) / n * rows / n
     gained = n * mates / (1 + mates) * sum(gains) / len(gains)
     return in_stretch / whole, min(1.0, (in_stretch + gained) / whole)
+
+
+def equals(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
+    """Return which shares of all rows are equal to one before: of their stretch, and of all.
+
+    Where the sample is not everything: a prompt that is in it three times or more has so many equals that all
+    its rows find one. Of the others a share p is there twice, so that a row has about x = p·N/n equals, as in
+    `shares`.
+    """
+    counts = Counter(prefix for stretch in sample for prefix in stretch)
+    n = counts.total()
+    if not n:
+        return 0.0, 0.0
+    repeats = n - sum(len(set(stretch)) for stretch in sample)
+    if n == rows:
+        return repeats / n, 1 - len(counts) / n
+    often = sum(count for count in counts.values() if count > 2)  # noqa: PLR2004
+    twice = sum(count for count in counts.values() if count == 2)  # noqa: PLR2004
+    mates = twice / (n - often) * rows / n if twice >= FEWEST_ALIKE else 0.0
+    return repeats / n, max(repeats, often + (n - often) * mates / (1 + mates)) / n
 
 
 def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:

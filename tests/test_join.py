@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, takewhile, pairwise
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock

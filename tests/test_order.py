@@ -511,6 +511,26 @@ def test_a_sample_finds_nothing_to_gain(texts: list[str]) -> None:
     assert decide(prompts(texts), 10_000_000).order == "input"
 
 
+@pytest.mark.parametrize(("rows", "each"), [(200_000, 2), (200_000, 8), (200_000, 1000), (1_000_000, 1000)])
+def test_equal_rows_are_a_reason_to_sort(rows: int, each: int) -> None:
+    """Short prompts that are there several times, far apart, are sent once if they are sorted."""
+    made = random.Random(each)
+    texts = [f"{made.randrange(rows // each)} is one" for _ in range(STRETCHES * WINDOW_ROWS)]
+    choice = decide(prompts(texts), rows, dedupe=True)
+    assert choice.order == "prefix"
+    assert "of the rows equal to one before" in choice.why
+    assert choice.sorted_equal == pytest.approx(1 - (1 - exp(-each)) / each, rel=0.25)
+    assert decide(prompts(texts), rows).order == "input"
+
+
+def test_a_few_common_rows_are_no_reason_to_sort() -> None:
+    """A prompt that many rows have is found equal wherever it stands."""
+    texts = [f"{row} is one" if row % 50 else "N/A" for row in range(STRETCHES * WINDOW_ROWS)]
+    choice = decide(prompts(texts), 10_000_000, dedupe=True)
+    assert choice.order == "input"
+    assert choice.sorted_equal == pytest.approx(0.02, abs=0.001)
+
+
 def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
     """With more rows than are looked at together, shuffled ones are sorted; check, log and event say why."""
     write_texts(tmp_path / "input.parquet", shuffled(3000, 400))
