@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from batchrunner.lead import Lead
     from batchrunner.work import Work
 
-MOST_HELD = 1024
-"""Rows that wait for their beginning while others can still come."""
+MOST_HELD, MOST_HELD_BYTES = 1024, 32 << 20
+"""Rows that wait for their beginning while others can still come, and the bytes of their prompts."""
 
 
 class Turn(NamedTuple):
@@ -33,6 +33,7 @@ class Pace:
         self._lead = lead
         self._leaders: deque[Work] = deque()
         self._leaders_bytes = 0
+        self._following_bytes = 0
         self._following: list[tuple[float, int, Work]] = []  # a heap: since when, which was first, who
         self._due: list[tuple[int, int, Work]] = []  # a heap: the longest beginning first
         self._serial = count()
@@ -51,6 +52,7 @@ class Pace:
         """Let the followers of a row that has gone wait: first those that others follow, or are long."""
         for work in sorted(leader.children, key=lambda work: (not work.children, -work.longest)):
             heapq.heappush(self._following, (leader.clock, next(self._serial), work))
+            self._following_bytes += work.size
         leader.children = []
 
     def take(self, *, last: bool) -> Turn | None:
@@ -69,14 +71,22 @@ class Pace:
             self._leaders_bytes -= work.size
         elif self._due:
             work = heapq.heappop(self._due)[2]
-        elif self._following and (last or len(self._following) > MOST_HELD):
-            work, is_early = heapq.heappop(self._following)[2], True
+        elif self._following and (last or self._holds_most()):
+            work, is_early = self._next_follower()[1], True
         else:
             return None
         if self._lead is not None:
             self._lead.goes(work)
             self.follow(work)
         return Turn(work, is_early)
+
+    def _holds_most(self) -> bool:
+        return len(self._following) > MOST_HELD or self._following_bytes > MOST_HELD_BYTES
+
+    def _next_follower(self) -> tuple[int, Work]:
+        _, serial, work = heapq.heappop(self._following)
+        self._following_bytes -= work.size
+        return serial, work
 
     def _is_near_end(self) -> bool:
         """Tell whether the last leaders should go now: then others' followers are left to go behind them."""
@@ -87,9 +97,9 @@ class Pace:
     def _look(self) -> None:
         """Find those whose time has come."""
         while self._following and self._lead is not None:
-            _, serial, work = self._following[0]
-            assert work.parent is not None
-            if not self._lead.is_ahead(work.parent):
+            parent = self._following[0][2].parent
+            assert parent is not None
+            if not self._lead.is_ahead(parent):
                 return
-            heapq.heappop(self._following)
+            serial, work = self._next_follower()
             heapq.heappush(self._due, (-work.shared, serial, work))

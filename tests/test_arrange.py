@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.arrange import LAST_ROWS, SHARED_ROWS, WINDOW_ROWS, Arranger, Primer
+from batchrunner.arrange import LAST_ROWS, SHARED_ROWS, WINDOW_BYTES, WINDOW_ROWS, Arranger, Primer
 from batchrunner.families import find_families
 from batchrunner.lead import LOOK_ROWS, Lead
 from batchrunner.lengths import Lengths
+from batchrunner.pace import MOST_HELD_BYTES
 from batchrunner.prefixes import common
 from batchrunner.ready import Ready
 from batchrunner.records import Completion, EngineInfo, Outcome, Request, RowRef
@@ -220,6 +221,15 @@ def test_memory_stays_bounded_while_rows_come() -> None:
 
     assert sum(len(items) for items in by.arrange(source(), lambda: left)) >= total
     assert max(held) <= 2 * WINDOW_ROWS + LAST_ROWS
+
+
+def test_memory_stays_bounded_with_long_beginnings() -> None:
+    """A hundred thousand words that all rows begin with are not held a thousand times."""
+    prefix = words("document", 100_000)
+    by = arranger(EngineInfo(kind="test", model="m", prefill_tokens=10_000_000), dedupe=False)
+    batches = ([request(row, prefix + str(row))] for row in range(1000))
+    held = max(by.held for _ in by.arrange(batches, lambda: 100_000))
+    assert held * len(prefix) <= MOST_HELD_BYTES + WINDOW_BYTES + len(prefix)
 
 
 def test_rows_do_not_wait_for_a_source_that_waits() -> None:
