@@ -22,7 +22,7 @@ from batchrunner.work import Work
 from tests.test_prefixes import shared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
 PASS_TOKENS = 1000
@@ -227,7 +227,7 @@ def test_memory_stays_bounded_with_long_beginnings() -> None:
     """A hundred thousand words that all rows begin with are not held a thousand times."""
     prefix = words("document", 100_000)
     by = arranger(EngineInfo(kind="test", model="m", prefill_tokens=10_000_000), dedupe=False)
-    batches = ([request(row, prefix + str(row))] for row in range(1000))
+    batches: Iterable[list[Request | Outcome]] = ([request(row, prefix + str(row))] for row in range(1000))
     held = max(by.held for _ in by.arrange(batches, lambda: 100_000))
     assert held * len(prefix) <= MOST_HELD_BYTES + WINDOW_BYTES + len(prefix)
 
@@ -272,7 +272,7 @@ def test_the_longest_go_first_below_a_common_beginning() -> None:
 def test_of_shared_rows_few_are_held() -> None:
     """Rows that other tasks could do are not read far ahead, though they are the last."""
     sent = 0
-    batches = iter([[request(row, f"p{row}")] for row in range(3 * SHARED_ROWS)])
+    batches: Iterator[list[Request | Outcome]] = ([request(row, f"p{row}")] for row in range(3 * SHARED_ROWS))
     for items in arranger().arrange(batches, lambda: 100, lambda: True):
         sent += len(items)
         break
