@@ -81,6 +81,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     care.load_rules    rules on queue, token usage and retractions
     care.pass_rules    rules on prefill and CUDA graphs
     care.memory_rules  rules on memory
+    care.death_rules   rules on deaths that it does not explain
     care.setup_rules   rules on what was chosen before the start
     care.rule        one row of the table of rules
     care.rules       the table

@@ -220,6 +220,34 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(mem_fraction_static=0.75).say("Out of memory. Try to lower your batch size."),
         {"oom-general": "--mem-fraction-static 0.7"},
     ),
+    "killed on a CPU": (
+        LogWriter().started(device="cpu", max_total_tokens=20000).decode(30)
+        .say("Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup..."),
+        {"killed": "--max-total-tokens 225000, or more memory for it (the machine's, the container's or "
+         "Slurm's --mem), if `dmesg` says `oom-kill`"},
+    ),
+    "killed beside a GPU": (
+        LogWriter().started(enable_hierarchical_cache=True).say(
+            "RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If exit code is -9 "
+            "(SIGKILL), a common cause is the OS OOM killer. Run `dmesg -T | grep -i oom` to check."),
+        {"killed": "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says "
+         "`oom-kill`, or a smaller --hicache-ratio"},
+    ),
+    "crashed": (
+        LogWriter().started().decode(30)
+        .say("Scheduler hit an exception: Traceback (most recent call last):\n"
+             '  File "/sglang/srt/managers/scheduler.py", line 3300, in run_scheduler_process\n'
+             "RuntimeError: CUDA error: an illegal memory access was encountered")
+        .say("SIGQUIT received. signum=None, frame=None. It usually means one child failed."),
+        {"crashed": "look for that error in the log and among SGLang's issues: another release may not have "
+         "it"},
+    ),
+    "graphs that fail for another reason": (
+        LogWriter().started().say("Scheduler hit an exception: Traceback (most recent call last):\n"
+        "Exception: Capture cuda graph failed: [Errno 2] No such file or directory: 'ninja'"),
+        {"crashed": "look for that error in the log and among SGLang's issues: another release may not have "
+         "it"},
+    ),
     "memory left": (
         LogWriter().started(gpu_gb=13.5),
         {"memory-left": "--mem-fraction-static 0.91 (from 0.83: 6.3 GB of 78 more for the KV pool)"},
@@ -300,6 +328,62 @@ def test_each_failure_has_its_remedy(failure: str, tmp_path: Path) -> None:
     """Where memory ran out, or what limits, decides what is changed, and to which value."""
     log, expected = FAILURES[failure]
     assert changes(judged(log.text(), tmp_path)) == expected
+
+
+DEATHS = {
+    "Killed": "killed",
+    "run.sh: line 89:    33 Killed                  python -m sglang.launch_server": "killed",
+    "Loading safetensors checkpoint shards:  75% |███  | 3/4 [00:08<00:02]Killed": "killed",
+    "Nov 22 10:00:00 node7 kernel: Out of memory: Killed process 33 (sglang::schedul)": "killed",
+    "Child process unexpectedly failed with an exit code 9. pid=33": "killed",
+    "Child process unexpectedly failed with exitcode=131. pid=33": "crashed",
+    "Received sigquit from a child process. It usually means the child failed.": "crashed",
+    "Fatal Python error: Segmentation fault": "crashed",
+    "RuntimeError: CUDA error: an illegal memory access was encountered": "crashed",
+    "Rank 0 scheduler died during initialization (exit code: 1). If exit code is -9 (SIGKILL), …": "crashed",
+}
+
+
+@pytest.mark.parametrize("line", DEATHS)
+def test_what_died_is_not_healthy(line: str, tmp_path: Path) -> None:
+    """However well it ran before, and whatever it died of; until a start with other flags."""
+    before = LogWriter().started().decode(40)
+    found = judged(f"{before.text()}{line}\n", tmp_path)
+    assert set(changes(found)) == {DEATHS[line]}
+    assert not found.healthy
+    after = LogWriter().started(schedule_conservativeness=0.5).decode(40)
+    assert judged(f"{before.text()}{line}\n{after.text()}", tmp_path).healthy
+
+
+def test_a_crash_is_told_by_its_exception(tmp_path: Path) -> None:
+    """The first one: what other ranks raise after it only follows, and what came before was survived."""
+    log = LogWriter().started().decode(9).say("ValueError: a request was refused")
+    log.say(
+        "Scheduler hit an exception: Traceback (most recent call last):\nAssertionError: page\nOSError: x"
+    )
+    (advice,) = (advice for advice in judged(log.text(), tmp_path).advice if advice.change)
+    assert advice.sign == "the server died: AssertionError: page"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Receive: obj=GenerateReqInput(text='Why CUDA out of memory? Try to lower your batch size. Killed')",
+        "Finish: obj=GenerateReqInput(rid='1'), out={'text': 'Decode batch, #running-req: 9, #queue-req: 0'}",
+        '{"event": "request.received", "obj": {"text": "Received sigquit; server_args={1: 2}"}}',
+        "Not enough memory left on disk /dev/shm for the cache",
+        "the last batch was near CUDA out of memory",
+        "Exception: Capture cuda graph failed: [Errno 2] No such file or directory: 'ninja'",
+    ],
+)
+def test_words_alone_are_no_sign(line: str, tmp_path: Path) -> None:
+    """What a prompt says, or a line that only mentions memory, is not taken for SGLang's."""
+    log = LogWriter().started().decode(40)
+    for _ in range(40):
+        log.say(line)
+    found = judged(log.text(), tmp_path)
+    assert found.healthy
+    assert found.situation.load.counted == 40
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def died_of(life: Life) -> Death:
     reader = LogReader(Thresholds())
     for line in life.lines:
         reader.take(line)
-    return examine(life, reader.facts.troubles)
+    return examine(life, reader.facts)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,11 @@ def died_of(life: Life) -> Death:
             "#new_token_ratio: 0.9998 -> 1.0000\nAssertionError: page"),
         ),
         ("crash", "Exception: Capture cuda graph failed: invalid argument"),
+        (
+            "crash",
+            ("Exception: Capture cuda graph failed: CUDA error: an illegal memory access was encountered\n"
+             "[t] Not enough memory left on disk\n[t] Receive: obj=(text='Error: CUDA out of memory')"),
+        ),
         ("crash", ""),
     ],
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +10,7 @@ from batchrunner.engines.serverlog import clean
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchrunner.care.facts import Trouble
+    from batchrunner.care.facts import Facts
     from batchrunner.engines.batchlines import Phase
 
 Kind = Literal["killed", "crash"]
@@ -30,12 +29,6 @@ NAMES: Mapping[Phase | Kind, str] = {
 
 KILLED = 128 + 9
 """The launcher's exit status of a server that SIGKILL ended."""
-_KILLED_CHILD = re.compile(r"exit ?code:? -9\b")
-# what an engine dies of is raised, not only told as of a row that is given up; a graph capture can fail for
-# other reasons
-_RAISED = re.compile(
-    r"(?!.*even after retracting)(?=.*memory)([\w.]*(Error|Exception)\b:|.*Try to lower|Cuda failure)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +62,11 @@ class Death:
         return self.kind != "crash"
 
 
-def examine(life: Life, troubles: Sequence[Trouble]) -> Death:
-    """Tell what a server died of; `troubles` are the times that memory ran out, by its log."""
-    for trouble in reversed(troubles):
-        line = clean(trouble.what.text)
-        if _RAISED.match(line):
-            return Death(trouble.phase, line[:300], trouble.running)
-    if life.oom_kills and (life.code == KILLED or any(map(_KILLED_CHILD.search, life.lines))):
+def examine(life: Life, told: Facts) -> Death:
+    """Tell what a server died of; `told` is what its log says."""
+    if told.troubles:
+        last = told.troubles[-1]
+        return Death(last.phase, clean(last.what.text)[:300], last.running)
+    if life.oom_kills and (life.code == KILLED or (told.died is not None and told.died.killed)):
         return Death("killed", f"killed by the kernel for want of memory ({life.oom_kills} processes)")
     return Death("crash", f"exit {life.code}")

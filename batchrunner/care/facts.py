@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchrunner.engines.batchlines import OutOfMemory, Phase, Ready
+    from batchrunner.engines.batchlines import Died, OutOfMemory, Phase, Ready
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 
@@ -44,6 +44,8 @@ class Facts:
     """By SGLang's own field names, with underscores."""
     ready: Ready | None = None
     troubles: list[Trouble] = field(default_factory=list)
+    died: Died | None = None
+    """What the log says of a death: that it was a SIGKILL, the exception, or that there was one."""
     card: str | None = None
     card_gb: float | None = None
     """Memory of one GPU."""

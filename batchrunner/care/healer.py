@@ -71,7 +71,7 @@ class Healer:
     def heal(self, who: str, life: Life) -> bool:
         """Take note of a death; tell whether the next start is another one, so that no row is to blame."""
         told = _read(life)
-        death = examine(life, told.facts.troubles)
+        death = examine(life, told.facts)
         if not death.of_memory:
             return False
         if not self._had_all(life):  # another server died before: what was learned has yet to reach this one

@@ -12,8 +12,10 @@ from batchrunner.engines.batchlines import (
     Arguments,
     Batch,
     Card,
+    Died,
     Doing,
     OutOfMemory,
+    Raised,
     Ready,
     Record,
     Retraction,
@@ -40,6 +42,7 @@ _TUNED = (
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
 )  # fmt: skip
 """Arguments that change the load: a server that starts anew with others begins a new story."""
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 class LogReader:
@@ -99,8 +102,8 @@ class LogReader:
                 self._phase = record.phase
             case Card():
                 self.facts.card = record.name
-            case OutOfMemory():
-                self._trouble(record)
+            case OutOfMemory() | Died() | Raised():
+                self._failed(record)
 
     def _batch(self, batch: Batch, line: str) -> None:
         scheduler, at = self._speaker(line)
@@ -129,6 +132,8 @@ class LogReader:
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
             self.series = Series(self.series.limits)
             self.facts.troubles.clear()
+            self.facts.died = None
+        self._speakers.clear()  # with another tensor parallelism ranks are called otherwise
         self.facts.arguments = record.values
         self._phase = "load"
 
@@ -139,6 +144,17 @@ class LogReader:
             facts.card_gb = record.free_gb
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # a draft model follows
             facts.weights_gb, facts.model = record.used_gb, record.model
+
+    def _failed(self, record: OutOfMemory | Died | Raised) -> None:
+        """Of a death keep what tells most: that it was killed, else the first exception; others follow it."""
+        known = self.facts.died
+        if isinstance(record, OutOfMemory):
+            self._trouble(record)
+        elif isinstance(record, Raised):
+            if known and known.text.endswith(_TRACEBACK):
+                self.facts.died = known._replace(text=record.text)
+        elif known is None or (record.killed and not known.killed):
+            self.facts.died = record
 
     def _trouble(self, record: OutOfMemory) -> None:
         phase = self._phase if record.phase == "general" else record.phase

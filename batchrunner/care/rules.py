@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchrunner.care import load_rules, memory_rules, pass_rules, setup_rules
+from batchrunner.care import death_rules, load_rules, memory_rules, pass_rules, setup_rules
 from batchrunner.care.rule import Rule
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "oom-graph",
-        "capturing CUDA graphs failed",
+        "capturing CUDA graphs failed for want of memory",
         "`--cuda-graph-max-bs(-decode)` halved, mem-fraction-static down",
         "G1, SGLang's message",
         memory_rules.oom_graph,
@@ -146,6 +146,24 @@ RULES: tuple[Rule, ...] = (
         memory_rules.oom_general,
         "more room for all but the KV pool",
         "a smaller KV pool: less at once",
+    ),
+    Rule(
+        "killed",
+        "exit code -9, `Killed`, or the kernel's own line",
+        "on a CPU `--max-total-tokens` halved; else more memory for the host's side of it",
+        "SGLang's message",
+        death_rules.killed,
+        "the server lives",
+        "on a CPU a smaller KV pool",
+    ),
+    Rule(
+        "crashed",
+        "an exception that ended the scheduler, or a child's death, and memory did not run out",
+        "its line, to look for; no flag is known to cure it",
+        "SGLang's messages",
+        death_rules.crashed,
+        "the server lives",
+        certainty="low",
     ),
     Rule(
         "cuda-graph",

@@ -64,12 +64,26 @@ class Weights(NamedTuple):
 
 
 class OutOfMemory(NamedTuple):
-    """Memory ran out; `phase` is `general` where the line alone does not tell it."""
+    """Memory ran out, and an engine dies of it; `phase` is `general` where the line alone tells none."""
 
     phase: Phase
     text: str
     total_gb: float | None = None
     """The card's memory, where torch says it."""
+
+
+class Died(NamedTuple):
+    """A process of the server ended that should not have."""
+
+    killed: bool
+    """By SIGKILL, which is what the kernel sends for want of memory; also who runs `kill -9`."""
+    text: str
+
+
+class Raised(NamedTuple):
+    """The last line of a traceback; whether anything died of it, other lines tell."""
+
+    text: str
 
 
 class Doing(NamedTuple):
@@ -90,7 +104,9 @@ class Card(NamedTuple):
     name: str
 
 
-Record: TypeAlias = Batch | Retraction | Ready | Weights | OutOfMemory | Doing | Arguments | Card
+Record: TypeAlias = (
+    Batch | Retraction | Ready | Weights | OutOfMemory | Died | Raised | Doing | Arguments | Card
+)
 
 
 class Origin(NamedTuple):
@@ -99,48 +115,71 @@ class Origin(NamedTuple):
     at: float | None
     """Seconds; only differences mean something."""
     server: str
-    """What `srun --label`, Docker or Kubernetes put before the line; empty where nothing."""
+    """What `srun --label`, Docker, Kubernetes or journalctl put before the line; empty where nothing."""
     dp: str
     """The DP rank's number; empty where there is none."""
     rank: str
     """All ranks: `DP0 TP0`."""
 
 
+_LABEL = (
+    r"(?:(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\S+) (?P<unit>[\w.-]+ [^\s\[]+)\[\d+\]: )?"  # journalctl
+    r"(?:(?P<server>\d{1,5}:|[\w.-]+ +\||\[pod/[^\]]*\]) ?)?(?:\d{4}-\S+ )?\s*"
+)
 _ORIGIN = re.compile(
-    r"^(?:(?P<server>\d{1,5}:|[\w.-]+ +\||\[pod/[^\]]*\]) ?)?(?:\d{4}-\S+ )?\s*\["
-    r"(?P<time>(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d)?[.,\d]*(?P<rank>(?: ?(?:DP|PP|TP|EP|gpu=)\d+)*)\s*\]"
+    _LABEL + r"\[(?P<time>(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d)?[.,\d]*"
+    r"(?P<rank>(?: ?(?:DP|PP|TP|EP|gpu=)\d+)*)\s*\]"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
+"""Bounded: a line that is damaged is left out, and raises nothing."""
 _RUNNING, _QUEUE, _TOKENS = (
-    re.compile(rf"#{name}: *(\d+)") for name in ("running-req", "queue-req", "token")
+    re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
-_PREFILLED = [re.compile(rf"#{name}: *(\d+)") for name in ("new-seq", "new-token", "cached-token")]
-_USAGE = re.compile(r"token usage: *(\d[\d.]*)")
-_RATE = re.compile(r"(?:gen|input) throughput \(token/s\): *(\d[\d.]*)")
-_READY = re.compile(r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d+)")
-_GPU_GB = re.compile(r"available_gpu_mem=([\d.]+)")
-_RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
-_WEIGHTS = re.compile(r"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem=([\d.]+) ?GB")
-_USED = re.compile(r"mem usage=(-?[\d.]+) ?GB")
-_CAPACITY = re.compile(r"total capac\w+ of ([\d.]+) GiB")
-_ARGUMENT = re.compile(r"(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]*\]|[^,()\s]+)")
+_PREFILLED = [re.compile(rf"#{name}: *{_COUNT}") for name in ("new-seq", "new-token", "cached-token")]
+_USAGE = re.compile(rf"(?:token|mamba) usage: *{_NUMBER}")
+_RATE = re.compile(rf"(?:gen|input) throughput \(token/s\): *{_NUMBER}")
+_READY = re.compile(
+    r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
+)
+_GPU_GB = re.compile(rf"available_gpu_mem={_NUMBER}")
+_RETRACTED = re.compile(rf"#retracted_reqs: {_COUNT}")
+_WEIGHTS = re.compile(rf"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem={_NUMBER} ?GB")
+_USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
+_CAPACITY = re.compile(rf"total capac\w+ of {_NUMBER} GiB")
+_ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
 _CARD = re.compile(r"device_name=(\w+?)(?:,|\.json)")
+_RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\] *)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
+_KILLED = re.compile(
+    r"exit ?code[:=]? ?-?9\b|Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
+)
+_CRASHED = (
+    "hit an exception: ",
+    "Received sigquit",
+    "SIGQUIT received",
+    "crashed with exit code",
+    "scheduler died during",
+    "unexpectedly failed with",  # 0.4
+    "Fatal Python error: ",
+    "CUDA error: an illegal memory access",
+)
 _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("Prefill out of memory", "prefill"),
     ("Decode out of memory", "decode"),
     ("alloc_req_slots runs out of memory", "requests"),
-    ("Not enough memory", "pool"),
+    ("Not enough memory. Please", "pool"),
     ("leave no GPU memory for the KV cache", "pool"),
-    ("Capture cuda graph failed", "graph"),
-    ("Capture prefill CUDA graph failed", "graph"),
     ("CUDA out of memory", "general"),
     ("CUDA error: out of memory", "general"),
     ("Cuda failure 2 'out of memory'", "general"),  # NCCL
     ("DefaultCPUAllocator: can't allocate memory", "general"),
     ("HIP out of memory", "general"),
     ("Out of memory. Try to lower", "general"),
-    ("Out of memory even after retracting", "decode"),
 )
+_TOLD = ("Try to lower", "Cuda failure")
+"""What an engine dies of is raised; these are also told without the error's name."""
+_REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
+"""`--log-requests`: what a prompt or an answer says is no word of SGLang's."""
 _DOING: tuple[tuple[str, Phase], ...] = (
     ("in forward_extend", "prefill"),
     ("in forward_decode", "decode"),
@@ -152,12 +191,20 @@ _DOING: tuple[tuple[str, Phase], ...] = (
     ("CUDA graph end", "general"),
     ("KV Cache is allocated", "general"),
 )
-_RARE = ("mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache", "_name=")
+_RARE = (
+    "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache", "_name=",
+    "Error: ", "xception: ", "exit", "sigquit", "SIGQUIT", "Killed", "killed by", "unexpectedly", "Fatal",
+)  # fmt: skip
 """What lines of any other kind that matters have in them."""
 
 
 def record_in(line: str) -> Record | None:
-    """Return what a line tells; None for the many that tell nothing of this."""
+    """Return what a line tells; None for the many that tell nothing of this. Raises nothing."""
+    record = _record(line)
+    return None if record is None or any(sign in line for sign in _REQUESTS) else record
+
+
+def _record(line: str) -> Record | None:
     if " batch" in line and (record := _batch(line)):
         return record
     if "etract" in line and (found := _RETRACTED.search(line)) and "#running-req" not in line:
@@ -172,7 +219,7 @@ def origin_of(line: str) -> Origin:
     found = _ORIGIN.match(line)
     if found is None:
         return Origin(None, "", "", "")
-    server, time, rank = found["server"] or "", found["time"], found["rank"].strip()
+    server, time, rank = found["server"] or found["unit"] or "", found["time"], found["rank"].strip()
     dp = next((part[2:] for part in rank.split() if part.startswith("DP")), "") if rank else ""
     return Origin(_seconds(time) if time else None, server.strip(" :|[]"), dp, rank)
 
@@ -225,10 +272,8 @@ def _ready(line: str) -> Ready | None:
 
 
 def _rare(line: str) -> Record | None:
-    for sign, phase in _OUT_OF_MEMORY:
-        if sign in line:
-            capacity = _CAPACITY.search(line)
-            return OutOfMemory(phase, line.strip(), float(capacity[1]) if capacity else None)
+    if failure := _failure(line):
+        return failure
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
         free = float(weights[3]) if weights[1] == "begin" else None
@@ -240,20 +285,43 @@ def _rare(line: str) -> Record | None:
     return next((Doing(phase) for sign, phase in _DOING if sign in line), None)
 
 
+def _failure(line: str) -> OutOfMemory | Died | Raised | None:
+    if _KILLED.search(line):
+        return Died(killed=True, text=line.strip())
+    raised = _RAISED.match(line)
+    if (raised or any(sign in line for sign in _TOLD)) and (record := _out_of_memory(line)):
+        return record
+    if any(sign in line for sign in _CRASHED):
+        return Died(killed=False, text=line.strip())
+    return Raised(raised["error"]) if raised else None
+
+
+def _out_of_memory(line: str) -> OutOfMemory | None:
+    phase = next((phase for sign, phase in _OUT_OF_MEMORY if sign in line), None)
+    if phase is None:
+        return None
+    capacity = _CAPACITY.search(line)
+    return OutOfMemory(
+        "graph" if "graph failed: " in line else phase,
+        line.strip(),
+        float(capacity[1]) if capacity else None,
+    )
+
+
 def _arguments(text: str) -> Arguments:
     """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; of one that was cut, what is there."""
     if text.startswith("{"):
-        try:
-            return Arguments(ast.literal_eval(text))
-        except (ValueError, SyntaxError):
-            text = re.sub(r"'(\w+)': ", r"\1=", text)
+        values = _literal(text)
+        if isinstance(values, dict):
+            return Arguments({str(name): value for name, value in values.items()})
+        text = re.sub(r"'(\w+)': ", r"\1=", text)
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
