@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
 import socket
+import socketserver
+import threading
+import tracemalloc
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +20,7 @@ import pytest
 from batchrunner.care.advise import Judgement, advise, advise_run
 from batchrunner.care.flags import Flags
 from batchrunner.care.thresholds import Thresholds
+from batchrunner.errors import InputError
 from batchrunner.library import run
 from tests.conftest import batchrun, eventually, job_of, started, write_job
 from tests.fake_sglang import FakeSGLang
@@ -259,6 +264,63 @@ def test_an_idle_server_has_no_load(server: FakeSGLang) -> None:
     found = batchrun("advise", server.url, "--span", "0.6")
     assert "no request was running" in found.stdout
     assert "#queue-req is 0" not in found.stdout
+
+
+def test_a_server_that_does_not_tell_its_load() -> None:
+    """An old release without metrics is not called idle: it says nothing of its load."""
+    with FakeSGLang(arguments={"enable_metrics": False}) as server:
+        server.polls = "gone"
+        found = batchrun("advise", server.url, "--span", "0.6")
+    assert "does not tell its load" in found.stdout
+    assert "no request was running" not in found.stdout
+    assert "--enable-metrics" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"internal_states": 5},
+        {"internal_states": [{"memory_usage": 5}], "architectures": "Llama"},
+        {"architectures": 5, "max_running_requests": "64", "tp_size": [1], "cuda_graph_max_bs": "x"},
+    ],
+)
+def test_a_server_that_answers_oddly(told: dict[str, Any]) -> None:
+    """What is no number is not counted with; the load is judged all the same."""
+    with FakeSGLang(max_running=4, others=40, arguments=told) as server:
+        found = advise(server.url, Thresholds(span_s=0.1, samples=2), span_s=1)
+    assert set(changes(found)) - {"metrics-off"} <= {"running-capped"}
+    assert found.situation.load.median("queue") == 36
+
+
+def test_an_endless_answer_is_not_read_to_its_end() -> None:
+    """What streams without end is no SGLang, and takes no memory to find out."""
+
+    class Endless(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while True:
+                    self.request.sendall(b"x" * (1 << 20))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracemalloc.start()
+        try:
+            with pytest.raises(InputError, match="not an SGLang server"):
+                advise(f"http://127.0.0.1:{server.server_address[1]}", span_s=0.1)
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
+            server.shutdown()
+
+
+def test_a_silent_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes the connection and says nothing is told from one that is not there."""
+    monkeypatch.setattr("batchrunner.care.live.TIMEOUT_S", 0.3)
+    words = r"no server answers there: no answer within 0\.3 s"
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(InputError, match=words):
+        advise(f"http://127.0.0.1:{silent.getsockname()[1]}", span_s=0.1)
 
 
 def test_the_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

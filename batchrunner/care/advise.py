@@ -68,6 +68,8 @@ class Judgement:
 
     def _reading(self) -> str:
         load = self.situation.load
+        if self.situation.facts.mute:
+            return "the server does not tell its load: neither /v1/loads nor /metrics (--enable-metrics) does"
         if not load.counted:
             return "no request was running"
         if load.enough:

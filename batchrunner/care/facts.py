@@ -21,6 +21,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9."""
+LARGEST = 1e15
+"""No argument, limit or memory of a server is larger."""
 _MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "KimiK", "Kimi", "MiniMax", "Grok", "Dbrx")
 _MLA = ("DeepseekV2", "DeepseekV3", "KimiK", "Kimi")
 
@@ -55,13 +57,15 @@ class Facts:
     """Its class."""
     metrics: bool | None = None
     """Whether /metrics answers."""
+    mute: bool = False
+    """A live server that tells its load nowhere."""
     idle_gpus: int = 0
     """Of this machine, beside those that the run uses."""
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return an argument that is a number."""
-        value = self.arguments.get(name)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+        value = number(self.arguments.get(name))
+        return default if value is None else value
 
     @property
     def tp(self) -> int:
@@ -100,8 +104,14 @@ class Facts:
         """The largest batch for which a CUDA graph was captured."""
         config = _phase(self.arguments, "decode").get("max_bs")
         names = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")
-        found = config or next((self.arguments[name] for name in names if self.arguments.get(name)), None)
+        found = number(config or next(filter(None, map(self.arguments.get, names)), None))
         return int(found) if found else None
+
+
+def number(value: Any) -> float | None:
+    """Return what somebody else wrote where it is a number that can be counted with, else None."""
+    counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if counts else None
 
 
 def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:

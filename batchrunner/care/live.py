@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from batchrunner.care.facts import Facts
+from batchrunner.care.facts import Facts, number
 from batchrunner.care.series import Series
 from batchrunner.care.signs import Sample
 from batchrunner.care.situation import Situation
@@ -31,6 +31,8 @@ POLL_S = 0.25
 METRICS_S = 1.5
 """Between two looks at `/metrics`: a long text, whose gauges are seconds old."""
 TIMEOUT_S = 5.0
+MOST_BYTES = 8 << 20
+"""Of a reply; `/metrics` of a large server has a tenth of it. What says more is something else."""
 KEY_VARIABLE = "SGLANG_API_KEY"
 
 
@@ -78,7 +80,7 @@ class _Server:
         try:
             info = await self._json("/server_info") or await self._json("/get_server_info")
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
-            reason = getattr(failure, "os_error", None) or failure or f"no answer within {TIMEOUT_S:g} s"
+            reason = f"{getattr(failure, 'os_error', failure)}" or f"no answer within {TIMEOUT_S:g} s"
             raise InputError(f"{self._url}: no server answers there: {reason}") from None
         if not info or "model_path" not in info:
             raise InputError(
@@ -87,13 +89,13 @@ class _Server:
             )
         self._facts.version = info.get("version")
         self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}
-        state = next((s for s in info.get("internal_states") or [] if isinstance(s, dict)), {})
-        self._facts.ready = _limits(info, state)
+        state = next((s for s in _listed(info.get("internal_states")) if isinstance(s, dict)), {})
         memory = state.get("memory_usage")
-        if isinstance(memory, dict):
-            self._facts.weights_gb = memory.get("weight")
+        memory = memory if isinstance(memory, dict) else {}
+        self._facts.ready = _limits(info, state, memory)
+        self._facts.weights_gb = number(memory.get("weight"))
         about = await self._json("/model_info") or {}
-        self._facts.model = next(iter(about.get("architectures") or []), None)
+        self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
 
     async def look(self) -> None:
         """Take one sample of each scheduler; a poll that fails is left out."""
@@ -114,6 +116,7 @@ class _Server:
             first = next(iter(self._series.tracks.values()))
             first.retractions = int(grown.get("num_retracted_requests_total", 0))
         self._series.settle()
+        self._facts.mute = not self._seen
         return Situation(self._series, self._series, self._facts)
 
     async def _metrics(self) -> str | None:
@@ -161,18 +164,24 @@ class _Server:
         async with self._session.get(self._url + path) as response:
             if response.status in {401, 403}:
                 raise InputError(f"{self._url}: refuses the API key: set {KEY_VARIABLE}")
-            return (await response.read()).decode(errors="replace") if response.ok else None
+            body = bytearray()
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MOST_BYTES:
+                    return None
+            return body.decode(errors="replace") if response.ok else None
 
 
-def _limits(info: dict[str, Any], state: dict[str, Any]) -> Ready:
+def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> Ready:
     """Return the first scheduler's limits: its own numbers are resolved, the arguments may be null."""
     told = {**info, **{name: value for name, value in state.items() if value}}
-    memory = state.get("memory_usage")
-    left = memory.get("startup_available") if isinstance(memory, dict) else None
-    return Ready(
-        told.get("max_total_num_tokens"),
-        told.get("chunked_prefill_size"),
-        told.get("max_running_requests"),
-        told.get("context_length"),
-        left if info.get("device") != "cpu" else None,
+    names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
+    pool, chunk, running, context = (
+        None if (limit := number(told.get(name))) is None else int(limit) for name in names
     )
+    left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
+    return Ready(pool, chunk, running, context, left)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
