@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from batchrunner.care.advise import Judgement, advise
 from batchrunner.care.flags import CHECK_HELP, Flags, installed, parse_help
+from batchrunner.care.logfile import LogReader
 from batchrunner.care.rules import RULES, apply_all, table
+from batchrunner.care.situation import Situation
 from batchrunner.care.thresholds import Thresholds
 from tests.conftest import batchrun, require_engine
 from tests.sglang_logs import GENERATIONS, LogWriter, interleaved
@@ -243,8 +248,8 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
          "it"},
     ),
     "graphs that fail for another reason": (
-        LogWriter().started().say("Scheduler hit an exception: Traceback (most recent call last):\n"
-        "Exception: Capture cuda graph failed: [Errno 2] No such file or directory: 'ninja'"),
+        LogWriter().started().say(
+            "Exception: Capture cuda graph failed: [Errno 2] No such file or directory: 'ninja'"),
         {"crashed": "look for that error in the log and among SGLang's issues: another release may not have "
          "it"},
     ),
@@ -373,7 +378,7 @@ def test_a_crash_is_told_by_its_exception(tmp_path: Path) -> None:
         '{"event": "request.received", "obj": {"text": "Received sigquit; server_args={1: 2}"}}',
         "Not enough memory left on disk /dev/shm for the cache",
         "the last batch was near CUDA out of memory",
-        "Exception: Capture cuda graph failed: [Errno 2] No such file or directory: 'ninja'",
+        "WARNING: caught RuntimeError: CUDA out of memory, and went on",
     ],
 )
 def test_words_alone_are_no_sign(line: str, tmp_path: Path) -> None:
@@ -474,7 +479,18 @@ def test_share_and_span_can_be_set(tmp_path: Path) -> None:
     wrong = batchrun("advise", path, "--threshold", "frequency=1")
     assert wrong.exit_code == 2
     assert "no such threshold; there are at_cap, cached_well" in wrong.stderr
-    assert "'x' is not a number" in batchrun("advise", path, "--threshold", "span_s=x").stderr
+    for setting, words in [
+        ("span_s=x", "'x' is not a number"),
+        ("queue_low=inf", "give a number from 0 on"),
+        ("queue_deep=nan", "give a number from 0 on"),
+        ("frequent=-1", "give a number from 0 on"),
+        ("queue_low=5000", "queue_low 5000, queue_deep 2000: none may be above the next"),
+        ("memory_good_gb=12", "memory_high_gb 10: none may be above the next"),
+    ]:
+        refused = batchrun("advise", path, "--threshold", setting)
+        assert refused.exit_code == 2
+        assert words in refused.stderr
+        assert refused.stderr.count("\n") == 1
 
 
 def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
@@ -486,10 +502,18 @@ def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "label", ["{}: ", "server-{}  | ", "[pod/server-{}/sglang] ", "2026-03-01T12:00:00.1Z "]
+    "label",
+    [
+        "{}: ",
+        "server-{}  | ",
+        "[pod/server-{}/sglang] ",
+        "2026-03-01T12:00:00.1Z ",
+        "Mar  1 12:00:00 node{} sglang[123]: ",
+        "2026-03-01T12:00:00+0100 node{} python3[9]: ",
+    ],
 )
 def test_what_others_put_before_a_line(label: str, tmp_path: Path) -> None:
-    """Slurm, Docker and Kubernetes name the server or the time before each line: it is read all the same."""
+    """Slurm, Docker, Kubernetes and systemd name server or time before each line: it is read all the same."""
     logs = [LogWriter().decode(20, u=0.6).lines for _ in range(2)]
     lines = [
         label.format(number) + line for pair in zip(*logs, strict=True) for number, line in enumerate(pair)
@@ -517,6 +541,90 @@ def test_ranks_are_told_apart(tmp_path: Path) -> None:
         for i in range(9) for text in (GUIDES["G4"][0], RETRACTIONS["G2"]) for rank in range(4)
     )  # fmt: skip
     assert advise(str(_written(tmp_path / "tp.log", retracted.encode()))).situation.retractions == 9
+
+
+def test_ranks_are_told_apart_in_a_journal(tmp_path: Path) -> None:
+    """What journalctl puts before a line hides neither its time nor its rank."""
+    logs = [LogWriter("0.5.9").decode(30, q=0).lines, LogWriter("0.5.9").decode(30, q=300).lines]
+    logs[1] = [line.replace("DP0", "DP1") for line in logs[1]]
+    lines = (
+        f"Nov 22 10:00:00 host python[{7 + n}]: {log[i]}" for i in range(60) for n, log in enumerate(logs)
+    )
+    found = judged("\n".join(lines), tmp_path)
+    assert "60 samples of 2 schedulers over 58 s" in found.lines()[0]
+    assert set(changes(found)) == {"queue-empty"}
+
+
+def test_the_fuller_pool_of_a_hybrid_model_counts(tmp_path: Path) -> None:
+    """Where the state of Mamba layers is full, it is that which limits, and not a conservative scheduler."""
+    log = LogWriter("hybrid").decode(40, u=0.12)
+    assert set(changes(judged(log.text(), tmp_path))) == {"conservative"}
+    assert judged(log.text().replace("mamba usage: 0.20", "mamba usage: 0.99"), tmp_path).healthy
+
+
+def test_a_restart_may_name_its_ranks_otherwise(tmp_path: Path) -> None:
+    """A server with one GPU, started where one with two was, is heard, though its lines name no rank."""
+    before = LogWriter("0.5.2").started(tp_size=2).decode(30)
+    after = LogWriter().started(tp_size=1).decode(30, q=0)
+    found = judged(before.text() + after.text(), tmp_path)
+    assert found.situation.load.counted == 30
+    assert set(changes(found)) == {"queue-empty"}
+
+
+def test_an_older_log_after_a_newer_one(tmp_path: Path) -> None:
+    """Time that runs backwards is no time: two logs in one file are as long as both; midnight is none."""
+    newer, older = LogWriter(), LogWriter()
+    newer.now += timedelta(days=2)
+    both = judged(newer.decode(30).text() + older.decode(30).text(), tmp_path)
+    assert "60 samples over 116 s" in both.lines()[0]
+    assert both.healthy
+    midnight = judged(LogWriter("0.2").decode(30).text(), tmp_path)
+    assert "30 samples over 58 s" in midnight.lines()[0]
+
+
+def test_prefill_alone_is_work(tmp_path: Path) -> None:
+    """Scoring and embedding have no decode lines: queue and usage are those of prefill lines then."""
+    log = LogWriter()
+    for _ in range(40):
+        log.prefill(1).now += timedelta(seconds=2)
+    found = judged(log.text(), tmp_path)
+    assert "40 samples over 78 s" in found.lines()[0]
+    assert changes(found) == {}
+    deep = judged(log.text().replace("#queue-req: 300", "#queue-req: 5000"), tmp_path)
+    assert set(changes(deep)) == {"queue-deep"}
+    mixed = judged(log.decode(40).text(), tmp_path)
+    assert mixed.situation.load.counted == 40
+    assert mixed.situation.load.share("conservative") == 0
+
+
+JUNK = (
+    "9" * 5000, ".", "1.2.3", "{", "}", "[" * 5000, "{[]: 1}", "{1, 2}", "{1: 2}", "1e999", "'", "=", "¹",
+    "{'tp_size': 1e999}", "{'cuda_graph_config': {'decode': {'max_bs': [1]}}}", "{'cuda_graph_max_bs': 'x'}",
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from([*LogWriter("hybrid").started().decode(1).prefill(1).retract().lines, cuda_oom("forward"),
+                     "[x] server_args=", "Load weight begin. avail mem=78.50 GB", *DEATHS]),
+    st.integers(0, 400),
+    st.integers(0, 900),
+    st.sampled_from(JUNK) | st.text(),
+)  # fmt: skip
+@example("server_args=", 12, 0, "{[]: 1}")
+@example("server_args=", 12, 0, "{1, 2}")
+@example("server_args=", 12, 0, "{'cuda_graph_max_bs': 'x'}")
+@example("[2026-03-01 23:59:30] Decode batch, #running-req: 9, token usage: 0.95, #queue-req: 5", 72, 0, ".")
+@example("[2026-03-01 23:59:30] Decode batch, #running-req: 9, #queue-req: 5", 51, 0, "9" * 5000)
+@example("max_total_num_tokens=1, available_gpu_mem=7.00 GB", 46, 0, ".")
+def test_no_line_is_too_damaged(line: str, at: int, length: int, junk: str) -> None:
+    """Whatever stands in a log, its reader goes on, and the rules have numbers to go by."""
+    reader = LogReader(Thresholds())
+    at = min(at, len(line))
+    damaged = line[:at] + junk + line[at + length :]
+    for part in (*damaged.split("\n"), *LogWriter().started().decode(9).lines):
+        reader.take(part)
+    assert reader.series.counted >= 9
+    apply_all(Situation(reader.series, reader.series, reader.facts), Flags())
 
 
 def _written(path: Path, content: bytes) -> Path:

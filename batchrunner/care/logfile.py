@@ -59,6 +59,7 @@ class LogReader:
         """The rank that tells of each scheduler: with tensor parallelism all may say the same."""
         self._phase: Phase = "general"
         self._running = 0
+        self._prefills = Series(limits)
 
     def read(self, path: Path) -> LogReader:
         """Read a file to its end; raises InputError where it is not an SGLang log."""
@@ -72,6 +73,7 @@ class LogReader:
                 f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
                 "(such as `Decode batch, #running-req: …` or `server_args=…`)"
             )
+        self.series.complete(self._prefills)  # scoring and embedding do nothing else
         self.series.settle()
         return self
 
@@ -110,14 +112,16 @@ class LogReader:
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
+        ready = self.facts.ready
+        most = ready.max_running_requests if ready else None
         if batch.decode:
-            ready = self.facts.ready
-            most = ready.max_running_requests if ready else None
             sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput)
             self.series.add(scheduler, sample)
         else:
-            chunk = self.facts.ready.chunked_prefill_size if self.facts.ready else None
-            self.series.prefills.add(batch, chunk)
+            self._prefills.add(
+                scheduler, Sample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
+            )
+            self.series.prefills.add(batch, ready.chunked_prefill_size if ready else None)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
         """Return the scheduler that a line is about and when; None where another rank speaks for it."""
@@ -130,7 +134,7 @@ class LogReader:
         """Begin anew where the server started with other flags; what ran out of memory is kept."""
         before = self.facts.arguments
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
-            self.series = Series(self.series.limits)
+            self.series, self._prefills = Series(self.series.limits), Series(self.series.limits)
             self.facts.troubles.clear()
             self.facts.died = None
         self._speakers.clear()  # with another tensor parallelism ranks are called otherwise
@@ -150,11 +154,10 @@ class LogReader:
         known = self.facts.died
         if isinstance(record, OutOfMemory):
             self._trouble(record)
-        elif isinstance(record, Raised):
-            if known and known.text.endswith(_TRACEBACK):
-                self.facts.died = known._replace(text=record.text)
-        elif known is None or (record.killed and not known.killed):
+        elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
             self.facts.died = record
+        elif known is not None and known.text.endswith(_TRACEBACK):
+            self.facts.died = known._replace(text=record.text)
 
     def _trouble(self, record: OutOfMemory) -> None:
         phase = self._phase if record.phase == "general" else record.phase

@@ -20,8 +20,10 @@ MOST_SAMPLES = 512
 MOST_TRACKS = 256
 """Schedulers that are told apart; those of a larger log share the last place."""
 PAUSE_S = 30.0
-"""A silence that is longer is no work: it is not counted, and what ran dry before it was the end of a job."""
+"""A silence that is longer is no work: it is not counted, and what ran dry before it was the end of a job.
+So is time that runs backwards by as much: an older log follows a newer one."""
 DAY_S = 86_400.0
+"""A stamp without a date is less: when it begins again, it is midnight."""
 WHOLE = 0.9
 """Share of a prefill chunk from which it is full."""
 FEW = 2
@@ -54,10 +56,10 @@ class Track:
     def add(self, sample: Sample, limits: Thresholds) -> None:
         """Count a sample."""
         gap_s = self._gap_s(sample)
-        if gap_s > PAUSE_S:
+        if abs(gap_s) > PAUSE_S:
             self.settle()
             gap_s = 0.0
-        self.busy_s += gap_s
+        self.busy_s += max(0.0, gap_s)
         for name, shows in SIGNS.items():
             told = shows(sample, limits)
             if told:
@@ -85,7 +87,7 @@ class Track:
             return 0.0
         self.timed = True
         gap_s = sample.at - last.at
-        return gap_s + DAY_S if gap_s < -DAY_S / 2 else max(0.0, gap_s)
+        return gap_s + DAY_S if gap_s < -DAY_S / 2 and last.at < DAY_S else gap_s
 
     def _keep(self, sample: Sample) -> None:
         if self.counted % self._every == 0:
@@ -137,6 +139,14 @@ class Series:
     limits: Thresholds
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
+
+    def complete(self, others: Series) -> None:
+        """Take the looks of another series at schedulers of which there are none here."""
+        for name, other in others.tracks.items():
+            track = self.track(name)
+            if not track.counted:
+                other.retractions += track.retractions
+                self.tracks[name] = other
 
     def track(self, scheduler: str) -> Track:
         """Return the track of a scheduler, a new one at its first mention."""

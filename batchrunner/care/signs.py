@@ -25,6 +25,8 @@ class Sample(NamedTuple):
     """Tokens generated a second."""
     unsent: int | None = None
     """Rows that its client had still to send; None where that is not known."""
+    prefill: bool = False
+    """Of a prefill pass: how many run, and whether they might be more, it does not tell."""
 
 
 def _empty(sample: Sample, _: Thresholds) -> bool | None:
@@ -32,15 +34,19 @@ def _empty(sample: Sample, _: Thresholds) -> bool | None:
 
 
 def _conservative(sample: Sample, limit: Thresholds) -> bool | None:
+    if sample.prefill:
+        return None
     return sample.queue > 0 and sample.usage < limit.usage_good and not _at_cap(sample, limit)
 
 
 def _capped(sample: Sample, limit: Thresholds) -> bool | None:
+    if sample.prefill:
+        return None
     return sample.queue > 0 and sample.usage < limit.usage_good and _at_cap(sample, limit)
 
 
 def _far_below(sample: Sample, limit: Thresholds) -> bool | None:
-    if not sample.max_running:
+    if not sample.max_running or sample.prefill:
         return None
     below = sample.running < limit.far_below * sample.max_running
     return sample.queue > 0 and below and sample.usage < limit.usage_good
@@ -61,6 +67,6 @@ SIGNS: dict[str, Callable[[Sample, Thresholds], bool | None]] = {
     "kv_bound": lambda s, limit: s.usage >= limit.usage_good and s.queue > 0 and not _at_cap(s, limit),
     "no_graph": lambda s, limit: None if s.graph is None or s.running > limit.graph_batch_tp else not s.graph,
     "slow": lambda s, limit: None if not s.rate else s.running / s.rate > limit.latency_s,
-    "small_batch": lambda s, limit: s.running <= limit.small_batch,
+    "small_batch": lambda s, limit: None if s.prefill else s.running <= limit.small_batch,
 }
 """What is counted of each sample; None where it does not apply to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -64,17 +65,31 @@ class Thresholds:
     """Waiting requests up to which `lpm` looks for prefixes (SGLang's schedule_policy)."""
 
     def with_values(self, settings: Sequence[str]) -> Thresholds:
-        """Return these with `NAME=VALUE` settings applied; raises JobError for one that is none."""
-        names = {field.name for field in fields(self)}
+        """Return these with `NAME=VALUE` settings applied.
+
+        Raises JobError for one that is none, or that leaves no room between low and high.
+        """
+        known = {field.name for field in fields(self)}
         changes = {}
         for setting in settings:
             name, _, value = setting.partition("=")
-            if name not in names:
+            if name not in known:
                 raise JobError(
-                    f"--threshold {setting}: no such threshold; there are {', '.join(sorted(names))}"
+                    f"--threshold {setting}: no such threshold; there are {', '.join(sorted(known))}"
                 )
             try:
                 changes[name] = float(value)
             except ValueError:
                 raise JobError(f"--threshold {setting}: {value!r} is not a number") from None
-        return replace(self, **changes)
+            if not 0 <= changes[name] < math.inf:
+                raise JobError(f"--threshold {setting}: give a number from 0 on")
+        changed = replace(self, **changes)
+        for names in _ASCENDING:
+            values = [getattr(changed, name) for name in names]
+            if values != sorted(values):
+                told = ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
+                raise JobError(f"--threshold: {told}: none may be above the next")
+        return changed
+
+
+_ASCENDING = (("queue_low", "queue_deep"), ("memory_low_gb", "memory_good_gb", "memory_high_gb"))

@@ -137,8 +137,8 @@ _RUNNING, _QUEUE, _TOKENS = (
     re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
 _PREFILLED = [re.compile(rf"#{name}: *{_COUNT}") for name in ("new-seq", "new-token", "cached-token")]
-_USAGE = re.compile(rf"(?:token|mamba) usage: *{_NUMBER}")
-_RATE = re.compile(rf"(?:gen|input) throughput \(token/s\): *{_NUMBER}")
+_USAGE = re.compile(rf"usage: *{_NUMBER}")  # token usage, of a hybrid model mamba usage too
+_RATE = re.compile(rf"throughput \(token/s\): *{_NUMBER}")
 _READY = re.compile(
     r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
 )
@@ -162,6 +162,7 @@ _CRASHED = (
     "unexpectedly failed with",  # 0.4
     "Fatal Python error: ",
     "CUDA error: an illegal memory access",
+    "graph failed: ",
 )
 _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("Prefill out of memory", "prefill"),
@@ -193,7 +194,7 @@ _DOING: tuple[tuple[str, Phase], ...] = (
 )
 _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache", "_name=",
-    "Error: ", "xception: ", "exit", "sigquit", "SIGQUIT", "Killed", "killed by", "unexpectedly", "Fatal",
+    "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
 """What lines of any other kind that matters have in them."""
 
@@ -201,7 +202,8 @@ _RARE = (
 def record_in(line: str) -> Record | None:
     """Return what a line tells; None for the many that tell nothing of this. Raises nothing."""
     record = _record(line)
-    return None if record is None or any(sign in line for sign in _REQUESTS) else record
+    asked = "obj" in line and any(sign in line for sign in _REQUESTS)
+    return None if asked else record
 
 
 def _record(line: str) -> Record | None:
