@@ -91,6 +91,9 @@ def died_of(life: Life) -> Death:
             f"{READY}\n{traceback('managers/tp_worker.py forward_decode_batch')}\n{OLD_CUDA}",
         ),
         ("general", f"{READY}\n{traceback('layers/sampler.py forward')}\n{CUDA_ERROR}"),
+        ("decode", f'{READY}\n[rank0]:   File "m.py", line 1, in forward_decode\n[rank0]: {CUDA}'),
+        ("decode", f'0: {READY}\n0: File "m.py", line 1, in forward_decode\n0: {CUDA}'),  # srun --label
+        ("general", f"{READY}\nterminate called\n  what():  CUDA error: out of memory"),
         (
             "prefill",  # one rank is out of memory, the others only notice
             (f"{READY}\n{traceback('model_executor/model_runner.py forward_extend')}\n{CUDA}\n"

@@ -149,7 +149,7 @@ _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
 _CAPACITY = re.compile(rf"total capac\w+ of {_NUMBER} GiB")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
 _CARD = re.compile(r"device_name=(\w+?)(?:,|\.json)")
-_RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\] *)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
+_RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\]:? *)?(?:[A-Z]+:? +)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
 _KILLED = re.compile(
     r"exit ?code[:=]? ?-?9\b|Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
@@ -177,7 +177,7 @@ _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("HIP out of memory", "general"),
     ("Out of memory. Try to lower", "general"),
 )
-_TOLD = ("Try to lower", "Cuda failure")
+_TOLD = ("Try to lower", "Cuda failure", "what(): ")
 """What an engine dies of is raised; these are also told without the error's name."""
 _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
 """`--log-requests`: what a prompt or an answer says is no word of SGLang's."""
