@@ -26,7 +26,7 @@ WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
 """What is looked at together: rows, and the bytes of their prompts."""
 LAST_ROWS = 8192
 """The last so many are looked at together: the longest go first, so that none is left over at the end."""
-SHARED_ROWS = 1024
+SHARED_ROWS = 512
 """Looked at together, of rows that other tasks could do: what one holds others cannot take."""
 PIECE_ROWS = 256
 """Rows that are given away together."""
@@ -89,7 +89,8 @@ class Arranger:
         self,
         batches: Iterable[list[Request | Outcome]],
         unread: Callable[[], int],
-        is_shared: Callable[[], bool] = lambda: False,
+        *,
+        is_shared: bool = False,
     ) -> Iterator[list[Work | Primer | Outcome]]:
         """Return the rows of the plan as they are to be sent; an empty batch: those before it should go.
 
@@ -104,7 +105,7 @@ class Arranger:
                     self._take(item)
             if outcomes:
                 yield outcomes
-            if not batch or self._is_full(unread(), is_shared=is_shared()):
+            if not batch or self._is_full(unread(), is_shared=is_shared):
                 yield from self._arranged(last=not batch)
         yield from self._arranged(last=True)
 

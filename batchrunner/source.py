@@ -43,9 +43,8 @@ class Source(Protocol):
     def unread(self) -> int:
         """How many are still to be read; with leases, about how many will be."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other tasks could do them."""
+    is_shared: bool
+    """Whether other tasks could do them, now or later."""
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Read and render them, a bounded batch at a time; blocks. An empty one: send those before it."""
@@ -116,6 +115,8 @@ class LeasedRows:
     It leaves when it has finished its own and the rest is held by tasks that live: they do it themselves.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         prepared: Prepared,
@@ -158,11 +159,6 @@ class LeasedRows:
     def unread(self) -> int:
         """Rows of our leases that are still to be read, and our share of those that are free."""
         return self._to_read + self._share_of_free()
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other tasks live."""
-        return self._takeover.living > 0
 
     def has_rows(self) -> bool:
         """Take the first lease and tell whether there was one."""

@@ -138,7 +138,7 @@ class Submitter:
         try:
             async with asyncio.TaskGroup() as group:
                 arranged = self._arranger.arrange(
-                    source.batches(), lambda: source.unread, lambda: source.is_shared
+                    source.batches(), lambda: source.unread, is_shared=source.is_shared
                 )
                 reader = group.create_task(self._read(arranged))
                 while not self._over():

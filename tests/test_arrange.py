@@ -273,7 +273,7 @@ def test_of_shared_rows_few_are_held() -> None:
     """Rows that other tasks could do are not read far ahead, though they are the last."""
     sent = 0
     batches: Iterator[list[Request | Outcome]] = ([request(row, f"p{row}")] for row in range(3 * SHARED_ROWS))
-    for items in arranger().arrange(batches, lambda: 100, lambda: True):
+    for items in arranger().arrange(batches, lambda: 100, is_shared=True):
         sent += len(items)
         break
     assert sent > 0
