@@ -121,6 +121,18 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
     assert changes(often) == {"retractions": "--schedule-conservativeness 1.3"}
 
 
+def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:
+    """Ten a line are not fine because there are few lines: the reading counts them, and that is all."""
+    log = LogWriter(step_s=30)
+    for _ in range(7):
+        log.decode(1, u=0.99)
+        for _ in range(10):
+            log.retract()
+    found = judged(log.text(), tmp_path)
+    assert "70 retractions" in found.lines()[0]
+    assert [advice.rule for advice in found.advice] == []
+
+
 REAL: dict[str, set[str]] = {
     "real_conservative.log": {"conservative"},
     "real_queue_empty.log": {"queue-empty"},
@@ -171,6 +183,12 @@ def cuda_oom(frame: str) -> str:
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. "
         "GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
     )
+
+
+def _retracting(log: LogWriter) -> LogWriter:
+    for _ in range(9):
+        log.decode(4, u=0.99).retract()
+    return log
 
 
 FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
@@ -232,6 +250,19 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(gpu_gb=4.64),
         {"memory-tight": "--mem-fraction-static 0.8 (from 0.83: 2.4 GB of 78 less for the KV pool)"},
     ),
+    "memory tight, on a small card": (
+        LogWriter().started(gpu_gb=2.0, card_gb=22),
+        {"memory-tight": "--mem-fraction-static 0.75 (from 0.83: 1.8 GB of 22 less for the KV pool)"},
+    ),
+    "memory tight, on a tiny card": (
+        LogWriter().started(gpu_gb=0.6, card_gb=5, weights_gb=1),
+        {"memory-tight": "--mem-fraction-static 0.78 (from 0.83: 0.2 GB of 5 less for the KV pool)"},
+    ),
+    "memory enough, for a small card": (LogWriter().started(gpu_gb=3.2, card_gb=22), {}),
+    "memory tight, and it is the weights": (
+        LogWriter().started(gpu_gb=0.5, card_gb=22, weights_gb=17.5), {},
+    ),
+    "memory for a large chunk": (LogWriter().started(gpu_gb=20, card_gb=178, chunk=16384), {}),
     "graphs too small": (
         LogWriter().started().decode(30, r=400, g=False),
         {"cuda-graph": "--cuda-graph-max-bs 512"},
@@ -248,14 +279,46 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(most=64).decode(30, r=64, u=0.3),
         {"running-capped": "--max-running-requests 192"},
     ),
+    "capped, and no ready line": (
+        LogWriter().say("server_args={'max_running_requests': 8, 'schedule_conservativeness': 1.0}")
+        .decode(30, r=8, u=0.6),
+        {"running-capped": "--max-running-requests 9"},
+    ),
+    "capped, DP attention": (
+        LogWriter().started(most=64, attn_dp_size=8, max_running_requests=512).decode(30, r=64, u=0.4),
+        {"running-capped": "--max-running-requests 1152"},
+    ),
+    "few running under DP attention, whose 0.3 is SGLang's own": (
+        LogWriter().started(chunk=1024, attn_dp_size=8, schedule_conservativeness=0.3, weights_gb=60)
+        .decode(30, r=100, u=0.5).prefill(new=1024),
+        {"conservative": "a max_new_tokens nearer to real outputs"},
+    ),
+    "retracting under DP attention": (
+        _retracting(LogWriter().started(attn_dp_size=8, schedule_conservativeness=0.9)),
+        {"retractions": "--schedule-conservativeness 3.9"},
+    ),
+    "retracting, more conservative": (
+        _retracting(LogWriter().started(schedule_conservativeness=1.3)),
+        {"retractions": "--schedule-conservativeness 1.43"},
+    ),
+    "retracting, as conservative as can be": (
+        _retracting(LogWriter().started(schedule_conservativeness=1.43)),
+        {"retractions": "--max-running-requests 209, or more memory for the KV pool"},
+    ),
     "few running, not conservative": (
         LogWriter().started(schedule_conservativeness=0.3).decode(30, r=100, u=0.5).prefill(new=8192),
-        {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.67",
+        {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.7",
          "conservative": "a max_new_tokens nearer to real outputs"},
     ),
     "long prompts": (
         LogWriter().started(gpu_gb=9.9, chunk=1024).decode(30).prefill(30, n=1, new=1024, hit=1500),
         {"long-prompts": "--chunked-prefill-size 2048"},
+    ),
+    "long prompts, and the largest chunk": (
+        LogWriter().started(chunk=16384).decode(30).prefill(30, n=1, new=16384), {},
+    ),
+    "long prompts, and no room but the weights'": (
+        LogWriter().started(weights_gb=60).decode(30).prefill(30, n=1, new=8192), {},
     ),
     "slow tokens": (
         LogWriter().started().decode(30, r=300, p=900),

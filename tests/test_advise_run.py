@@ -129,6 +129,25 @@ def test_short_outputs_are_measured(own: Path) -> None:
     assert 0 < advice.evidence["output_share_of_max_new_tokens"] < 0.01
 
 
+def test_outputs_that_cannot_be_shorter_are_no_reason(own: Path) -> None:
+    """With ignore_eos all of max_new_tokens is made: SGLang reserves no more than will come."""
+    facts = json.loads((own / "run.json").read_text())
+    facts["fingerprint"]["sampling"] = {"max_new_tokens": 256, "ignore_eos": True}
+    (own / "run.json").write_text(json.dumps(facts))
+    tell(own / "events.jsonl", token_usage=0.4)
+    assert changes(advise(str(own))) == {}
+
+
+def test_the_card_of_the_run_counts(own: Path) -> None:
+    """A run of ours knows its card, and advice for that card needs nobody to name it."""
+    facts = json.loads((own / "run.json").read_text())
+    facts["engine"]["card"] = "NVIDIA H100 80GB HBM3"
+    (own / "run.json").write_text(json.dumps(facts))
+    tell(own / "events.jsonl")
+    LogWriter().started(attention_backend="triton").write(own, "engine-server.log")
+    assert changes(advise(str(own)))["attention-backend"] == "--attention-backend fa3"
+
+
 def test_the_engines_log_is_part_of_the_run(own: Path) -> None:
     """Retractions, memory and flags come from the log beside the events."""
     tell(own / "events.jsonl")

@@ -67,6 +67,25 @@ class Facts:
         return int(self.number("tp_size", 1) or 1)
 
     @property
+    def attn_dp(self) -> int:
+        """Ranks that DP attention parts the requests of one replica among; 1 without it."""
+        ranks = self.number("attn_dp_size", 1) or 1
+        older = ranks == 1 and self.arguments.get("enable_dp_attention")  # before --attn-dp-size
+        return int((self.number("dp_size", 1) if older else ranks) or 1)
+
+    @property
+    def max_running(self) -> int | None:
+        """`max_running_requests` of one scheduler."""
+        told = self.ready.max_running_requests if self.ready else None
+        return told or int(self.number("max_running_requests", 0) or 0) // self.attn_dp or None
+
+    @property
+    def chunk(self) -> int | None:
+        """`chunked_prefill_size` of one scheduler, in tokens."""
+        told = self.ready.chunked_prefill_size if self.ready else None
+        return told or int(self.number("chunked_prefill_size", 0) or 0) or None
+
+    @property
     def architecture(self) -> Architecture | None:
         """The card's generation, where its name is known."""
         words = (self.card or "").upper().replace("-", "_").replace(" ", "_").split("_")

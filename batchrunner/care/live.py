@@ -172,7 +172,7 @@ def _limits(info: dict[str, Any], state: dict[str, Any]) -> Ready:
     return Ready(
         told.get("max_total_num_tokens"),
         told.get("chunked_prefill_size"),
-        told.get("max_running_requests"),
+        state.get("effective_max_running_requests_per_dp") or told.get("max_running_requests"),
         told.get("context_length"),
         left if info.get("device") != "cpu" else None,
     )

@@ -108,13 +108,13 @@ class LogReader:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
         if batch.decode:
-            ready = self.facts.ready
-            most = ready.max_running_requests if ready else None
-            sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput)
+            sample = Sample(
+                at, batch.running, batch.queue, batch.usage, self.facts.max_running, batch.graph,
+                batch.throughput,
+            )  # fmt: skip
             self.series.add(scheduler, sample)
         else:
-            chunk = self.facts.ready.chunked_prefill_size if self.facts.ready else None
-            self.series.prefills.add(batch, chunk)
+            self.series.prefills.add(batch, self.facts.chunk)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
         """Return the scheduler that a line is about and when; None where another rank speaks for it."""

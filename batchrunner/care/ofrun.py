@@ -49,6 +49,7 @@ def read_run(run: Path, limits: Thresholds) -> Situation:
     _lengths(run_dir, client)
     server = log.facts
     server.version = facts["engine"].get("version")
+    server.card = server.card or facts["engine"].get("card")
     if client.kind == "server" and server.arguments and not server.on_cpu:
         server.idle_gpus = max(0, len(gpus()) - server.tp)
     return Situation(load if load.counted else log.series, log.series, server, client)
@@ -61,6 +62,7 @@ def _client(facts: Mapping[str, Any]) -> Client:
         window=job.get("window", "auto"),
         connections=facts["engine"].get("connections"),
         max_new_tokens=most if isinstance(most, int) else None,
+        ignore_eos=sampling.get("ignore_eos") is True,
         order=job.get("order", "auto"),
         kind=job["engine"]["kind"],
         simulated=bool(facts["engine"].get("simulated")),

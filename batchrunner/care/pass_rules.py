@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.facts import prefill_graph_off
 from batchrunner.care.load_rules import LESS_CONSERVATIVE, conservativeness
-from batchrunner.care.situation import Finding
+from batchrunner.care.safer import in_effect, least_fraction
+from batchrunner.care.situation import CHUNK_GB_A_TOKEN, Finding
 
 if TYPE_CHECKING:
     from batchrunner.care.flags import Flags
     from batchrunner.care.situation import Situation
 
-LARGEST_CHUNK = 32_768
-CHUNK_GB_A_TOKEN = 1.5 / 1024
+LARGEST_CHUNK = 16_384
+"""SGLang's own largest default."""
 GRAPH_GB_A_REQUEST = 2 / 1024
-"""What SGLang's memory_hook reserves for activations of a prefill chunk and for decode graphs."""
+"""What SGLang's memory_hook reserves for decode graphs."""
 USUAL_CAPTURED = 160
 """Requests; the guides: "typically 160-256"."""
 LARGE_TP = 4
@@ -69,8 +70,10 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.graph_disabled:
         args, why = _graph_on(s, flags), "the server's arguments switch them off"
     elif running <= target and not (captured and captured >= target):
-        args = flags.setting("cuda-graph-max-bs-decode", target)
-        args |= smaller_pool(s, flags, GRAPH_GB_A_REQUEST * (target - (captured or USUAL_CAPTURED)))
+        pool = smaller_pool(s, flags, GRAPH_GB_A_REQUEST * (target - (captured or USUAL_CAPTURED)))
+        if pool is None:
+            return None
+        args = flags.setting("cuda-graph-max-bs-decode", target) | pool
         why = f"they are captured up to {captured or 'some 160-256'}"
     else:
         return None
@@ -91,16 +94,23 @@ def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
 
 def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
     """Return a chunk of twice the size, and a smaller pool where its memory must come from there."""
-    chunk = (s.facts.ready.chunked_prefill_size if s.facts.ready else None) or 0
-    args = flags.setting("chunked-prefill-size", 2 * chunk) if 0 < chunk < LARGEST_CHUNK else {}
-    return args | smaller_pool(s, flags, chunk * CHUNK_GB_A_TOKEN) if args else {}
+    chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
+    larger = min(2 * chunk, LARGEST_CHUNK)
+    pool = smaller_pool(s, flags, (larger - chunk) * CHUNK_GB_A_TOKEN)
+    if not 0 < chunk < larger or pool is None:
+        return {}
+    args = flags.setting("chunked-prefill-size", larger)
+    return args | pool if args else {}
 
 
-def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any]:
-    """Return the mem-fraction-static that leaves so many GB more; empty where there is room for them."""
-    now, ready = s.facts.number("mem_fraction_static"), s.facts.ready
-    if s.facts.on_cpu or now is None or not s.facts.card_gb or gb <= 0:
+def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any] | None:
+    """Return the mem-fraction-static that leaves room for so many GB more, empty where there is room.
+
+    None where weights and a pool of some use would not be left.
+    """
+    now, left = s.facts.number("mem_fraction_static"), s.facts.ready.gpu_gb if s.facts.ready else None
+    wanting = gb - max(0.0, left - s.memory_band.low) if left else gb
+    if s.facts.on_cpu or now is None or not s.facts.card_gb or wanting <= 0:
         return {}
-    if ready and ready.gpu_gb and ready.gpu_gb - gb >= s.limits.memory_low_gb:
-        return {}
-    return flags.setting("mem-fraction-static", round(now - math.ceil(100 * gb / s.facts.card_gb) / 100, 3))
+    target = round(now - math.ceil(100 * wanting / s.facts.card_gb) / 100, 3)
+    return flags.setting("mem-fraction-static", target) if target > least_fraction(s.facts) else None

@@ -59,7 +59,7 @@ RULES: tuple[Rule, ...] = (
         "running-low",
         f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
         "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
-        "`--chunked-prefill-size` doubled",
+        "`--chunked-prefill-size` doubled, up to 16384",
         "G1",
         pass_rules.running_low,
         "more prompts a prefill pass, and so a larger batch",
@@ -70,7 +70,8 @@ RULES: tuple[Rule, ...] = (
         "retractions",
         "more than 1 retraction a minute (a span under a minute counts as one); "
         "up to that it is said to be fine",
-        "`--schedule-conservativeness 1.3`, from there times 1.3. Not mem-fraction-static down, as G1 has it "
+        "`--schedule-conservativeness 1.3`, from there 1.43, where all of `max_new_tokens` is reserved; then "
+        "`--max-running-requests` down, or a larger pool. Not mem-fraction-static down, as G1 has it "
         "for frequent retractions: that shrinks the pool which is too small; it helps out-of-memory errors",
         "G1-G4",
         load_rules.retractions,
@@ -82,7 +83,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "memory-left",
-        "`available_gpu_mem` at ready > 10 GB; 5-10 is said to be good (the guides: 5-8)",
+        "`available_gpu_mem` at ready > 10 GB; 5-10 is said to be good (the guides: 5-8); on cards under 40 "
+        "GB in proportion, with chunks over 8192 more",
         "`--mem-fraction-static` up to leave 6.5 GB, by the card's memory; `--max-total-tokens` off",
         "G1, G2, G4",
         memory_rules.memory_left,
@@ -91,8 +93,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "memory-tight",
-        "`available_gpu_mem` at ready < 5 GB",
-        "`--mem-fraction-static` down to leave 6.5 GB",
+        "`available_gpu_mem` at ready < 5 GB, on cards under 40 GB in proportion",
+        "`--mem-fraction-static` down to leave 6.5 GB, as far as weights and a pool leave room",
         "G1, G2, G4",
         memory_rules.memory_tight,
         "room for activations: no crash in mid-run",
@@ -121,7 +123,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-graph",
         "capturing CUDA graphs failed",
-        "`--cuda-graph-max-bs(-decode)` halved, mem-fraction-static down",
+        "`--cuda-graph-max-bs(-decode)` halved, mem-fraction-static down; at last no decode graphs",
         "G1, SGLang's message",
         memory_rules.oom_graph,
         "the graphs fit",
@@ -160,8 +162,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "long-prompts",
         "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, mean prompt ≥ 2048 tokens",
-        "`--chunked-prefill-size` doubled (mem-fraction-static down with it); prefill graphs where "
-        "they are off",
+        "`--chunked-prefill-size` doubled, up to 16384 (mem-fraction-static down with it, as far as weights "
+        "and a pool leave room); prefill graphs where they are off",
         "G1",
         pass_rules.long_prompts,
         "fewer, larger passes over the weights",
