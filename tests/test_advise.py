@@ -11,7 +11,9 @@ import pytest
 
 from batchrunner.care.advise import Judgement, advise
 from batchrunner.care.flags import CHECK_HELP, Flags, installed, parse_help
+from batchrunner.care.logfile import LogReader
 from batchrunner.care.rules import RULES, apply_all, table
+from batchrunner.care.situation import Situation
 from batchrunner.care.thresholds import Thresholds
 from tests.conftest import batchrun, require_engine
 from tests.sglang_logs import GENERATIONS, LogWriter, interleaved
@@ -185,6 +187,11 @@ def cuda_oom(frame: str) -> str:
     )
 
 
+def _of_model(log: LogWriter, name: str) -> LogWriter:
+    log.lines = [line.replace("LlamaForCausalLM", name) for line in log.lines]
+    return log
+
+
 def _retracting(log: LogWriter) -> LogWriter:
     for _ in range(9):
         log.decode(4, u=0.99).retract()
@@ -227,7 +234,12 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "weights": (
         LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=2, mem_fraction_static=0.83)")
         .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
-        {"oom-weights": "--tp-size 4, or --quantization fp8"},
+        {"oom-weights": "--tp-size 4, or a quantised model"},
+    ),
+    "weights that are quantised": (
+        LogWriter().say("server_args={'model_path': '/m', 'tp_size': 1, 'quantization': 'fp8'}")
+        .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
+        {"oom-weights": "--tp-size 2"},
     ),
     "no room for a pool": (
         LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=1, mem_fraction_static=0.5)")
@@ -365,6 +377,51 @@ def test_each_failure_has_its_remedy(failure: str, tmp_path: Path) -> None:
     assert changes(judged(log.text(), tmp_path)) == expected
 
 
+TOGETHER: dict[str, tuple[LogWriter, set[str]]] = {
+    "long prompts take what is left": (
+        LogWriter().started(gpu_gb=13.5).decode(30).prefill(30, n=1, new=8192), {"long-prompts"},
+    ),
+    "prefill ran out, though much was left": (
+        LogWriter().started(gpu_gb=13.5).decode(30)
+        .say("Prefill out of memory. Try to lower your batch size."),
+        {"oom-prefill"},
+    ),
+    "decode ran out at the cap": (
+        LogWriter().started(most=64).decode(30, r=64, u=0.3)
+        .say("Decode out of memory. Try to lower your batch size."),
+        {"oom-decode"},
+    ),
+    "slow at the cap": (LogWriter().started(most=128).decode(30, r=128, u=0.5, p=500), {"running-capped"}),
+    "tight, and graphs too small": (
+        LogWriter().started(gpu_gb=3).decode(30, r=400, g=False), {"memory-tight"},
+    ),
+    "experts that fit one GPU": (
+        _of_model(LogWriter().started(tp_size=4, weights_gb=8), "Qwen3MoeForCausalLM").decode(30),
+        {"tensor-parallel"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_one_advice_takes_another_away(case: str, tmp_path: Path) -> None:
+    """What would undo an advice that matters more is not said beside it."""
+    log, expected = TOGETHER[case]
+    assert set(changes(judged(log.text(), tmp_path))) == expected
+
+
+@pytest.mark.parametrize("first", FAILURES)
+def test_no_flag_is_given_two_values(first: str) -> None:
+    """Whatever comes together in one log, what is advised can be done all at once."""
+    for second, (log, _) in FAILURES.items():
+        reader = LogReader(Thresholds())
+        for line in FAILURES[first][0].lines + [line for line in log.lines if "server_args" not in line]:
+            reader.take(line)
+        given: dict[str, Any] = {}
+        for advice in apply_all(Situation(reader.series, reader.series, reader.facts), Flags()):
+            for flag, value in advice.args.items():
+                assert given.setdefault(flag, value) == value, (second, advice.rule, flag, given)
+
+
 @pytest.mark.parametrize(
     ("card", "arguments", "expected"),
     [
@@ -383,6 +440,33 @@ def test_the_card_decides(card: str, arguments: dict[str, Any], expected: set[st
     text = LogWriter().started(**arguments).decode(30).text()
     assert set(changes(judged(text, tmp_path, card=card))) == expected
     assert set(changes(judged(text, tmp_path))) == set()
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "expected"),
+    [
+        ("A100", "GptOssForCausalLM", set()),
+        ("H100", "GptOssForCausalLM", set()),
+        ("L40S", "DeepseekV2ForCausalLM", set()),
+        ("H100", "DeepseekV2ForCausalLM", {"attention-backend"}),
+        ("A100", "Qwen2ForCausalLM", {"attention-backend"}),
+    ],
+)
+def test_a_model_may_need_its_backend(card: str, model: str, expected: set[str], tmp_path: Path) -> None:
+    """Some models get triton from SGLang itself: another backend may be refused."""
+    log = _of_model(LogWriter().started(attention_backend="triton", quantization="fp8"), model)
+    found = judged(log.text(), tmp_path, card=card)
+    assert set(changes(found)) == expected
+    assert {advice.certainty for advice in found.advice if advice.change} <= {"low"}
+
+
+@pytest.mark.parametrize("told", ["quant=fp8, fmt=e4m3, ", "quant=awq, bits=4, ", "dtype=torch.float16, "])
+def test_weights_may_be_quantised_already(told: str, tmp_path: Path) -> None:
+    """A checkpoint is quantised by its own config.json: the log says so, or is too old to say."""
+    log = LogWriter().started().decode(30)
+    plain, other = log.text(), log.text().replace("LlamaForCausalLM, ", f"LlamaForCausalLM, {told}")
+    assert set(changes(judged(plain, tmp_path, card="H100"))) == {"fp8-weights", "fp8-cache"}
+    assert set(changes(judged(other, tmp_path, card="H100"))) == {"fp8-cache"}
 
 
 def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Facts:
     """Memory of one GPU."""
     weights_gb: float | None = None
     """Of one rank."""
+    quantised: str | None = None
+    """How the checkpoint is quantised; empty where it is not."""
     model: str | None = None
     """Its class."""
     metrics: bool | None = None
@@ -65,6 +67,11 @@ class Facts:
     def tp(self) -> int:
         """GPUs that one replica's weights are spread over."""
         return int(self.number("tp_size", 1) or 1)
+
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether it is known that the weights are not quantised."""
+        return self.quantised == "" and not self.arguments.get("quantization")
 
     @property
     def attn_dp(self) -> int:

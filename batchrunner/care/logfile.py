@@ -139,6 +139,7 @@ class LogReader:
             facts.card_gb = record.free_gb
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # a draft model follows
             facts.weights_gb, facts.model = record.used_gb, record.model
+            facts.quantised = record.quantised
 
     def _trouble(self, record: OutOfMemory) -> None:
         phase = self._phase if record.phase == "general" else record.phase

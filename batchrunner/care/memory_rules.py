@@ -103,7 +103,8 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
         return _ran_out(s, trouble, flags, where, {}, "more GPUs (--tp-size)")
     if trouble := _last(s, "load"):
         args = flags.setting("tp-size", 2 * s.facts.tp)
-        ways = f"{command_line(args)}, or --quantization fp8"
+        quantised = s.facts.quantised or s.facts.arguments.get("quantization")
+        ways = command_line(args) if quantised else f"{command_line(args)}, or a quantised model"
         found = _ran_out(s, trouble, flags, "while weights were loaded", {}, ways)
         return replace(found, args=args)
     return None

@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-weights",
         "out of memory while weights load, or no room for a KV pool",
-        "`--tp-size` doubled, or 8-bit weights; `--mem-fraction-static` up for the pool",
+        "`--tp-size` doubled, or a quantised model; `--mem-fraction-static` up for the pool",
         "SGLang's message",
         memory_rules.oom_weights,
         "the model starts",
@@ -171,12 +171,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "attention-backend",
-        "a general backend, and the card is known",
+        "a general backend, and the card is known; not of models for which SGLang chooses one itself "
+        "(attention sinks, sliding windows; DeepSeek's attention on Ampere and Ada)",
         "Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`",
         "G1",
         setup_rules.attention_backend,
         "faster attention",
-        "SGLang chooses by itself: somebody may have had a reason",
+        "SGLang chooses by itself: it or somebody may have had a reason",
+        "low",
     ),
     Rule(
         "tensor-parallel",
@@ -266,7 +268,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp8-weights",
-        f"16-bit weights, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
+        f"weights not quantised, by the log; a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
         "`--quantization fp8`",
         "G1, G2, G4",
         setup_rules.fp8_weights,
@@ -299,11 +301,38 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 BY_NAME = {rule.name: rule for rule in RULES}
+_TAKES_MEMORY = ("running-low", "long-prompts", "cuda-graph")
+_OF_LOAD = (
+    *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
+    "latency-high",
+)  # fmt: skip
+SILENCES: dict[str, tuple[str, ...]] = {
+    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", "tensor-parallel", *_OF_LOAD),
+    "oom-graph": ("oom-general", *_OF_LOAD),
+    "oom-prefill": ("oom-general", *_OF_LOAD),
+    "oom-decode": ("oom-general", *_OF_LOAD),
+    "oom-general": _OF_LOAD,
+    "retractions": ("running-capped", "latency-high"),
+    "running-capped": ("latency-high",),
+    "memory-tight": _TAKES_MEMORY,
+    "cuda-graph": ("long-prompts", "running-low"),
+    "long-prompts": ("memory-left",),
+    "running-low": ("memory-left",),
+    "tensor-parallel": ("expert-parallel", "dp-attention"),
+    "dp-attention": ("data-parallel",),
+}
+"""Which advice takes others away, since they would undo it, or give a flag another value: what ran out of
+memory gets less to do and nothing else; what lies idle is taken by what needs it; one change of the same
+thing at a time. What comes first counts first: advice that was taken away takes none."""
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
     """Return what all rules have to say: what to change first, then what is well."""
     said = [advice for rule in RULES if (advice := rule.apply(situation, flags))]
+    loud, silent = {advice.rule for advice in said if advice.change}, set[str]()
+    for rule, others in SILENCES.items():
+        silent |= set(others) if rule in loud - silent else set()
+    said = [advice for advice in said if not (advice.change and advice.rule in silent)]
     return sorted(said, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))
 
 

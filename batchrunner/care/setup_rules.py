@@ -23,6 +23,11 @@ LONG_ENOUGH = 1024
 _BEST: dict[Architecture, str] = {
     "hopper": "fa3", "blackwell": "trtllm_mha", "ampere": "flashinfer", "ada": "flashinfer",
 }  # fmt: skip
+_CHOSEN_FOR = (
+    "GptOss", "Granite", "IQuest", "MiMoV2", "Gemma", "Exaone", "Inkling", "MiniCPM", "Llama4",
+)  # fmt: skip
+"""Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
+model_config and model_overrides)."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Backends that run on any card; a special one was chosen for a reason."""
 
@@ -113,12 +118,11 @@ def torch_compile(s: Situation, flags: Flags) -> Finding | None:
 
 def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find 16-bit weights on a card that computes in 8 bits, where memory limits the batch."""
-    args = s.facts.arguments
-    if s.facts.architecture not in FP8 or args.get("quantization") or not s.load.frequent("kv_bound"):
+    if s.facts.architecture not in FP8 or not s.facts.in_16_bits or not s.load.frequent("kv_bound"):
         return None
     return Finding(
         f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits",
-        flags.setting("quantization", "fp8") if args else {},
+        flags.setting("quantization", "fp8"),
         evidence=s.evidence("kv_bound"),
     )
 
@@ -183,7 +187,14 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
     architecture, now = s.facts.architecture, s.facts.arguments.get("attention_backend")
     if architecture is None or now not in _GENERAL:
         return None
-    best = "trtllm_mla" if architecture == "blackwell" and s.facts.is_mla else _BEST[architecture]
-    if now == best:
+    if any(name in (s.facts.model or "") for name in _CHOSEN_FOR):
         return None
-    return Finding(f"{now} attention on {s.facts.card}", flags.setting("attention-backend", best))
+    best = "trtllm_mla" if architecture == "blackwell" and s.facts.is_mla else _BEST[architecture]
+    if now == best or (
+        s.facts.is_mla and architecture in {"ampere", "ada"}
+    ):  # triton there, by SGLang's choice
+        return None
+    return Finding(
+        f"{now} attention on {s.facts.card} (set so, or SGLang's choice: its arguments do not tell)",
+        flags.setting("attention-backend", best),
+    )

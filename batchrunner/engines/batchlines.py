@@ -61,6 +61,8 @@ class Weights(NamedTuple):
     used_gb: float | None = None
     model: str | None = None
     """The class, such as LlamaForCausalLM."""
+    quantised: str | None = None
+    """How the checkpoint is quantised, empty where it is not; None of a release that does not say."""
 
 
 class OutOfMemory(NamedTuple):
@@ -121,6 +123,7 @@ _READY = re.compile(r"\b(max_total_num_tokens|chunked_prefill_size|max_running_r
 _GPU_GB = re.compile(r"available_gpu_mem=([\d.]+)")
 _RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 _WEIGHTS = re.compile(r"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem=([\d.]+) ?GB")
+_QUANTISED = re.compile(r"\bquant=([\w-]+)")
 _USED = re.compile(r"mem usage=(-?[\d.]+) ?GB")
 _CAPACITY = re.compile(r"total capac\w+ of ([\d.]+) GiB")
 _ARGUMENT = re.compile(r"(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]*\]|[^,()\s]+)")
@@ -232,12 +235,18 @@ def _rare(line: str) -> Record | None:
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
         free = float(weights[3]) if weights[1] == "begin" else None
-        return Weights(free, float(used[1]) if used else None, weights[2])
+        return Weights(free, float(used[1]) if used else None, weights[2], _quantised(line))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
     if card := _CARD.search(line):
         return Card(card[1])
     return next((Doing(phase) for sign, phase in _DOING if sign in line), None)
+
+
+def _quantised(line: str) -> str | None:
+    """Read `quant=fp8`; it took the place of `dtype=`, which quantised weights have too."""
+    found = _QUANTISED.search(line)
+    return found[1] if found else None if "dtype=" in line or "type=" not in line else ""
 
 
 def _arguments(text: str) -> Arguments:
