@@ -134,6 +134,12 @@ class LogWriter:
             self.say(self.form.prefill.format(n=n, new=new, hit=hit, u=0.5, r=100, q=300))
         return self
 
+    def mixed_prefill(self, passes: int, *, n: int, new: int) -> LogWriter:
+        """Write such passes in turn with small ones of many prompts."""
+        for _ in range(passes):
+            self.prefill(1, n=n, new=new).prefill(1, n=3, new=new // 2)
+        return self
+
     def retract(self) -> LogWriter:
         """Write that the pool was full."""
         return self.say(self.form.retraction)

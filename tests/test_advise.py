@@ -326,6 +326,13 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(gpu_gb=9.9, chunk=1024).decode(30).prefill(30, n=1, new=1024, hit=1500),
         {"long-prompts": "--chunked-prefill-size 2048"},
     ),
+    "long prompts in small chunks": (
+        LogWriter().started(chunk=1024).decode(30).prefill(60, n=1, new=1024),
+        {"long-prompts": "--chunked-prefill-size 2048"},
+    ),
+    "short prompts that fill small chunks": (
+        LogWriter().started(chunk=512).decode(30).mixed_prefill(30, n=1, new=512), {},
+    ),
     "long prompts, and the largest chunk": (
         LogWriter().started(chunk=16384).decode(30).prefill(30, n=1, new=16384), {},
     ),
@@ -644,6 +651,16 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert found.situation.load.counted == 20_000
     assert found.situation.load.share("empty") == 0.007
+
+
+def test_a_card_that_is_not_known_is_said(tmp_path: Path) -> None:
+    """A slip in --card would leave its advice away: one line says which names there are."""
+    path = LogWriter().started(attention_backend="triton").decode(40).write(tmp_path)
+    for name in ("RTX4090", "bogus"):
+        wrong = batchrun("advise", path, "--card", name)
+        assert wrong.exit_code == 2
+        assert f"--card {name}: not known here; known are H100, H200" in wrong.stderr
+    assert "attention-backend" in changes(advise(str(path), card="NVIDIA RTX 6000 Ada Generation"))
 
 
 def test_json_is_for_machines(tmp_path: Path) -> None:

@@ -232,6 +232,16 @@ def test_a_live_server_is_watched(busy: FakeSGLang) -> None:
     assert found.flags.version == "0.5.23"
 
 
+def test_a_live_servers_card_is_as_large_as_what_is_on_it() -> None:
+    """Its memory is told in parts: weights, pool, graphs and what was left."""
+    memory = {"weight": 15.0, "kvcache": 50.0, "startup_available": 13.5, "graph": {"decode": 0.4}}
+    arguments = {"internal_states": [{"memory_usage": memory}], "mem_fraction_static": 0.83}
+    arguments |= {"max_total_tokens": None}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=0.3)
+    assert "from 0.83: 6.3 GB of 79 more" in changes(found)["memory-left"]
+
+
 def test_a_server_that_tells_its_load_by_metrics_only() -> None:
     """Releases without /v1/loads are read by their gauges, and what counters grew by in the time counts."""
     looks = count()
@@ -252,15 +262,29 @@ def test_a_server_that_tells_its_load_by_metrics_only() -> None:
     assert found.situation.load.median("queue") == 400
 
 
-def test_idle_gpus_are_seen(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One server on a machine with more GPUs leaves them idle: our gateway uses them all."""
-    monkeypatch.setattr("batchrunner.care.ofrun.gpus", lambda: ["0", "1", "2", "3"])
+def with_gpus(own: Path, gpus: int, **arguments: Any) -> Judgement:
+    """Judge a run whose server saw so many GPUs."""
     facts = json.loads((own / "run.json").read_text())
     facts["job"]["engine"]["kind"] = "server"
+    facts["engine"]["gpus"] = gpus
     (own / "run.json").write_text(json.dumps(facts))
     tell(own / "events.jsonl")
-    LogWriter().started(tp_size=2).decode(9).write(own, "engine-server.log")
-    (advice,) = [advice for advice in advise(str(own)).advice if advice.change]
+    LogWriter().started(weights_gb=60, **arguments).decode(9).write(own, "engine-server.log")
+    return advise(str(own))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tp_size": 4}, {"dp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 4, "attn_dp_size": 4}],
+)
+def test_gpus_in_use_are_not_idle(arguments: dict[str, Any], own: Path) -> None:
+    """Tensor, pipeline and data parallelism all take GPUs, DP attention those of tensor parallelism."""
+    assert "tensor-parallel" not in changes(with_gpus(own, 4, **arguments))
+
+
+def test_idle_gpus_are_seen(own: Path) -> None:
+    """One server that saw more GPUs than it takes leaves them idle: our gateway uses them all."""
+    (advice,) = [advice for advice in with_gpus(own, 4, tp_size=2).advice if advice.change]
     assert advice.sign == "2 GPUs of this machine are idle"
     assert "kind: gateway" in advice.change
 

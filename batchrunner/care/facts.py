@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9."""
+KNOWN_CARDS = ", ".join(_ARCHITECTURES)
 _MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "KimiK", "Kimi", "MiniMax", "Grok", "Dbrx")
 _MLA = ("DeepseekV2", "DeepseekV3", "KimiK", "Kimi")
 
@@ -69,6 +71,12 @@ class Facts:
         return int(self.number("tp_size", 1) or 1)
 
     @property
+    def gpus(self) -> int:
+        """GPUs that the server takes."""
+        replicas = 1 if self.attn_dp > 1 else self.number("dp_size", 1) or 1
+        return int(self.tp * (self.number("pp_size", 1) or 1) * replicas)
+
+    @property
     def in_16_bits(self) -> bool:
         """Whether it is known that the weights are not quantised."""
         return self.quantised == "" and not self.arguments.get("quantization")
@@ -95,9 +103,7 @@ class Facts:
     @property
     def architecture(self) -> Architecture | None:
         """The card's generation, where its name is known."""
-        words = (self.card or "").upper().replace("-", "_").replace(" ", "_").split("_")
-        name = next((word for word in words if word in _ARCHITECTURES), None)
-        return _ARCHITECTURES[name] if name else None
+        return architecture_of(self.card or "")
 
     @property
     def on_cpu(self) -> bool:
@@ -126,6 +132,12 @@ class Facts:
         names = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")
         found = config or next((self.arguments[name] for name in names if self.arguments.get(name)), None)
         return int(found) if found else None
+
+
+def architecture_of(card: str) -> Architecture | None:
+    """Return the generation of a card, by any name that has a known one's words in it."""
+    words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
+    return next((found for name, found in _ARCHITECTURES.items() if f"_{name}_" in words), None)
 
 
 def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:

@@ -92,6 +92,7 @@ class _Server:
         memory = state.get("memory_usage")
         if isinstance(memory, dict):
             self._facts.weights_gb = memory.get("weight")
+            self._facts.card_gb = _free_at_first(memory)
         about = await self._json("/model_info") or {}
         self._facts.model = next(iter(about.get("architectures") or []), None)
 
@@ -162,6 +163,15 @@ class _Server:
             if response.status in {401, 403}:
                 raise InputError(f"{self._url}: refuses the API key: set {KEY_VARIABLE}")
             return (await response.read()).decode(errors="replace") if response.ok else None
+
+
+def _free_at_first(memory: dict[str, Any]) -> float | None:
+    """Return what a card had free before the weights were loaded: what became of it, in GB."""
+    graphs = memory.get("graph")
+    parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
+    parts += graphs.values() if isinstance(graphs, dict) else []
+    told = [float(part) for part in parts if isinstance(part, (int, float))]
+    return sum(told) if len(told) == len(parts) else None
 
 
 def _limits(info: dict[str, Any], state: dict[str, Any]) -> Ready:

@@ -14,7 +14,6 @@ from batchrunner.care.series import Series
 from batchrunner.care.signs import Sample
 from batchrunner.care.situation import Client, Situation
 from batchrunner.checkpoint import read_run_json
-from batchrunner.engines.device import gpus
 from batchrunner.errors import InputError, OutputError
 from batchrunner.events import read_events
 from batchrunner.storage import RunDir
@@ -50,8 +49,9 @@ def read_run(run: Path, limits: Thresholds) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    if client.kind == "server" and server.arguments and not server.on_cpu:
-        server.idle_gpus = max(0, len(gpus()) - server.tp)
+    seen = facts["engine"].get("gpus")
+    if seen and server.arguments:
+        server.idle_gpus = max(0, seen - server.gpus)
     return Situation(load if load.counted else log.series, log.series, server, client)
 
 

@@ -44,19 +44,21 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.few_long / max(1, prefills.passes)
     if prefills.passes < s.limits.samples or share < s.limits.frequent:
         return None
-    if prefills.mean_prompt < s.limits.long_prompt:
+    tokens = max(prefills.mean_prompt, prefills.mean_streak)
+    if tokens < s.limits.long_prompt:
         return None
     args = larger_chunk(s, flags)
     if prefill_graph_off(s.facts.arguments) and not s.facts.on_cpu:
         args |= flags.setting("cuda-graph-backend-prefill", "breakable")
     return Finding(
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
-        f"({prefills.mean_prompt:,.0f} tokens each): long prompts dominate",
+        f"({tokens:,.0f} tokens, one pass after the other): long prompts dominate",
         args,
         evidence={
             "passes": prefills.passes,
             "few_long_share": round(share, 4),
             "mean_prompt_tokens": round(prefills.mean_prompt),
+            "mean_streak_tokens": round(prefills.mean_streak),
         },
     )
 

@@ -161,7 +161,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "long-prompts",
-        "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, mean prompt ≥ 2048 tokens",
+        "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, ≥ 2048 tokens on average: a prompt's, or of "
+        "such passes one after the other",
         "`--chunked-prefill-size` doubled, up to 16384 (mem-fraction-static down with it, as far as weights "
         "and a pool leave room); prefill graphs where they are off",
         "G1",
