@@ -242,6 +242,19 @@ def test_a_live_servers_card_is_as_large_as_what_is_on_it() -> None:
     assert "from 0.83: 6.3 GB of 79 more" in changes(found)["memory-left"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "certainty"),
+    [("--model m --attention-backend triton", "medium"), ("--model m", None), ("--config f.yaml", "low")],
+)
+def test_a_backend_that_sglang_chose_is_left(asked: str, certainty: str | None) -> None:
+    """A live server tells what it was asked for: what it chose by itself is its business."""
+    arguments = {"launch_command": f"python -m sglang.launch_server {asked}", "attention_backend": "triton"}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=0.3, card="A100").advice
+    told = {advice.rule: advice.certainty for advice in found}
+    assert told.get("attention-backend") == certainty
+
+
 def test_a_server_that_tells_its_load_by_metrics_only() -> None:
     """Releases without /v1/loads are read by their gauges, and what counters grew by in the time counts."""
     looks = count()

@@ -5,6 +5,7 @@ Each is pure, and says nothing where the model or the card that it is about is n
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from batchrunner.care.facts import FP8
@@ -57,22 +58,23 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
             evidence={"idle_gpus": s.facts.idle_gpus},
             certainty="high",
         )
-    if tp < 2 or not weights or not card or weights * tp > ROOM_FOR_KV * card:  # noqa: PLR2004
+    whole = (weights or 0.0) * tp * (s.facts.number("pp_size", 1) or 1)
+    if tp < 2 or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
         return None
     args = flags.setting("tp-size", 1)
     how = "`engine: {kind: gateway, tp: 1}`" if ours else f"{tp} servers behind SGLang's Model Gateway, each"
     return Finding(
-        f"the model ({weights * tp:.0f} GB) fits one GPU ({card:.0f} GB) and is spread over {tp}",
+        f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is spread over {tp}",
         args,
         f"{how} with {command_line(args)}",
-        {"weights_gb": round(weights * tp, 1), "card_gb": card, "tp": tp},
+        {"weights_gb": round(whole, 1), "card_gb": card, "tp": tp},
     )
 
 
 def data_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find replicas inside one server."""
-    dp, args = s.facts.number("dp_size", 1) or 1, s.facts.arguments
-    if dp < 2 or args.get("enable_dp_attention") or (s.facts.number("attn_dp_size", 1) or 1) > 1:  # noqa: PLR2004
+    dp = s.facts.number("dp_size", 1) or 1
+    if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
         f"--dp-size {dp:.0f} parts the requests in turn, whatever each replica has to do",
@@ -93,9 +95,7 @@ def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 def dp_attention(s: Situation, flags: Flags) -> Finding | None:
     """Find a model with latent attention whose KV cache is held on each GPU again."""
-    args = s.facts.arguments
-    on = args.get("enable_dp_attention") or (s.facts.number("attn_dp_size", 1) or 1) > 1
-    if not s.facts.is_mla or s.facts.tp < 2 or on:  # noqa: PLR2004
+    if not s.facts.is_mla or s.facts.tp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
         f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs",
@@ -194,7 +194,13 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
         s.facts.is_mla and architecture in {"ampere", "ada"}
     ):  # triton there, by SGLang's choice
         return None
+    asked = str(s.facts.arguments.get("launch_command") or "--config")  # of /server_info alone
+    given = re.search("attention.backend", asked)
+    if not given and "--config" not in asked:
+        return None
+    who = "as it was asked to" if given else "set so, or SGLang's choice: its arguments do not tell"
     return Finding(
-        f"{now} attention on {s.facts.card} (set so, or SGLang's choice: its arguments do not tell)",
+        f"{now} attention on {s.facts.card} ({who})",
         flags.setting("attention-backend", best),
+        certainty="medium" if given else None,
     )
