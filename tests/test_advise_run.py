@@ -19,6 +19,7 @@ from batchrunner.care.thresholds import Thresholds
 from batchrunner.library import run
 from tests.conftest import batchrun, eventually, job_of, started, write_job
 from tests.fake_sglang import FakeSGLang
+from tests.launchable import launchable
 from tests.sglang_logs import LogWriter
 
 if TYPE_CHECKING:
@@ -242,6 +243,18 @@ def test_a_live_servers_card_is_as_large_as_what_is_on_it() -> None:
     assert "from 0.83: 6.3 GB of 79 more" in changes(found)["memory-left"]
 
 
+def test_a_live_server_with_dp_attention() -> None:
+    """Its limit is for all ranks, each of which has a part of it: the advice is on the flag."""
+    state = {"effective_max_running_requests_per_dp": 4, "max_running_requests": 32}
+    arguments = {"internal_states": [state], "attn_dp_size": 8, "max_running_requests": 32}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=1.5)
+    (advice,) = [advice for advice in found.advice if advice.rule == "running-capped"]
+    assert "as many requests run as may (4)" in advice.sign
+    assert advice.args["max-running-requests"] % 8 == 0
+    assert advice.args["max-running-requests"] > 32
+
+
 @pytest.mark.parametrize(
     ("asked", "certainty"),
     [("--model m --attention-backend triton", "medium"), ("--model m", None), ("--config f.yaml", "low")],
@@ -298,8 +311,29 @@ def test_gpus_in_use_are_not_idle(arguments: dict[str, Any], own: Path) -> None:
 def test_idle_gpus_are_seen(own: Path) -> None:
     """One server that saw more GPUs than it takes leaves them idle: our gateway uses them all."""
     (advice,) = [advice for advice in with_gpus(own, 4, tp_size=2).advice if advice.change]
-    assert advice.sign == "2 GPUs of this machine are idle"
+    assert advice.sign == "2 GPUs that the server saw are idle"
     assert "kind: gateway" in advice.change
+
+
+SERVER = """
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "m"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+    }
+    def asked(self, body):
+        self.answer("yes")
+"""
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 3), ({"CUDA_VISIBLE_DEVICES": "1"}, None)])
+def test_a_run_writes_down_the_gpus_that_its_server_saw(
+    given: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice is then on the run's machine, wherever it is asked for; a job that chose some has its way."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    own = a_run(tmp_path, engine=launchable(tmp_path, SERVER, **given))
+    assert json.loads((own / "run.json").read_text())["engine"]["gpus"] == expected
 
 
 def test_ctrl_c_gives_what_was_seen(busy: FakeSGLang) -> None:

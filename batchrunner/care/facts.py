@@ -58,7 +58,7 @@ class Facts:
     metrics: bool | None = None
     """Whether /metrics answers."""
     idle_gpus: int = 0
-    """Of this machine, beside those that the run uses."""
+    """Those that a run's server saw and did not take."""
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return an argument that is a number."""

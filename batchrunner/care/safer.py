@@ -98,6 +98,7 @@ def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
     captured = facts.graph_max_bs or 2 * GRAPH
     lower = max(LEAST_GRAPH, captured // 2)
     graphs = flags.setting("cuda-graph-max-bs-decode", lower) if lower < captured else {}
+    graphs = {} if facts.graph_disabled else graphs  # those of prefill are captured too
     return graphs | _smaller_pool(facts, flags, death)
 
 

@@ -25,7 +25,8 @@ _BEST: dict[Architecture, str] = {
     "hopper": "fa3", "blackwell": "trtllm_mha", "ampere": "flashinfer", "ada": "flashinfer",
 }  # fmt: skip
 _CHOSEN_FOR = (
-    "GptOss", "Granite", "IQuest", "MiMoV2", "Gemma", "Exaone", "Inkling", "MiniCPM", "Llama4",
+    "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
+    "Inkling", "MiniCPM", "Llama4",
 )  # fmt: skip
 """Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
 model_config and model_overrides)."""
@@ -53,7 +54,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     ours = s.client is not None and s.client.kind in {"server", "gateway"}
     if s.facts.idle_gpus and s.client and s.client.kind == "server":
         return Finding(
-            f"{s.facts.idle_gpus} GPUs of this machine are idle",
+            f"{s.facts.idle_gpus} GPUs that the server saw are idle",
             change="`engine: {kind: gateway}`: a replica for every GPU",
             evidence={"idle_gpus": s.facts.idle_gpus},
             certainty="high",
@@ -190,9 +191,8 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
     if any(name in (s.facts.model or "") for name in _CHOSEN_FOR):
         return None
     best = "trtllm_mla" if architecture == "blackwell" and s.facts.is_mla else _BEST[architecture]
-    if now == best or (
-        s.facts.is_mla and architecture in {"ampere", "ada"}
-    ):  # triton there, by SGLang's choice
+    only_triton = s.facts.is_mla and architecture in {"ampere", "ada"}  # SGLang's own choice for them
+    if now == best or only_triton:
         return None
     asked = str(s.facts.arguments.get("launch_command") or "--config")  # of /server_info alone
     given = re.search("attention.backend", asked)
