@@ -112,6 +112,8 @@ class EngineInfo:
     simulated: bool = False
     card: str | None = None
     """The GPU by its maker's name, where the engine was started here and all are alike."""
+    gpus: int | None = None
+    """GPUs that the server could take, where it was started here and took them by itself."""
     log: str | None = None
     """Path of the engine's log, where we have it."""
     notes: tuple[str, ...] = ()

@@ -134,13 +134,20 @@ class LogWriter:
             self.say(self.form.prefill.format(n=n, new=new, hit=hit, u=0.5, r=100, q=300))
         return self
 
+    def mixed_prefill(self, passes: int, *, n: int, new: int) -> LogWriter:
+        """Write such passes in turn with small ones of many prompts."""
+        for _ in range(passes):
+            self.prefill(1, n=n, new=new).prefill(1, n=3, new=new // 2)
+        return self
+
     def retract(self) -> LogWriter:
         """Write that the pool was full."""
         return self.say(self.form.retraction)
 
     def started(
-        self, *, gpu_gb: float = 7.2, most: int = 2048, chunk: int = 8192, **arguments: object
-    ) -> LogWriter:
+        self, *, gpu_gb: float = 7.2, most: int = 2048, chunk: int = 8192,
+        card_gb: float = 78.5, weights_gb: float = 15.1, **arguments: object,
+    ) -> LogWriter:  # fmt: skip
         """Write what a server says when it starts."""
         values = {
             "model_path": "/models/llama", "tp_size": 1, "mem_fraction_static": 0.83,
@@ -156,10 +163,10 @@ class LogWriter:
         self.say(
             f"server_args=ServerArgs({', '.join(f'{name}={value!r}' for name, value in values.items())})"
         )
-        self.say("Load weight begin. avail mem=78.50 GB")
+        self.say(f"Load weight begin. avail mem={card_gb:.2f} GB")
         self.say(
-            "Load weight end. elapsed=3.11 s, type=LlamaForCausalLM, dtype=torch.bfloat16, "
-            "avail mem=63.40 GB, mem usage=15.10 GB."
+            "Load weight end. elapsed=3.11 s, type=LlamaForCausalLM, "
+            f"avail mem={card_gb - weights_gb:.2f} GB, mem usage={weights_gb:.2f} GB."
         )
         return self.say(
             f"max_total_num_tokens=450000, chunked_prefill_size={chunk}, max_prefill_tokens=16384, "

@@ -126,6 +126,18 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
     assert changes(often) == {"retractions": "--schedule-conservativeness 1.3"}
 
 
+def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:
+    """Ten a line are not fine because there are few lines: the reading counts them, and that is all."""
+    log = LogWriter(step_s=30)
+    for _ in range(7):
+        log.decode(1, u=0.99)
+        for _ in range(10):
+            log.retract()
+    found = judged(log.text(), tmp_path)
+    assert "70 retractions" in found.lines()[0]
+    assert [advice.rule for advice in found.advice] == []
+
+
 REAL: dict[str, set[str]] = {
     "real_conservative.log": {"conservative"},
     "real_queue_empty.log": {"queue-empty"},
@@ -178,6 +190,17 @@ def cuda_oom(frame: str) -> str:
     )
 
 
+def _of_model(log: LogWriter, name: str) -> LogWriter:
+    log.lines = [line.replace("LlamaForCausalLM", name) for line in log.lines]
+    return log
+
+
+def _retracting(log: LogWriter) -> LogWriter:
+    for _ in range(9):
+        log.decode(4, u=0.99).retract()
+    return log
+
+
 FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "prefill, SGLang's line": (
         LogWriter().started().decode(9).prefill(2)
@@ -214,7 +237,12 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "weights": (
         LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=2, mem_fraction_static=0.83)")
         .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
-        {"oom-weights": "--tp-size 4, or --quantization fp8"},
+        {"oom-weights": "--tp-size 4, or a quantised model"},
+    ),
+    "weights that are quantised": (
+        LogWriter().say("server_args={'model_path': '/m', 'tp_size': 1, 'quantization': 'fp8'}")
+        .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
+        {"oom-weights": "--tp-size 2"},
     ),
     "no room for a pool": (
         LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=1, mem_fraction_static=0.5)")
@@ -265,6 +293,19 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(gpu_gb=4.64),
         {"memory-tight": "--mem-fraction-static 0.8 (from 0.83: 2.4 GB of 78 less for the KV pool)"},
     ),
+    "memory tight, on a small card": (
+        LogWriter().started(gpu_gb=2.0, card_gb=22),
+        {"memory-tight": "--mem-fraction-static 0.75 (from 0.83: 1.8 GB of 22 less for the KV pool)"},
+    ),
+    "memory tight, on a tiny card": (
+        LogWriter().started(gpu_gb=0.6, card_gb=5, weights_gb=1),
+        {"memory-tight": "--mem-fraction-static 0.78 (from 0.83: 0.2 GB of 5 less for the KV pool)"},
+    ),
+    "memory enough, for a small card": (LogWriter().started(gpu_gb=3.2, card_gb=22), {}),
+    "memory tight, and it is the weights": (
+        LogWriter().started(gpu_gb=0.5, card_gb=22, weights_gb=17.5), {},
+    ),
+    "memory for a large chunk": (LogWriter().started(gpu_gb=20, card_gb=178, chunk=16384), {}),
     "graphs too small": (
         LogWriter().started().decode(30, r=400, g=False),
         {"cuda-graph": "--cuda-graph-max-bs 512"},
@@ -281,14 +322,53 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(most=64).decode(30, r=64, u=0.3),
         {"running-capped": "--max-running-requests 192"},
     ),
+    "capped, and no ready line": (
+        LogWriter().say("server_args={'max_running_requests': 8, 'schedule_conservativeness': 1.0}")
+        .decode(30, r=8, u=0.6),
+        {"running-capped": "--max-running-requests 9"},
+    ),
+    "capped, DP attention": (
+        LogWriter().started(most=64, attn_dp_size=8, max_running_requests=512).decode(30, r=64, u=0.4),
+        {"running-capped": "--max-running-requests 1152"},
+    ),
+    "few running under DP attention, whose 0.3 is SGLang's own": (
+        LogWriter().started(chunk=1024, attn_dp_size=8, schedule_conservativeness=0.3, weights_gb=60)
+        .decode(30, r=100, u=0.5).prefill(new=1024),
+        {"conservative": "a max_new_tokens nearer to real outputs"},
+    ),
+    "retracting under DP attention": (
+        _retracting(LogWriter().started(attn_dp_size=8, schedule_conservativeness=0.9)),
+        {"retractions": "--schedule-conservativeness 3.9"},
+    ),
+    "retracting, more conservative": (
+        _retracting(LogWriter().started(schedule_conservativeness=1.3)),
+        {"retractions": "--schedule-conservativeness 1.43"},
+    ),
+    "retracting, as conservative as can be": (
+        _retracting(LogWriter().started(schedule_conservativeness=1.43)),
+        {"retractions": "--max-running-requests 209, or more memory for the KV pool"},
+    ),
     "few running, not conservative": (
         LogWriter().started(schedule_conservativeness=0.3).decode(30, r=100, u=0.5).prefill(new=8192),
-        {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.67",
+        {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.7",
          "conservative": "a max_new_tokens nearer to real outputs"},
     ),
     "long prompts": (
         LogWriter().started(gpu_gb=9.9, chunk=1024).decode(30).prefill(30, n=1, new=1024, hit=1500),
         {"long-prompts": "--chunked-prefill-size 2048"},
+    ),
+    "long prompts in small chunks": (
+        LogWriter().started(chunk=1024).decode(30).prefill(60, n=1, new=1024),
+        {"long-prompts": "--chunked-prefill-size 2048"},
+    ),
+    "short prompts that fill small chunks": (
+        LogWriter().started(chunk=512).decode(30).mixed_prefill(30, n=1, new=512), {},
+    ),
+    "long prompts, and the largest chunk": (
+        LogWriter().started(chunk=16384).decode(30).prefill(30, n=1, new=16384), {},
+    ),
+    "long prompts, and no room but the weights'": (
+        LogWriter().started(weights_gb=60).decode(30).prefill(30, n=1, new=8192), {},
     ),
     "slow tokens": (
         LogWriter().started().decode(30, r=300, p=900),
@@ -391,6 +471,51 @@ def test_words_alone_are_no_sign(line: str, tmp_path: Path) -> None:
     assert found.situation.load.counted == 40
 
 
+TOGETHER: dict[str, tuple[LogWriter, set[str]]] = {
+    "long prompts take what is left": (
+        LogWriter().started(gpu_gb=13.5).decode(30).prefill(30, n=1, new=8192), {"long-prompts"},
+    ),
+    "prefill ran out, though much was left": (
+        LogWriter().started(gpu_gb=13.5).decode(30)
+        .say("Prefill out of memory. Try to lower your batch size."),
+        {"oom-prefill"},
+    ),
+    "decode ran out at the cap": (
+        LogWriter().started(most=64).decode(30, r=64, u=0.3)
+        .say("Decode out of memory. Try to lower your batch size."),
+        {"oom-decode"},
+    ),
+    "slow at the cap": (LogWriter().started(most=128).decode(30, r=128, u=0.5, p=500), {"running-capped"}),
+    "tight, and graphs too small": (
+        LogWriter().started(gpu_gb=3).decode(30, r=400, g=False), {"memory-tight"},
+    ),
+    "experts that fit one GPU": (
+        _of_model(LogWriter().started(tp_size=4, weights_gb=8), "Qwen3MoeForCausalLM").decode(30),
+        {"tensor-parallel"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_one_advice_takes_another_away(case: str, tmp_path: Path) -> None:
+    """What would undo an advice that matters more is not said beside it."""
+    log, expected = TOGETHER[case]
+    assert set(changes(judged(log.text(), tmp_path))) == expected
+
+
+@pytest.mark.parametrize("first", FAILURES)
+def test_no_flag_is_given_two_values(first: str) -> None:
+    """Whatever comes together in one log, what is advised can be done all at once."""
+    for second, (log, _) in FAILURES.items():
+        reader = LogReader(Thresholds())
+        for line in FAILURES[first][0].lines + [line for line in log.lines if "server_args" not in line]:
+            reader.take(line)
+        given: dict[str, Any] = {}
+        for advice in apply_all(Situation(reader.series, reader.series, reader.facts), Flags()):
+            for flag, value in advice.args.items():
+                assert given.setdefault(flag, value) == value, (second, advice.rule, flag, given)
+
+
 @pytest.mark.parametrize(
     ("card", "arguments", "expected"),
     [
@@ -409,6 +534,33 @@ def test_the_card_decides(card: str, arguments: dict[str, Any], expected: set[st
     text = LogWriter().started(**arguments).decode(30).text()
     assert set(changes(judged(text, tmp_path, card=card))) == expected
     assert set(changes(judged(text, tmp_path))) == set()
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "expected"),
+    [
+        ("A100", "GptOssForCausalLM", set()),
+        ("H100", "GptOssForCausalLM", set()),
+        ("L40S", "DeepseekV2ForCausalLM", set()),
+        ("H100", "DeepseekV2ForCausalLM", {"attention-backend"}),
+        ("A100", "Qwen2ForCausalLM", {"attention-backend"}),
+    ],
+)
+def test_a_model_may_need_its_backend(card: str, model: str, expected: set[str], tmp_path: Path) -> None:
+    """Some models get triton from SGLang itself: another backend may be refused."""
+    log = _of_model(LogWriter().started(attention_backend="triton", quantization="fp8"), model)
+    found = judged(log.text(), tmp_path, card=card)
+    assert set(changes(found)) == expected
+    assert {advice.certainty for advice in found.advice if advice.change} <= {"low"}
+
+
+@pytest.mark.parametrize("told", ["quant=fp8, fmt=e4m3, ", "quant=awq, bits=4, ", "dtype=torch.float16, "])
+def test_weights_may_be_quantised_already(told: str, tmp_path: Path) -> None:
+    """A checkpoint is quantised by its own config.json: the log says so, or is too old to say."""
+    log = LogWriter().started().decode(30)
+    plain, other = log.text(), log.text().replace("LlamaForCausalLM, ", f"LlamaForCausalLM, {told}")
+    assert set(changes(judged(plain, tmp_path, card="H100"))) == {"fp8-weights", "fp8-cache"}
+    assert set(changes(judged(other, tmp_path, card="H100"))) == {"fp8-cache"}
 
 
 def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
@@ -689,6 +841,16 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert found.situation.load.counted == 20_000
     assert found.situation.load.share("empty") == 0.007
+
+
+def test_a_card_that_is_not_known_is_said(tmp_path: Path) -> None:
+    """A slip in --card would leave its advice away: one line says which names there are."""
+    path = LogWriter().started(attention_backend="triton").decode(40).write(tmp_path)
+    for name in ("RTX4090", "bogus"):
+        wrong = batchrun("advise", path, "--card", name)
+        assert wrong.exit_code == 2
+        assert f"--card {name}: not known here; known are H100, H200" in wrong.stderr
+    assert "attention-backend" in changes(advise(str(path), card="NVIDIA RTX 6000 Ada Generation"))
 
 
 def test_json_is_for_machines(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from batchrunner.errors import InputError
 from batchrunner.library import run
 from tests.conftest import batchrun, eventually, job_of, started, write_job
 from tests.fake_sglang import FakeSGLang
+from tests.launchable import launchable
 from tests.sglang_logs import LogWriter
 
 if TYPE_CHECKING:
@@ -134,6 +135,25 @@ def test_short_outputs_are_measured(own: Path) -> None:
     assert 0 < advice.evidence["output_share_of_max_new_tokens"] < 0.01
 
 
+def test_outputs_that_cannot_be_shorter_are_no_reason(own: Path) -> None:
+    """With ignore_eos all of max_new_tokens is made: SGLang reserves no more than will come."""
+    facts = json.loads((own / "run.json").read_text())
+    facts["fingerprint"]["sampling"] = {"max_new_tokens": 256, "ignore_eos": True}
+    (own / "run.json").write_text(json.dumps(facts))
+    tell(own / "events.jsonl", token_usage=0.4)
+    assert changes(advise(str(own))) == {}
+
+
+def test_the_card_of_the_run_counts(own: Path) -> None:
+    """A run of ours knows its card, and advice for that card needs nobody to name it."""
+    facts = json.loads((own / "run.json").read_text())
+    facts["engine"]["card"] = "NVIDIA H100 80GB HBM3"
+    (own / "run.json").write_text(json.dumps(facts))
+    tell(own / "events.jsonl")
+    LogWriter().started(attention_backend="triton").write(own, "engine-server.log")
+    assert changes(advise(str(own)))["attention-backend"] == "--attention-backend fa3"
+
+
 def test_the_engines_log_is_part_of_the_run(own: Path) -> None:
     """Retractions, memory and flags come from the log beside the events."""
     tell(own / "events.jsonl")
@@ -218,6 +238,41 @@ def test_a_live_server_is_watched(busy: FakeSGLang) -> None:
     assert found.flags.version == "0.5.23"
 
 
+def test_a_live_servers_card_is_as_large_as_what_is_on_it() -> None:
+    """Its memory is told in parts: weights, pool, graphs and what was left."""
+    memory = {"weight": 15.0, "kvcache": 50.0, "startup_available": 13.5, "graph": {"decode": 0.4}}
+    arguments = {"internal_states": [{"memory_usage": memory}], "mem_fraction_static": 0.83}
+    arguments |= {"max_total_tokens": None}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=0.3)
+    assert "from 0.83: 6.3 GB of 79 more" in changes(found)["memory-left"]
+
+
+def test_a_live_server_with_dp_attention() -> None:
+    """Its limit is for all ranks, each of which has a part of it: the advice is on the flag."""
+    state = {"effective_max_running_requests_per_dp": 4, "max_running_requests": 32}
+    arguments = {"internal_states": [state], "attn_dp_size": 8, "max_running_requests": 32}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=1.5)
+    (advice,) = [advice for advice in found.advice if advice.rule == "running-capped"]
+    assert "as many requests run as may (4)" in advice.sign
+    assert advice.args["max-running-requests"] % 8 == 0
+    assert advice.args["max-running-requests"] > 32
+
+
+@pytest.mark.parametrize(
+    ("asked", "certainty"),
+    [("--model m --attention-backend triton", "medium"), ("--model m", None), ("--config f.yaml", "low")],
+)
+def test_a_backend_that_sglang_chose_is_left(asked: str, certainty: str | None) -> None:
+    """A live server tells what it was asked for: what it chose by itself is its business."""
+    arguments = {"launch_command": f"python -m sglang.launch_server {asked}", "attention_backend": "triton"}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=0.3, card="A100").advice
+    told = {advice.rule: advice.certainty for advice in found}
+    assert told.get("attention-backend") == certainty
+
+
 def test_a_server_that_tells_its_load_by_metrics_only() -> None:
     """Releases without /v1/loads are read by their gauges, and what counters grew by in the time counts."""
     looks = count()
@@ -238,17 +293,52 @@ def test_a_server_that_tells_its_load_by_metrics_only() -> None:
     assert found.situation.load.median("queue") == 400
 
 
-def test_idle_gpus_are_seen(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One server on a machine with more GPUs leaves them idle: our gateway uses them all."""
-    monkeypatch.setattr("batchrunner.care.ofrun.gpus", lambda: ["0", "1", "2", "3"])
+def with_gpus(own: Path, gpus: int, **arguments: Any) -> Judgement:
+    """Judge a run whose server saw so many GPUs."""
     facts = json.loads((own / "run.json").read_text())
     facts["job"]["engine"]["kind"] = "server"
+    facts["engine"]["gpus"] = gpus
     (own / "run.json").write_text(json.dumps(facts))
     tell(own / "events.jsonl")
-    LogWriter().started(tp_size=2).decode(9).write(own, "engine-server.log")
-    (advice,) = [advice for advice in advise(str(own)).advice if advice.change]
-    assert advice.sign == "2 GPUs of this machine are idle"
+    LogWriter().started(weights_gb=60, **arguments).decode(9).write(own, "engine-server.log")
+    return advise(str(own))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tp_size": 4}, {"dp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 4, "attn_dp_size": 4}],
+)
+def test_gpus_in_use_are_not_idle(arguments: dict[str, Any], own: Path) -> None:
+    """Tensor, pipeline and data parallelism all take GPUs, DP attention those of tensor parallelism."""
+    assert "tensor-parallel" not in changes(with_gpus(own, 4, **arguments))
+
+
+def test_idle_gpus_are_seen(own: Path) -> None:
+    """One server that saw more GPUs than it takes leaves them idle: our gateway uses them all."""
+    (advice,) = [advice for advice in with_gpus(own, 4, tp_size=2).advice if advice.change]
+    assert advice.sign == "2 GPUs that the server saw are idle"
     assert "kind: gateway" in advice.change
+
+
+SERVER = """
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "m"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+    }
+    def asked(self, body):
+        self.answer("yes")
+"""
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 3), ({"CUDA_VISIBLE_DEVICES": "1"}, None)])
+def test_a_run_writes_down_the_gpus_that_its_server_saw(
+    given: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice is then on the run's machine, wherever it is asked for; a job that chose some has its way."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    own = a_run(tmp_path, engine=launchable(tmp_path, SERVER, **given))
+    assert json.loads((own / "run.json").read_text())["engine"]["gpus"] == expected
 
 
 def test_ctrl_c_gives_what_was_seen(busy: FakeSGLang) -> None:

@@ -10,7 +10,7 @@ from batchrunner.care.death import Death, Kind, Life, examine
 from batchrunner.care.facts import Facts
 from batchrunner.care.flags import Flags, of_arguments
 from batchrunner.care.logfile import LogReader
-from batchrunner.care.safer import safer
+from batchrunner.care.safer import in_effect, safer
 from batchrunner.care.thresholds import Thresholds
 from batchrunner.engines.batchlines import Phase, Ready
 
@@ -160,7 +160,9 @@ CPU = {
         ("graph", GPU, [{"cuda-graph-max-bs-decode": 128, "mem-fraction-static": 0.8},
                         {"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.7},
                         {"cuda-graph-max-bs-decode": 32, "mem-fraction-static": 0.6},
-                        {"cuda-graph-max-bs-decode": 16}, {}]),
+                        {"cuda-graph-max-bs-decode": 16},
+                        {"cuda-graph-backend-decode": "disabled"}, {}]),
+        ("graph", GPU | {"cuda_graph_max_bs": 8}, [{"mem-fraction-static": 0.8}]),  # never larger graphs
         ("graph", {}, [{"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.8}]),
         ("general", GPU, [{"mem-fraction-static": 0.8}, {"mem-fraction-static": 0.7}]),
         ("pool", GPU, [{"mem-fraction-static": 0.88}, {"mem-fraction-static": 0.93}, {}]),
@@ -189,6 +191,25 @@ def test_what_the_server_chose_counts() -> None:
     assert safer(Death("prefill", ""), facts, Flags()) == {"chunked-prefill-size": 2048}
     assert safer(Death("requests", ""), facts, Flags()) == {"max-running-requests": 150}
     assert safer(Death("killed", ""), facts, Flags()) == {"max-total-tokens": 10_000}
+
+
+def test_weights_keep_their_place() -> None:
+    """The pool is not made smaller than the weights allow: then graphs are left away, or fewer run."""
+    facts = Facts(arguments=GPU | {"cuda_graph_max_bs": 8}, card_gb=15, weights_gb=12)
+    old = of_arguments(None, ["cuda_graph_max_bs", "disable_cuda_graph", "mem_fraction_static"])
+    assert safer(Death("graph", ""), facts, Flags()) == {"cuda-graph-backend-decode": "disabled"}
+    assert safer(Death("graph", ""), facts, old) == {"disable-cuda-graph": True}
+    assert safer(Death("general", "", running=40), facts, Flags()) == {"max-running-requests": 30}
+
+
+def test_dp_attention_parts_the_limits() -> None:
+    """Each rank says its own share of the limits: a flag is for all of them."""
+    ready = Ready(20_000, 1024, 64, 4096, None)
+    for ways in ({"attn_dp_size": 8}, {"enable_dp_attention": True, "dp_size": 8}):
+        facts = Facts(arguments={"schedule_conservativeness": 0.39, **ways}, ready=ready)
+        assert safer(Death("prefill", ""), facts, Flags()) == {"chunked-prefill-size": 4096}
+        assert safer(Death("decode", "", running=60), facts, Flags()) == {"max-running-requests": 360}
+        assert in_effect(facts, "schedule-conservativeness") == 1.3
 
 
 def test_what_sglang_says_is_the_least_is_heeded() -> None:

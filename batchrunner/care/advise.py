@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.facts import KNOWN_CARDS, architecture_of
 from batchrunner.care.flags import Flags, installed, of_arguments
 from batchrunner.care.live import watch_server
 from batchrunner.care.logfile import LogReader
@@ -100,8 +101,10 @@ def advise(
     """Judge a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
 
     `card` is the GPU's name where the source does not tell it; `python` the interpreter that has SGLang.
-    Raises InputError or OutputError where the source is none of these.
+    Raises InputError or OutputError where the source is none of these, InputError for an unknown card.
     """
+    if card and architecture_of(card) is None:
+        raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
     situation = _look(source, limits or Thresholds(), span_s)
     situation.facts.card = card or situation.facts.card
     advice = apply_all(situation, Flags())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,7 @@ FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9."""
 LARGEST = 1e15
 """No argument, limit or memory of a server is larger."""
+KNOWN_CARDS = ", ".join(_ARCHITECTURES)
 _MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "KimiK", "Kimi", "MiniMax", "Grok", "Dbrx")
 _MLA = ("DeepseekV2", "DeepseekV3", "KimiK", "Kimi")
 
@@ -53,6 +55,8 @@ class Facts:
     """Memory of one GPU."""
     weights_gb: float | None = None
     """Of one rank."""
+    quantised: str | None = None
+    """How the checkpoint is quantised; empty where it is not."""
     model: str | None = None
     """Its class."""
     metrics: bool | None = None
@@ -60,7 +64,7 @@ class Facts:
     mute: bool = False
     """A live server that tells its load nowhere."""
     idle_gpus: int = 0
-    """Of this machine, beside those that the run uses."""
+    """Those that a run's server saw and did not take."""
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return an argument that is a number."""
@@ -73,11 +77,39 @@ class Facts:
         return int(self.number("tp_size", 1) or 1)
 
     @property
+    def gpus(self) -> int:
+        """GPUs that the server takes."""
+        replicas = 1 if self.attn_dp > 1 else self.number("dp_size", 1) or 1
+        return int(self.tp * (self.number("pp_size", 1) or 1) * replicas)
+
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether it is known that the weights are not quantised."""
+        return self.quantised == "" and not self.arguments.get("quantization")
+
+    @property
+    def attn_dp(self) -> int:
+        """Ranks that DP attention parts the requests of one replica among; 1 without it."""
+        ranks = self.number("attn_dp_size", 1) or 1
+        older = ranks == 1 and self.arguments.get("enable_dp_attention")  # before --attn-dp-size
+        return int((self.number("dp_size", 1) if older else ranks) or 1)
+
+    @property
+    def max_running(self) -> int | None:
+        """`max_running_requests` of one scheduler."""
+        told = self.ready.max_running_requests if self.ready else None
+        return told or int(self.number("max_running_requests", 0) or 0) // self.attn_dp or None
+
+    @property
+    def chunk(self) -> int | None:
+        """`chunked_prefill_size` of one scheduler, in tokens."""
+        told = self.ready.chunked_prefill_size if self.ready else None
+        return told or int(self.number("chunked_prefill_size", 0) or 0) or None
+
+    @property
     def architecture(self) -> Architecture | None:
         """The card's generation, where its name is known."""
-        words = (self.card or "").upper().replace("-", "_").replace(" ", "_").split("_")
-        name = next((word for word in words if word in _ARCHITECTURES), None)
-        return _ARCHITECTURES[name] if name else None
+        return architecture_of(self.card or "")
 
     @property
     def on_cpu(self) -> bool:
@@ -112,6 +144,12 @@ def number(value: Any) -> float | None:
     """Return what somebody else wrote where it is a number that can be counted with, else None."""
     counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if counts else None
+
+
+def architecture_of(card: str) -> Architecture | None:
+    """Return the generation of a card, by any name that has a known one's words in it."""
+    words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
+    return next((found for name, found in _ARCHITECTURES.items() if f"_{name}_" in words), None)
 
 
 def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:

@@ -94,6 +94,7 @@ class _Server:
         memory = memory if isinstance(memory, dict) else {}
         self._facts.ready = _limits(info, state, memory)
         self._facts.weights_gb = number(memory.get("weight"))
+        self._facts.card_gb = _free_at_first(memory)
         about = await self._json("/model_info") or {}
         self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
 
@@ -172,9 +173,21 @@ class _Server:
             return body.decode(errors="replace") if response.ok else None
 
 
+def _free_at_first(memory: dict[str, Any]) -> float | None:
+    """Return what a card had free before the weights were loaded: what became of it, in GB."""
+    graphs = memory.get("graph")
+    parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
+    parts += graphs.values() if isinstance(graphs, dict) else []
+    told = [part for part in map(number, parts) if part is not None]
+    return sum(told) if len(told) == len(parts) else None
+
+
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> Ready:
     """Return the first scheduler's limits: its own numbers are resolved, the arguments may be null."""
     told = {**info, **{name: value for name, value in state.items() if value}}
+    told["max_running_requests"] = state.get("effective_max_running_requests_per_dp") or told.get(
+        "max_running_requests"
+    )
     names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
     pool, chunk, running, context = (
         None if (limit := number(told.get(name))) is None else int(limit) for name in names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from batchrunner.care.safer import MORE_CONSERVATIVE
+from batchrunner.care.safer import MORE_CONSERVATIVE, MOST_CONSERVATIVE, as_flag, in_effect
 from batchrunner.care.situation import Finding, command_line
 from batchrunner.controller import Band
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 LESS_CONSERVATIVE = 0.3
 """From the guides."""
+FEWER = 0.9
+"""Of what runs, where it is too much for the pool: a step."""
 MOST_RUNNING = 4096
 """SGLang's own largest default of `max_running_requests`."""
 
 
 def conservativeness(s: Situation) -> float:
-    """Return `--schedule-conservativeness` as it is."""
+    """Return the conservativeness that schedulers have: under DP attention it is not the flag's."""
     return s.facts.number("schedule_conservativeness", 1.0) or 1.0
 
 
@@ -82,10 +84,13 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     """Find that SGLang reserves memory for outputs that do not come."""
     if not s.load.frequent("conservative") or s.retracts_often or s.fills_up:
         return None
+    if s.client and s.client.ignore_eos:  # outputs are as long as they may be, and SGLang reserves just that
+        return None
     share = s.client.output_share if s.client else None
     args = {}
     if conservativeness(s) > LESS_CONSERVATIVE:
-        args = flags.setting("schedule-conservativeness", LESS_CONSERVATIVE)
+        name = "schedule-conservativeness"
+        args = flags.setting(name, as_flag(s.facts, name, LESS_CONSERVATIVE))
     elif share is not None and share >= s.limits.short_output:
         return None
     cause, tighter, certainty = _cause(share, s.client, s.limits.short_output)
@@ -122,7 +127,7 @@ def running_capped(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
         f"{s.often('capped')}: the cap limits, not memory",
-        flags.setting("max-running-requests", target),
+        flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
         evidence={**s.evidence("capped"), "max_running_requests": most},
     )
 
@@ -134,13 +139,23 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     rate = s.retractions_per_min
     seen = f"{s.retractions} retractions, {rate:.1f} a minute, in {s.load.over()}"
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
-    if not s.retracts_often:
+    if rate <= s.limits.retractions_per_min:
         return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)
-    target = max(MORE_CONSERVATIVE, round(MORE_CONSERVATIVE * conservativeness(s), 1))
+    if not s.load.enough:  # the reading tells how many there were
+        return None
+    name = "schedule-conservativeness"
+    now, most = in_effect(s.facts, name) or 1.0, as_flag(s.facts, name, MOST_CONSERVATIVE)
+    target = round(min(most, max(MORE_CONSERVATIVE, MORE_CONSERVATIVE * now)), 2)
+    sign = f"{seen}, with token usage at {s.load.median('usage'):.2f}: requests lose place and work"
+    if target > now:
+        return Finding(sign, flags.setting(name, target), evidence=evidence)
+    fewer = as_flag(s.facts, "max-running-requests", int(FEWER * s.load.median("running")))
+    args = flags.setting("max-running-requests", fewer) if fewer else {}
     return Finding(
-        f"{seen}, with token usage at {s.load.median('usage'):.2f}: requests lose place and work",
-        flags.setting("schedule-conservativeness", target),
-        evidence=evidence,
+        f"{sign}, and --{name} {now:g} reserves all of max_new_tokens already",
+        args,
+        ", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
+        evidence,
     )
 
 
@@ -149,7 +164,8 @@ def latency_high(s: Situation, flags: Flags) -> Finding | None:
     if s.client is not None or s.facts.on_cpu or not s.load.frequent("slow"):
         return None
     running = s.load.median("running")
-    args = flags.setting("max-running-requests", max(1, int(running) // 2))
+    half = as_flag(s.facts, "max-running-requests", max(1, int(running) // 2))
+    args = flags.setting("max-running-requests", half)
     return Finding(
         f"more than {s.limits.latency_s:g} s pass between two tokens of a request {s.often('slow')}, "
         f"at {running:.0f} running",

@@ -112,8 +112,7 @@ class LogReader:
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
-        ready = self.facts.ready
-        most = ready.max_running_requests if ready else None
+        most = self.facts.max_running
         if batch.decode:
             sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput)
             self.series.add(scheduler, sample)
@@ -121,7 +120,7 @@ class LogReader:
             self._prefills.add(
                 scheduler, Sample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
             )
-            self.series.prefills.add(batch, ready.chunked_prefill_size if ready else None)
+            self.series.prefills.add(batch, self.facts.chunk)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
         """Return the scheduler that a line is about and when; None where another rank speaks for it."""
@@ -148,6 +147,7 @@ class LogReader:
             facts.card_gb = record.free_gb
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # a draft model follows
             facts.weights_gb, facts.model = record.used_gb, record.model
+            facts.quantised = record.quantised
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Of a death keep what tells most: that it was killed, else the first exception; others follow it."""

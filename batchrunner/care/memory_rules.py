@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.death import Death
-from batchrunner.care.safer import HIGHEST_FRACTION, in_effect, safer
+from batchrunner.care.safer import HIGHEST_FRACTION, in_effect, least_fraction, safer
 from batchrunner.care.situation import Finding, command_line
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ STEP = 0.01
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
     """Find GPU memory that lies idle, or that it is as it should be."""
-    left = s.facts.ready.gpu_gb if s.facts.ready else None
-    if left is None or left < s.limits.memory_low_gb:
+    left, band = s.facts.ready.gpu_gb if s.facts.ready else None, s.memory_band
+    if left is None or left < band.low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready"
     evidence = {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
-    good = f"{s.limits.memory_low_gb:g}-{s.limits.memory_high_gb:g} GB"
-    if left <= s.limits.memory_high_gb:
+    good = f"{round(band.low, 1):g}-{round(band.high, 1):g} GB"
+    if left <= band.high:
         return Finding(f"{seen}: {good} is good", evidence=evidence, fine=True)
     if s.facts.number("max_total_tokens"):
         return Finding(
@@ -41,18 +41,21 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     """Find that too little GPU memory is left for activations."""
-    left = s.facts.ready.gpu_gb if s.facts.ready else None
-    if left is None or left >= s.limits.memory_low_gb:
+    left, low = s.facts.ready.gpu_gb if s.facts.ready else None, s.memory_band.low
+    if left is None or left >= low:
         return None
-    seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {s.limits.memory_low_gb:g} GB"
+    seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
     return _fraction(
         s, flags, f"{seen} it may run out", left, {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
     )
 
 
-def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict[str, Any]) -> Finding:
-    """Move mem-fraction-static so that the good amount is left; by how much, the card's memory says."""
-    now, more = s.facts.number("mem_fraction_static"), left - s.limits.memory_good_gb
+def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict[str, Any]) -> Finding | None:
+    """Move mem-fraction-static so that the good amount is left; by how much, the card's memory says.
+
+    Never below what the weights and a pool take: then there is nothing to say.
+    """
+    now, more = s.facts.number("mem_fraction_static"), left - s.memory_band.good
     up = more > 0
     if not flags.spelling("mem-fraction-static"):
         return Finding(sign)
@@ -62,7 +65,10 @@ def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict
     steps = (
         max(1, math.floor(more / s.facts.card_gb / STEP)) if up else math.floor(more / s.facts.card_gb / STEP)
     )
-    target = min(HIGHEST_FRACTION, round(now + steps * STEP, 3))
+    least = math.ceil(least_fraction(s.facts) / STEP) * STEP
+    target = round(min(HIGHEST_FRACTION, max(least, now + steps * STEP)), 3)
+    if target == now or (target > now) is not up:
+        return None
     args = flags.setting("mem-fraction-static", target)
     moved = f"{abs(target - now) * s.facts.card_gb:.1f} GB of {s.facts.card_gb:.0f}"
     what = f"{command_line(args)} (from {now:g}: {moved} {'more' if up else 'less'} for the KV pool)"
@@ -97,7 +103,8 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
         return _ran_out(s, trouble, flags, where, {}, "more GPUs (--tp-size)")
     if trouble := _last(s, "load"):
         args = flags.setting("tp-size", 2 * s.facts.tp)
-        ways = f"{command_line(args)}, or --quantization fp8"
+        quantised = s.facts.quantised or s.facts.arguments.get("quantization")
+        ways = command_line(args) if quantised else f"{command_line(args)}, or a quantised model"
         found = _ran_out(s, trouble, flags, "while weights were loaded", {}, ways)
         return replace(found, args=args)
     return None

@@ -14,7 +14,6 @@ from batchrunner.care.series import Series
 from batchrunner.care.signs import Sample
 from batchrunner.care.situation import Client, Situation
 from batchrunner.checkpoint import read_run_json
-from batchrunner.engines.device import gpus
 from batchrunner.errors import InputError, OutputError
 from batchrunner.events import read_events
 from batchrunner.storage import RunDir
@@ -49,8 +48,10 @@ def read_run(run: Path, limits: Thresholds) -> Situation:
     _lengths(run_dir, client)
     server = log.facts
     server.version = facts["engine"].get("version")
-    if client.kind == "server" and server.arguments and not server.on_cpu:
-        server.idle_gpus = max(0, len(gpus()) - server.tp)
+    server.card = server.card or facts["engine"].get("card")
+    seen = facts["engine"].get("gpus")
+    if seen and server.arguments:
+        server.idle_gpus = max(0, seen - server.gpus)
     return Situation(load if load.counted else log.series, log.series, server, client)
 
 
@@ -61,6 +62,7 @@ def _client(facts: Mapping[str, Any]) -> Client:
         window=job.get("window", "auto"),
         connections=facts["engine"].get("connections"),
         max_new_tokens=most if isinstance(most, int) else None,
+        ignore_eos=sampling.get("ignore_eos") is True,
         order=job.get("order", "auto"),
         kind=job["engine"]["kind"],
         simulated=bool(facts["engine"].get("simulated")),

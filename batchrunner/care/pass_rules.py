@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.facts import prefill_graph_off
 from batchrunner.care.load_rules import LESS_CONSERVATIVE, conservativeness
-from batchrunner.care.situation import Finding
+from batchrunner.care.safer import in_effect, least_fraction
+from batchrunner.care.situation import CHUNK_GB_A_TOKEN, Finding
 
 if TYPE_CHECKING:
     from batchrunner.care.flags import Flags
     from batchrunner.care.situation import Situation
 
-LARGEST_CHUNK = 32_768
-CHUNK_GB_A_TOKEN = 1.5 / 1024
+LARGEST_CHUNK = 16_384
+"""SGLang's own largest default."""
 GRAPH_GB_A_REQUEST = 2 / 1024
-"""What SGLang's memory_hook reserves for activations of a prefill chunk and for decode graphs."""
+"""What SGLang's memory_hook reserves for decode graphs."""
 USUAL_CAPTURED = 160
 """Requests; the guides: "typically 160-256"."""
 LARGE_TP = 4
@@ -43,19 +44,21 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.few_long / max(1, prefills.passes)
     if prefills.passes < s.limits.samples or share < s.limits.frequent:
         return None
-    if prefills.mean_prompt < s.limits.long_prompt:
+    tokens = max(prefills.mean_prompt, prefills.mean_streak)
+    if tokens < s.limits.long_prompt:
         return None
     args = larger_chunk(s, flags)
     if prefill_graph_off(s.facts.arguments) and not s.facts.on_cpu:
         args |= flags.setting("cuda-graph-backend-prefill", "breakable")
     return Finding(
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
-        f"({prefills.mean_prompt:,.0f} tokens each): long prompts dominate",
+        f"({tokens:,.0f} tokens, one pass after the other): long prompts dominate",
         args,
         evidence={
             "passes": prefills.passes,
             "few_long_share": round(share, 4),
             "mean_prompt_tokens": round(prefills.mean_prompt),
+            "mean_streak_tokens": round(prefills.mean_streak),
         },
     )
 
@@ -69,8 +72,10 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.graph_disabled:
         args, why = _graph_on(s, flags), "the server's arguments switch them off"
     elif running <= target and not (captured and captured >= target):
-        args = flags.setting("cuda-graph-max-bs-decode", target)
-        args |= smaller_pool(s, flags, GRAPH_GB_A_REQUEST * (target - (captured or USUAL_CAPTURED)))
+        pool = smaller_pool(s, flags, GRAPH_GB_A_REQUEST * (target - (captured or USUAL_CAPTURED)))
+        if pool is None:
+            return None
+        args = flags.setting("cuda-graph-max-bs-decode", target) | pool
         why = f"they are captured up to {captured or 'some 160-256'}"
     else:
         return None
@@ -91,16 +96,23 @@ def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
 
 def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
     """Return a chunk of twice the size, and a smaller pool where its memory must come from there."""
-    chunk = (s.facts.ready.chunked_prefill_size if s.facts.ready else None) or 0
-    args = flags.setting("chunked-prefill-size", 2 * chunk) if 0 < chunk < LARGEST_CHUNK else {}
-    return args | smaller_pool(s, flags, chunk * CHUNK_GB_A_TOKEN) if args else {}
+    chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
+    larger = min(2 * chunk, LARGEST_CHUNK)
+    pool = smaller_pool(s, flags, (larger - chunk) * CHUNK_GB_A_TOKEN)
+    if not 0 < chunk < larger or pool is None:
+        return {}
+    args = flags.setting("chunked-prefill-size", larger)
+    return args | pool if args else {}
 
 
-def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any]:
-    """Return the mem-fraction-static that leaves so many GB more; empty where there is room for them."""
-    now, ready = s.facts.number("mem_fraction_static"), s.facts.ready
-    if s.facts.on_cpu or now is None or not s.facts.card_gb or gb <= 0:
+def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any] | None:
+    """Return the mem-fraction-static that leaves room for so many GB more, empty where there is room.
+
+    None where weights and a pool of some use would not be left.
+    """
+    now, left = s.facts.number("mem_fraction_static"), s.facts.ready.gpu_gb if s.facts.ready else None
+    wanting = gb - max(0.0, left - s.memory_band.low) if left else gb
+    if s.facts.on_cpu or now is None or not s.facts.card_gb or wanting <= 0:
         return {}
-    if ready and ready.gpu_gb and ready.gpu_gb - gb >= s.limits.memory_low_gb:
-        return {}
-    return flags.setting("mem-fraction-static", round(now - math.ceil(100 * gb / s.facts.card_gb) / 100, 3))
+    target = round(now - math.ceil(100 * wanting / s.facts.card_gb) / 100, 3)
+    return flags.setting("mem-fraction-static", target) if target > least_fraction(s.facts) else None

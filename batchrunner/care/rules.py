@@ -59,7 +59,7 @@ RULES: tuple[Rule, ...] = (
         "running-low",
         f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
         "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
-        "`--chunked-prefill-size` doubled",
+        "`--chunked-prefill-size` doubled, up to 16384",
         "G1",
         pass_rules.running_low,
         "more prompts a prefill pass, and so a larger batch",
@@ -70,7 +70,8 @@ RULES: tuple[Rule, ...] = (
         "retractions",
         "more than 1 retraction a minute (a span under a minute counts as one); "
         "up to that it is said to be fine",
-        "`--schedule-conservativeness 1.3`, from there times 1.3. Not mem-fraction-static down, as G1 has it "
+        "`--schedule-conservativeness 1.3`, from there 1.43, where all of `max_new_tokens` is reserved; then "
+        "`--max-running-requests` down, or a larger pool. Not mem-fraction-static down, as G1 has it "
         "for frequent retractions: that shrinks the pool which is too small; it helps out-of-memory errors",
         "G1-G4",
         load_rules.retractions,
@@ -82,7 +83,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "memory-left",
-        "`available_gpu_mem` at ready > 10 GB; 5-10 is said to be good (the guides: 5-8)",
+        "`available_gpu_mem` at ready > 10 GB; 5-10 is said to be good (the guides: 5-8); on cards under 40 "
+        "GB in proportion, with chunks over 8192 more",
         "`--mem-fraction-static` up to leave 6.5 GB, by the card's memory; `--max-total-tokens` off",
         "G1, G2, G4",
         memory_rules.memory_left,
@@ -91,8 +93,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "memory-tight",
-        "`available_gpu_mem` at ready < 5 GB",
-        "`--mem-fraction-static` down to leave 6.5 GB",
+        "`available_gpu_mem` at ready < 5 GB, on cards under 40 GB in proportion",
+        "`--mem-fraction-static` down to leave 6.5 GB, as far as weights and a pool leave room",
         "G1, G2, G4",
         memory_rules.memory_tight,
         "room for activations: no crash in mid-run",
@@ -121,7 +123,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-graph",
         "capturing CUDA graphs failed for want of memory",
-        "`--cuda-graph-max-bs(-decode)` halved, mem-fraction-static down",
+        "`--cuda-graph-max-bs(-decode)` halved, mem-fraction-static down; at last no decode graphs",
         "G1, SGLang's message",
         memory_rules.oom_graph,
         "the graphs fit",
@@ -131,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-weights",
         "out of memory while weights load, or no room for a KV pool",
-        "`--tp-size` doubled, or 8-bit weights; `--mem-fraction-static` up for the pool",
+        "`--tp-size` doubled, or a quantised model; `--mem-fraction-static` up for the pool",
         "SGLang's message",
         memory_rules.oom_weights,
         "the model starts",
@@ -177,9 +179,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "long-prompts",
-        "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, mean prompt ≥ 2048 tokens",
-        "`--chunked-prefill-size` doubled (mem-fraction-static down with it); prefill graphs where "
-        "they are off",
+        "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, ≥ 2048 tokens on average: a prompt's, or of "
+        "such passes one after the other",
+        "`--chunked-prefill-size` doubled, up to 16384 (mem-fraction-static down with it, as far as weights "
+        "and a pool leave room); prefill graphs where they are off",
         "G1",
         pass_rules.long_prompts,
         "fewer, larger passes over the weights",
@@ -187,12 +190,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "attention-backend",
-        "a general backend, and the card is known",
+        "a general backend, and the card is known; not of models for which SGLang chooses one itself "
+        "(attention sinks, sliding windows; DeepSeek's attention on Ampere and Ada)",
         "Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`",
         "G1",
         setup_rules.attention_backend,
         "faster attention",
-        "SGLang chooses by itself: somebody may have had a reason",
+        "SGLang chooses by itself: it or somebody may have had a reason",
+        "low",
     ),
     Rule(
         "tensor-parallel",
@@ -282,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp8-weights",
-        f"16-bit weights, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
+        f"weights not quantised, by the log; a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
         "`--quantization fp8`",
         "G1, G2, G4",
         setup_rules.fp8_weights,
@@ -315,11 +320,39 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 BY_NAME = {rule.name: rule for rule in RULES}
+_TAKES_MEMORY = ("running-low", "long-prompts", "cuda-graph")
+_OF_LOAD = (
+    *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
+    "latency-high",
+)  # fmt: skip
+SILENCES: dict[str, tuple[str, ...]] = {
+    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", "tensor-parallel", *_OF_LOAD),
+    "oom-graph": ("oom-general", *_OF_LOAD),
+    "oom-prefill": ("oom-general", *_OF_LOAD),
+    "oom-decode": ("oom-general", *_OF_LOAD),
+    "oom-general": _OF_LOAD,
+    "killed": _OF_LOAD,
+    "retractions": ("running-capped", "latency-high"),
+    "running-capped": ("latency-high",),
+    "memory-tight": _TAKES_MEMORY,
+    "cuda-graph": ("long-prompts", "running-low"),
+    "long-prompts": ("memory-left",),
+    "running-low": ("memory-left",),
+    "tensor-parallel": ("expert-parallel", "dp-attention"),
+    "dp-attention": ("data-parallel",),
+}
+"""Which advice takes others away, since they would undo it, or give a flag another value: what ran out of
+memory gets less to do and nothing else; what lies idle is taken by what needs it; one change of the same
+thing at a time. What comes first counts first: advice that was taken away takes none."""
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
     """Return what all rules have to say: what to change first, then what is well."""
     said = [advice for rule in RULES if (advice := rule.apply(situation, flags))]
+    loud, silent = {advice.rule for advice in said if advice.change}, set[str]()
+    for rule, others in SILENCES.items():
+        silent |= set(others) if rule in loud - silent else set()
+    said = [advice for advice in said if not (advice.change and advice.rule in silent)]
     return sorted(said, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))
 
 

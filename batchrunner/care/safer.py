@@ -30,6 +30,14 @@ GRAPH, LEAST_GRAPH = 64, 16
 LEAST_RUNNING = 4
 MORE_CONSERVATIVE = 1.3
 """`--schedule-conservativeness` for frequent retractions."""
+MOST_CONSERVATIVE = 1 / 0.7
+"""From here on a scheduler reserves all of `max_new_tokens`: it takes min(0.7 * conservativeness, 1)."""
+LEAST_POOL = 0.05
+"""Share of a card, for a KV pool of some use."""
+DP_ATTENTION_CONSERVATIVENESS = 0.3
+"""What SGLang multiplies `--schedule-conservativeness` with under DP attention (parallel_hook.py)."""
+_PARTED = {"chunked-prefill-size", "max-running-requests"}
+"""Flags that DP attention parts among its ranks, each of which tells its own share."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
@@ -46,12 +54,30 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
-    """Return a flag's value, as the server resolved it; None where it is not known."""
+    """Return a flag's value in effect, as the flag would have it; None where it is not known."""
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
     told = getattr(facts.ready, _AT_READY.get(flag, ""), None)
     value = facts.number(flag.replace("-", "_")) if told is None else told
-    return int(value) if value is not None and value == int(value) else value
+    if value is None or (told is None and flag == "max-running-requests"):  # logged as it was given
+        return None if value is None else int(value)
+    value = as_flag(facts, flag, value)
+    return int(value) if value == int(value) else value
+
+
+def as_flag(facts: Facts, flag: str, value: float) -> float:
+    """Return what a flag must be so that one scheduler gets this value of it."""
+    if facts.attn_dp > 1 and flag in _PARTED:
+        return value * facts.attn_dp
+    if facts.attn_dp > 1 and flag == "schedule-conservativeness":
+        return round(value / DP_ATTENTION_CONSERVATIVENESS, 2)
+    return value
+
+
+def least_fraction(facts: Facts) -> float:
+    """Return the `--mem-fraction-static` that weights and a pool of some use take; 0 where it is unknown."""
+    weights, card = facts.weights_gb, facts.card_gb
+    return weights / card + LEAST_POOL if weights and card else 0.0
 
 
 def _smaller_chunks(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
@@ -62,16 +88,25 @@ def _smaller_chunks(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
 
 def _fewer_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
     most = int(in_effect(facts, "max-running-requests") or 0)
-    lower = 3 * min(death.running or most, most or death.running) // 4
+    ran = int(as_flag(facts, "max-running-requests", death.running))
+    lower = 3 * min(ran or most, most or ran) // 4
     return flags.setting("max-running-requests", lower) if lower >= LEAST_RUNNING else {}
 
 
 def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
     """Make graphs smaller, and the pool at the same time: a capture that fails again costs minutes."""
-    captured = facts.graph_max_bs
-    lower = GRAPH if captured is None else max(LEAST_GRAPH, captured // 2)
-    graphs = {} if captured == lower else flags.setting("cuda-graph-max-bs-decode", lower)
+    captured = facts.graph_max_bs or 2 * GRAPH
+    lower = max(LEAST_GRAPH, captured // 2)
+    graphs = flags.setting("cuda-graph-max-bs-decode", lower) if lower < captured else {}
+    graphs = {} if facts.graph_disabled else graphs  # those of prefill are captured too
     return graphs | _smaller_pool(facts, flags, death)
+
+
+def _no_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if facts.graph_disabled:
+        return {}
+    off = flags.setting("cuda-graph-backend-decode", "disabled")
+    return off or flags.setting("disable-cuda-graph", value=True)
 
 
 def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
@@ -79,9 +114,9 @@ def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
         lower = int(in_effect(facts, "max-total-tokens") or 0) // 2
         least = in_effect(facts, "context-length") or 1
         return flags.setting("max-total-tokens", lower) if lower >= least else {}
-    now = facts.number("mem_fraction_static")
-    share = next((share for share in FRACTIONS if now is None or share < now), None)
-    return flags.setting("mem-fraction-static", share) if share else {}
+    now, least = facts.number("mem_fraction_static"), least_fraction(facts)
+    share = next((share for share in FRACTIONS if now is None or share < now), 0.0)
+    return flags.setting("mem-fraction-static", share) if share > least else {}
 
 
 def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
@@ -104,7 +139,7 @@ _STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
     "prefill": (_smaller_chunks, _smaller_pool),
     "decode": (_fewer_running, _smaller_pool),
     "requests": (_fewer_running,),
-    "graph": (_smaller_graphs,),
+    "graph": (_smaller_graphs, _no_graphs),
     "pool": (_larger_share,),
     "general": (_smaller_pool, _fewer_running),
     "killed": (_on_cpu(_smaller_pool), _on_cpu(_fewer_running)),

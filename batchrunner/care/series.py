@@ -109,7 +109,12 @@ class Prefills:
     filled: int = 0
     """Passes that took a whole chunk …"""
     few_long: int = 0
-    """… which was one or two prompts."""
+    """… which was one or two prompts; of these …"""
+    streaks: int = 0
+    """… how many began, where the pass before was another: a long prompt takes one pass after another."""
+    long_tokens: int = 0
+    """Tokens of all of these passes."""
+    _in_streak: bool = False
 
     def add(self, batch: Batch, chunk: int | None) -> None:
         """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
@@ -117,14 +122,23 @@ class Prefills:
         self.prompts += batch.new_seqs
         self.new_tokens += batch.new_tokens
         self.cached_tokens += batch.cached_tokens
-        if chunk and chunk > 0 and batch.new_tokens >= WHOLE * chunk:
-            self.filled += 1
-            self.few_long += batch.new_seqs <= FEW
+        full = bool(chunk and chunk > 0 and batch.new_tokens >= WHOLE * chunk)
+        few = full and batch.new_seqs <= FEW
+        self.filled += full
+        self.few_long += few
+        self.streaks += few and not self._in_streak
+        self.long_tokens += batch.new_tokens if few else 0
+        self._in_streak = few
 
     @property
     def cached_share(self) -> float:
         """Share of prompt tokens that were in the cache, 0-1."""
         return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
+
+    @property
+    def mean_streak(self) -> float:
+        """Mean tokens that one or two prompts took in passes one after the other."""
+        return self.long_tokens / max(1, self.streaks)
 
     @property
     def mean_prompt(self) -> float:

@@ -5,6 +5,7 @@ Each is pure, and says nothing where the model or the card that it is about is n
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from batchrunner.care.facts import FP8
@@ -23,6 +24,12 @@ LONG_ENOUGH = 1024
 _BEST: dict[Architecture, str] = {
     "hopper": "fa3", "blackwell": "trtllm_mha", "ampere": "flashinfer", "ada": "flashinfer",
 }  # fmt: skip
+_CHOSEN_FOR = (
+    "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
+    "Inkling", "MiniCPM", "Llama4",
+)  # fmt: skip
+"""Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
+model_config and model_overrides)."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Backends that run on any card; a special one was chosen for a reason."""
 
@@ -47,27 +54,28 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     ours = s.client is not None and s.client.kind in {"server", "gateway"}
     if s.facts.idle_gpus and s.client and s.client.kind == "server":
         return Finding(
-            f"{s.facts.idle_gpus} GPUs of this machine are idle",
+            f"{s.facts.idle_gpus} GPUs that the server saw are idle",
             change="`engine: {kind: gateway}`: a replica for every GPU",
             evidence={"idle_gpus": s.facts.idle_gpus},
             certainty="high",
         )
-    if tp < 2 or not weights or not card or weights * tp > ROOM_FOR_KV * card:  # noqa: PLR2004
+    whole = (weights or 0.0) * tp * (s.facts.number("pp_size", 1) or 1)
+    if tp < 2 or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
         return None
     args = flags.setting("tp-size", 1)
     how = "`engine: {kind: gateway, tp: 1}`" if ours else f"{tp} servers behind SGLang's Model Gateway, each"
     return Finding(
-        f"the model ({weights * tp:.0f} GB) fits one GPU ({card:.0f} GB) and is spread over {tp}",
+        f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is spread over {tp}",
         args,
         f"{how} with {command_line(args)}",
-        {"weights_gb": round(weights * tp, 1), "card_gb": card, "tp": tp},
+        {"weights_gb": round(whole, 1), "card_gb": card, "tp": tp},
     )
 
 
 def data_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find replicas inside one server."""
-    dp, args = s.facts.number("dp_size", 1) or 1, s.facts.arguments
-    if dp < 2 or args.get("enable_dp_attention") or (s.facts.number("attn_dp_size", 1) or 1) > 1:  # noqa: PLR2004
+    dp = s.facts.number("dp_size", 1) or 1
+    if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
         f"--dp-size {dp:.0f} parts the requests in turn, whatever each replica has to do",
@@ -88,9 +96,7 @@ def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 def dp_attention(s: Situation, flags: Flags) -> Finding | None:
     """Find a model with latent attention whose KV cache is held on each GPU again."""
-    args = s.facts.arguments
-    on = args.get("enable_dp_attention") or (s.facts.number("attn_dp_size", 1) or 1) > 1
-    if not s.facts.is_mla or s.facts.tp < 2 or on:  # noqa: PLR2004
+    if not s.facts.is_mla or s.facts.tp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
         f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs",
@@ -113,12 +119,11 @@ def torch_compile(s: Situation, flags: Flags) -> Finding | None:
 
 def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find 16-bit weights on a card that computes in 8 bits, where memory limits the batch."""
-    args = s.facts.arguments
-    if s.facts.architecture not in FP8 or args.get("quantization") or not s.load.frequent("kv_bound"):
+    if s.facts.architecture not in FP8 or not s.facts.in_16_bits or not s.load.frequent("kv_bound"):
         return None
     return Finding(
         f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits",
-        flags.setting("quantization", "fp8") if args else {},
+        flags.setting("quantization", "fp8"),
         evidence=s.evidence("kv_bound"),
     )
 
@@ -183,7 +188,19 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
     architecture, now = s.facts.architecture, s.facts.arguments.get("attention_backend")
     if architecture is None or now not in _GENERAL:
         return None
-    best = "trtllm_mla" if architecture == "blackwell" and s.facts.is_mla else _BEST[architecture]
-    if now == best:
+    if any(name in (s.facts.model or "") for name in _CHOSEN_FOR):
         return None
-    return Finding(f"{now} attention on {s.facts.card}", flags.setting("attention-backend", best))
+    best = "trtllm_mla" if architecture == "blackwell" and s.facts.is_mla else _BEST[architecture]
+    only_triton = s.facts.is_mla and architecture in {"ampere", "ada"}  # SGLang's own choice for them
+    if now == best or only_triton:
+        return None
+    asked = str(s.facts.arguments.get("launch_command") or "--config")  # of /server_info alone
+    given = re.search("attention.backend", asked)
+    if not given and "--config" not in asked:
+        return None
+    who = "as it was asked to" if given else "set so, or SGLang's choice: its arguments do not tell"
+    return Finding(
+        f"{now} attention on {s.facts.card} ({who})",
+        flags.setting("attention-backend", best),
+        certainty="medium" if given else None,
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchrunner.care.facts import Facts
+from batchrunner.care.safer import in_effect
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,6 +14,21 @@ if TYPE_CHECKING:
     from batchrunner.care.advice import Certainty
     from batchrunner.care.series import Series
     from batchrunner.care.thresholds import Thresholds
+
+WHOLE_CARD_GB = 40.0
+"""The guides' figures are for cards from here on: a smaller one has smaller batches to leave memory for."""
+USUAL_CHUNK = 8192
+"""Their `--chunked-prefill-size`, in tokens: a larger one takes more memory."""
+CHUNK_GB_A_TOKEN = 1.5 / 1024
+"""What SGLang's memory_hook reserves for activations of a prefill chunk."""
+
+
+class MemoryBand(NamedTuple):
+    """What is to be left of a card when the server is ready, GB."""
+
+    low: float
+    good: float
+    high: float
 
 
 @dataclass(slots=True)
@@ -35,6 +51,8 @@ class Client:
     tokenize: str | None = None
     """Where prompts become tokens: `client` or `server`."""
     max_new_tokens: int | None = None
+    ignore_eos: bool = False
+    """Whether every output has `max_new_tokens`."""
     output_tokens: int = 0
     outputs: int = 0
     order: str = "auto"
@@ -71,10 +89,18 @@ class Situation:
     @property
     def max_running(self) -> int | None:
         """`max_running_requests` of a scheduler."""
-        ready = self.facts.ready
-        return (
-            (ready.max_running_requests if ready else None) or int(self.load.largest("max_running")) or None
-        )
+        return self.facts.max_running or int(self.load.largest("max_running")) or None
+
+    @property
+    def memory_band(self) -> MemoryBand:
+        """The guides' figures for this card and its prefill chunk."""
+        limits, chunk = self.limits, in_effect(self.facts, "chunked-prefill-size") or 0
+        scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
+        more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
+        return MemoryBand(
+            scale * limits.memory_low_gb, scale * limits.memory_good_gb + more,
+            scale * limits.memory_high_gb + more,
+        )  # fmt: skip
 
     @property
     def fills_up(self) -> bool:

@@ -61,6 +61,8 @@ class Weights(NamedTuple):
     used_gb: float | None = None
     model: str | None = None
     """The class, such as LlamaForCausalLM."""
+    quantised: str | None = None
+    """How the checkpoint is quantised, empty where it is not; None of a release that does not say."""
 
 
 class OutOfMemory(NamedTuple):
@@ -145,6 +147,7 @@ _READY = re.compile(
 _GPU_GB = re.compile(rf"available_gpu_mem={_NUMBER}")
 _RETRACTED = re.compile(rf"#retracted_reqs: {_COUNT}")
 _WEIGHTS = re.compile(rf"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem={_NUMBER} ?GB")
+_QUANTISED = re.compile(r"\bquant=([\w-]+)")
 _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
 _CAPACITY = re.compile(rf"total capac\w+ of {_NUMBER} GiB")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
@@ -279,7 +282,7 @@ def _rare(line: str) -> Record | None:
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
         free = float(weights[3]) if weights[1] == "begin" else None
-        return Weights(free, float(used[1]) if used else None, weights[2])
+        return Weights(free, float(used[1]) if used else None, weights[2], _quantised(line))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
     if card := _CARD.search(line):
@@ -308,6 +311,12 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
         line.strip(),
         float(capacity[1]) if capacity else None,
     )
+
+
+def _quantised(line: str) -> str | None:
+    """Read `quant=fp8`; it took the place of `dtype=`, which quantised weights have too."""
+    found = _QUANTISED.search(line)
+    return found[1] if found else None if "dtype=" in line or "type=" not in line else ""
 
 
 def _arguments(text: str) -> Arguments:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from batchrunner.care.fits import check_fits
 from batchrunner.care.healer import healer_for
-from batchrunner.engines.device import CPU_NOTE, card_name, on_cpu, server_args
+from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.guard import Guard
 from batchrunner.engines.hang import Vigil
 from batchrunner.engines.http import HttpEngine
@@ -77,6 +77,7 @@ class LaunchedServer:
             kind="server",
             model=model_identity(spec.model),
             card=None if cpu else await asyncio.to_thread(card_name),
+            gpus=None if cpu or "CUDA_VISIBLE_DEVICES" in spec.env else len(gpus()),
             log=str(self._log_path),
             notes=notes,
         )
