@@ -105,6 +105,19 @@ def test_apply_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_trials")
+def test_rows_that_all_fail(tmp_path: Path) -> None:
+    """Where the engine refuses each row there is no speed: one line says so, with what the engine said."""
+    script = LIMITED.replace('self.answer("to " + body["text"])', "self.reply(400, REFUSED)")
+    refused = 'REFUSED = {"error": {"message": "no adapter is loaded", "code": 400}}\n'
+    engine = launchable(tmp_path, refused + script, ROOM="20") | {"args": {"max-running-requests": 2}}
+    result = batchrun("tune", write_job(job_of(tmp_path, engine, rows=40), tmp_path))
+    assert result.exit_code == 2, result.stdout
+    assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr
+    assert "no adapter is loaded" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.usefixtures("short_trials")
 def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
     """What a crash cut short is tried again, and what comes after it is kept."""
     file = write_job(limited_job(tmp_path), tmp_path)

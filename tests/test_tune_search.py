@@ -13,18 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.care.flags import Flags
-from batchrunner.care.tune.measure import Moment, Rival, Signs, Watch, tokens_at
+from batchrunner.care.tune.measure import Moment, Result, Rival, Signs, Watch, tokens_at
 from batchrunner.care.tune.outcome import Tuned, account
 from batchrunner.care.tune.race import compare, spread_of
 from batchrunner.care.tune.search import Ask, Search, key_of
-from batchrunner.care.tune.space import KNOBS, Machine, Now
+from batchrunner.care.tune.space import KNOBS, Knob, Machine, Move, Now
 from batchrunner.care.tune.tuner import drive
 from batchrunner.errors import EngineStartError
 from batchrunner.records import Signals
 from tests.tuning_lab import CPU, Card, Lab, chat_rows
 
 if TYPE_CHECKING:
-    from batchrunner.care.tune.measure import Result
     from batchrunner.care.tune.space import Args
 
 WRONG = {"schedule-conservativeness": 3, "max-running-requests": 8}
@@ -168,6 +167,20 @@ def test_flags_that_die_at_once() -> None:
     """Where not even the job's own flags can be measured the command says what they died of."""
     with pytest.raises(EngineStartError, match="the job's own flags cannot be measured: OOM"):
         tuned(Lab(ROWS, deadly=lambda _: "OOM"))
+
+
+def test_a_best_whose_repetition_brings_nothing() -> None:
+    """Where all rows fail when the best is tried again, what it is raced with takes its place."""
+    knob = Knob("x", lambda now: [] if now.args else [Move({"max-running-requests": 9}, "")])
+    search = Search({}, CPU, [knob])
+    steps = search.steps()
+    assert next(steps).args == {}
+    assert steps.send(Result("measured", "", 1.0, tokens_per_s=100)).args == {"max-running-requests": 9}
+    assert steps.send(Result("measured", "", 1.0, tokens_per_s=103)).args == {}
+    with pytest.raises(StopIteration):
+        steps.send(Result("measured", "all rows failed", 1.0))
+    assert search.best.args == {"max-running-requests": 9}
+    assert account(search, "job.yaml", "all rows", 1.0).own_tokens_per_s == 100
 
 
 def test_hopeless_trials_are_stopped() -> None:

@@ -35,8 +35,8 @@ class Setting:
 
     @property
     def speeds(self) -> list[float]:
-        """Output tokens a second of each trial that was measured."""
-        return [result.tokens_per_s for result in self.results if result.ended == "measured"]
+        """Output tokens a second of each trial that was measured and had any."""
+        return [result.tokens_per_s for result in self.results if result.is_speed]
 
     @property
     def newest(self) -> Result:
@@ -46,7 +46,7 @@ class Setting:
     @property
     def is_usable(self) -> bool:
         """Whether every trial was measured, and none died."""
-        return all(result.ended == "measured" and result.tokens_per_s > 0 for result in self.results)
+        return all(result.is_speed for result in self.results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class Search:
                 False,
                 f"unsafe: {newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before",
             )
-        if best.ended == "died":
-            return True, f"safer: what was best died when it was tried again: {best.why}"
+        if not best.is_speed:
+            return True, f"safer: what was best failed when it was tried again: {best.why}"
         if knob.schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
         fuller = knob.schedules and more_a_pass(newest.signs, best.signs)
