@@ -369,6 +369,7 @@ def give_card(directory: Path, monkeypatch: pytest.MonkeyPatch, mib: int) -> Non
     [
         ({}, {}, False),
         ({"tp-size": 2}, {}, True),
+        ({"pipeline-parallel-size": 2}, {}, True),
         ({"quantization": "fp8"}, {}, True),
         ({"quantization": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}, False),  # it is already
         ({"dtype": "float32", "tp-size": 2}, {}, False),

@@ -317,15 +317,31 @@ def test_what_needs_leave_is_tried_with_it() -> None:
     assert "no FP8" in by_name["quantization"](Now({}, BUSY, old))
 
 
-def test_data_parallelism_before_tensor_parallelism() -> None:
-    """With several cards tp is given up for dp where it is set, and idle cards are used."""
+@pytest.mark.parametrize("name", ["tp-size", "tensor-parallel-size", "tp"])
+def test_replicas_are_the_gateways(name: str) -> None:
+    """On several cards no --dp-size is tried: the table says which gateway to take, by any name of tp."""
     (moves_of,) = (k.moves for k in KNOBS if k.name == "parallelism")
-    moves = moves_of(Now({"tp-size": 2}, BUSY, replace(CARD, cards=4)))
-    assert [move.args for move in moves if not isinstance(move, str)] == [
-        {"tp-size": 1, "dp-size": 2},
-        {"tp-size": 2, "dp-size": 2},
-    ]
-    assert moves_of(Now({}, BUSY, replace(CARD, cards=4, one_of_several=True))) == "one replica"
+    four = replace(CARD, cards=4)
+    assert moves_of(Now({}, BUSY, four)) == (
+        "engine: {kind: gateway, tp: 1} has 4 replicas on 4 GPUs, each about as fast"
+    )
+    assert "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs" in moves_of(Now({name: 2}, BUSY, four))
+    assert "with a tp under 4 is faster" in moves_of(Now({name: 4}, BUSY, four))
+    assert moves_of(Now({}, BUSY, replace(four, one_of_several=True))) == "one replica"
+
+
+def test_flags_go_by_the_names_that_are_there() -> None:
+    """A flag is set under the name that the job has for it, else under that of the installed version."""
+    card = replace(CARD, flags=Flags("0.5.2", frozenset({"cuda-graph-max-bs", "attention-backend"})))
+    signs = replace(BUSY, graph_off_share=0.9)
+    for own, name in (
+        ({}, "cuda-graph-max-bs"),
+        ({"cuda-graph-max-bs-decode": 8}, "cuda-graph-max-bs-decode"),
+    ):
+        (graphs,) = (knob for knob in KNOBS if knob.name == "cuda-graph-max-bs")
+        steps = Search(own, card, [graphs]).steps()
+        next(steps)
+        assert steps.send(Result("measured", "", 1.0, 100.0, signs=signs)).args == {name: 256}
 
 
 def test_a_flag_that_the_version_lacks_is_not_tried() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.flags import name_in
 from batchrunner.care.host import memory_bytes
 from batchrunner.engines.device import cards
 from batchrunner.errors import EngineStartError
@@ -69,7 +70,7 @@ def check_fits(model: str, args: Mapping[str, Any], *, tp: int | None = None, cp
 
 def split_over(args: Mapping[str, Any], tp: int | None = None) -> int:
     """Return over how many cards a model is split: `tp-size` times `pp-size`."""
-    sizes = [tp or _first(args, ("tp-size", "tensor-parallel-size", "tp")), _first(args, ("pp-size", "pp"))]
+    sizes = [tp or args.get(name_in(args, "tp-size")), args.get(name_in(args, "pp-size"))]
     return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
 
 

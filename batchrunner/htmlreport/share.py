@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.flags import name_in
 from batchrunner.care.limit import CARDS, Limit, Setting, UnknownLimitError, limit, model_of_config
 from batchrunner.jsonfile import read_json
 
@@ -75,9 +76,9 @@ def _args(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's arguments by their long names; raises UnknownLimitError for what is not covered."""
     args = {str(name).replace("_", "-"): value for name, value in (spec.get("args") or {}).items()}
     for name in ("dp-size", "pp-size", "ep-size", "attn-dp-size"):
-        if int(args.get(name) or 1) > 1:
+        if int(args.get(name_in(args, name)) or 1) > 1:
             raise UnknownLimitError(f"the formulas do not cover --{name}")
-    args["tp-size"] = int(spec.get("tp") or args.get("tp-size") or args.get("tp") or 1)
+    args["tp-size"] = int(spec.get("tp") or args.get(name_in(args, "tp-size")) or 1)
     return args
 
 

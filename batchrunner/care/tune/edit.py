@@ -37,7 +37,7 @@ def apply_args(path: Path, args: Mapping[str, Any]) -> None:
 
 
 def own_engine(path: Path) -> EngineSpec:
-    """Return the engine that a job file says by itself; raises JobError where it says none, or a wrong one."""
+    """Return the engine that a job file says by itself; raises JobError where it says none that is valid."""
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     return parse_engine(tree.get("engine"))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from batchrunner.care.flags import name_in
 from batchrunner.care.tune.measure import Rival
 from batchrunner.care.tune.race import WORTH, compare, margin_of, more_a_pass, same_work, spread_of
 from batchrunner.care.tune.space import KNOBS, Now
@@ -92,12 +93,13 @@ class Search:
         """Move one flag for as long as that wins."""
         moved = False
         while (move := self._next_move(knob)) is not None:
-            setting = Setting({**self.best.args, **move.args})
+            setting = Setting(self._moved_to(move))
             self.settings[key_of(setting.args)] = setting
+            tried = shown(changes(setting.args, self.best.args))
             won = yield from self._race(setting, move, knob)
             moved |= won
             self._moved.add(knob.name)
-            self.notes[knob.name] = f"{shown(move.args)}: {setting.verdict}"
+            self.notes[knob.name] = f"{tried}: {setting.verdict}"
         return moved
 
     def _next_move(self, knob: Knob) -> Move | None:
@@ -109,9 +111,17 @@ class Search:
         for move in moves:
             if self._missing(move):
                 self.notes[knob.name] = f"this version has no {self._missing(move)}"
-            elif key_of({**self.best.args, **move.args}) not in self.settings:
+            elif key_of(self._moved_to(move)) not in self.settings:
                 return move
         return None
+
+    def _moved_to(self, move: Move) -> Args:
+        """Return the best's flags with a change, under the names that the job, or else the version, has."""
+        args = dict(self.best.args)
+        for name, value in move.args.items():
+            own = name_in(args, name)
+            args |= {own: value} if own in args else self._machine.flags.setting(name, value)
+        return args
 
     def _missing(self, move: Move) -> str:
         """Return what of a change this version lacks, as on its command line; empty where it has all."""
