@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchrunner
+from batchrunner.events import last_sample
 from batchrunner.htmlreport.page import make_page
 from batchrunner.htmlreport.results import read_results
 from batchrunner.htmlreport.story import MOST_CELLS, tell
@@ -275,7 +276,41 @@ def test_retractions_are_counted_by_the_minute() -> None:
 
     timeline = make_timeline([tell("main", events())])
     assert timeline.retractions == 2 * 27
-    assert {value.mean for value in timeline.retractions_per_min if value} == {0.0, 3.0}
+    assert {value.mean for value in timeline.totals["retractions"] if value} == {0.0, 3.0}
+
+
+def test_each_replica_has_its_part() -> None:
+    """Retractions are told apart by replica; one that was not heard of begins anew, with no leap."""
+
+    def events() -> Iterator[dict[str, Any]]:
+        for at in range(0, 600, 2):
+            counts = {"a": at // 60, "b": 0} if not 300 <= at < 400 else {"b": 0}
+            signals = [{"scheduler": who, "retractions": count} for who, count in counts.items()]
+            yield {"event": "sample", "time": 6000.0 + at, "retractions": at // 60, "signals": signals}
+
+    timeline = make_timeline([tell("main", events())])
+    lines = timeline.of_schedulers("retractions")
+    assert timeline.retractions == 9
+    assert {value.mean for value in lines["a"] if value} == {0.0, 1.0}
+    assert {value.mean for value in lines["b"] if value} == {0.0}
+
+
+def test_several_replicas_are_drawn_apart(tmp_path: Path) -> None:
+    """Of several replicas the page has each one's throughput and window beside the totals."""
+    with FakeSGLang(delay_s=0.05, max_running=4) as one, FakeSGLang(delay_s=0.05, max_running=8) as two:
+        both = {"kind": "attach", "urls": [one.url, two.url]}
+        job = job_of(tmp_path, both, rows=400)
+        batchrunner.run(job)
+    last = last_sample(tmp_path / "run" / "events.jsonl")
+    assert last is not None
+    parts = [signal["output_tokens_per_s"] for signal in last["signals"]]
+    assert sum(parts) == pytest.approx(last["output_tokens_per_s"], rel=0.1)
+    assert parts[0] < parts[1]
+    assert sum(signal["window"] for signal in last["signals"]) == last["window"]
+    page = page_of(tmp_path / "run")
+    for title in ("Output tokens a second, by replica", "Window, by replica"):
+        legend = page.texts[page.texts.index(title) + 2 :]
+        assert legend[:2] == sorted(url.removeprefix("http://") for url in (one.url, two.url))
 
 
 def test_many_schedulers_share_a_line() -> None:
