@@ -314,12 +314,13 @@ def test_several_replicas_are_drawn_apart(tmp_path: Path) -> None:
 
 
 def test_many_schedulers_share_a_line() -> None:
-    """Of more schedulers than can be told apart the mean and the range are drawn."""
+    """Of more schedulers than can be told apart the mean, the range and the two extremes are drawn."""
     story = tell("main", [sample(1000 + at, queue=at) for at in range(10)])
     many = [tell(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
     assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]
-    ((label, line),) = make_timeline(many).of_schedulers("queue").items()
+    (label, line), *extremes = make_timeline(many).of_schedulers("queue").items()
     assert "20" in label
+    assert [name for name, _ in extremes] == ["lowest: 0 s", "highest: 19 s"]
     assert line[0] is not None
     assert (line[0].low, line[0].mean, line[0].high) == (0, 9.5, 19)
 

@@ -224,7 +224,7 @@ def _moment(seconds: float) -> str:
 def _percent(share: float | None) -> str:
     if share is None:
         return "unknown"
-    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
+    return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
 
 
 def _count(times: int, what: str) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchrunner.htmlreport.story import Cell, Key, Story
 
 MOST_LINES = 8
-"""Schedulers that have a line each; of more, their mean and range are drawn."""
+"""Schedulers that have a line each; of more, their mean and range are drawn, and the two furthest apart."""
 SILENT_S = 10.0
 """Without a sample for so long (five are missing then) a line is broken, and a task counts as idle."""
 STEADY_S = 4.0
@@ -85,12 +85,15 @@ class Timeline:
     retractions: int = 0
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
-        """Return the line of each scheduler, or of many their mean with its range, by its label."""
+        """Return each scheduler's line by its label; of many their mean with its range, and the extremes."""
         lines = self.schedulers.get(name, {})
         if len(lines) <= MOST_LINES:
             return lines
-        columns = zip(*lines.values(), strict=True)
-        return {f"mean of {len(lines)}, and their range": [_spread(column) for column in columns]}
+        spread = [_spread(column) for column in zip(*lines.values(), strict=True)]
+        means = {who: mean.mean for who, line in lines.items() if (mean := _spread(line)) is not None}
+        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        extremes = {} if low == high else {f"lowest: {low}": lines[low], f"highest: {high}": lines[high]}
+        return {f"mean of {len(lines)}, and their range": spread, **extremes}
 
 
 def make_timeline(stories: Sequence[Story]) -> Timeline:
