@@ -127,6 +127,19 @@ class Admission:
         return {name: s.controller.band for name, s in self._schedulers.items()}
 
     @property
+    def windows_of_schedulers(self) -> dict[str, int]:
+        """The window of each scheduler; empty where the job has set one."""
+        if self.fixed is not None:
+            return {}
+        windows = self.windows
+        return {name: min(s.controller.window, windows[s.route]) for name, s in self._schedulers.items()}
+
+    def alone_on(self, route: str) -> str | None:
+        """Return the scheduler that a route leads to; None where it leads to several."""
+        names = [name for name, scheduler in self._schedulers.items() if scheduler.route == route]
+        return names[0] if len(names) == 1 else None
+
+    @property
     def states(self) -> dict[str, str]:
         """The controller's state of each scheduler."""
         if self.fixed is not None:

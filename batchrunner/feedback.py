@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.progress import Rates
 from batchrunner.summary import Summary
 
 if TYPE_CHECKING:
@@ -46,11 +48,19 @@ class Feedback:
         self.summary = Summary()
         self.incidents: list[dict[str, Any]] = []
         """What befell the engine, as report.json has it."""
+        self._tokens: Counter[str] = Counter()
+        self._retractions: Counter[str] = Counter()
+        """By route, like the output tokens."""
+        self._rates = {route: Rates(time.monotonic(), counts=1) for route in gate.by_route}
 
     def answered(self, route: str, work: Work, completion: Completion | None) -> None:
         """Take note of a row that the engine brought to its end."""
         retractions = completion.retractions if completion else 0
         self.summary.retractions += retractions
+        self._retractions[route] += retractions
+        self._tokens[route] += (
+            sum(tokens or 0 for tokens in completion.completion_tokens) if completion else 0
+        )
         self._admission.ended(route, retractions, time.monotonic())
         change = self._arranger.saw(work, completion) if completion else None
         if change is not None:
@@ -86,6 +96,18 @@ class Feedback:
             on_tick()
             await asyncio.sleep(POLL_S)
 
+    def by_scheduler(self, now: float) -> dict[str, dict[str, float]]:
+        """Return of each scheduler its window and, where a route leads to it alone, what came back."""
+        told: dict[str, dict[str, float]] = {
+            name: {"window": window} for name, window in self._admission.windows_of_schedulers.items()
+        }
+        for route, rates in self._rates.items():
+            (rate,) = rates.update(now, self._tokens[route])
+            if scheduler := self._admission.alone_on(route):
+                returned = {"output_tokens_per_s": round(rate, 1), "retractions": self._retractions[route]}
+                told.setdefault(scheduler, {}).update(returned)
+        return told
+
     def write_incidents(self) -> None:
         """Write what befell the engine to the event log."""
         for incident in self._engine.incidents():
@@ -120,6 +142,6 @@ def write_sample(events: EventLog, state: Snapshot) -> None:
         in_flight=state.in_flight,
         resting=state.resting,
         retractions=state.retractions,
-        signals=[asdict(signal) for signal in state.signals],
+        signals=[asdict(signal) | state.by_scheduler.get(signal.scheduler, {}) for signal in state.signals],
         bands=state.bands,
     )

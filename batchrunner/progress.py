@@ -45,6 +45,8 @@ class Snapshot:
     signals: tuple[Signals, ...]
     bands: dict[str, tuple[int, int]]
     """Healthy `#queue-req` of each scheduler, by its name."""
+    by_scheduler: dict[str, dict[str, float]]
+    """What else is known of each: its window, its part of the output and of the retractions."""
     simulated: bool
 
     @property

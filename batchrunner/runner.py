@@ -326,9 +326,9 @@ class _Run:
 
     def _snapshot(self, signals: Sequence[Signals]) -> Snapshot:
         self._last_signals = tuple(signals)
-        tally = self._tally
+        tally, now = self._tally, time.monotonic()
         rows_s, output_s, prompt_s, cached_s = self._rates.update(
-            time.monotonic(), tally.done, tally.output_tokens, tally.prompt_tokens, tally.cached_tokens
+            now, tally.done, tally.output_tokens, tally.prompt_tokens, tally.cached_tokens
         )
         return Snapshot(
             rows_total=self._source.total,
@@ -344,6 +344,7 @@ class _Run:
             retractions=self._feedback.summary.retractions,
             signals=tuple(signals),
             bands={name: (band.low, band.high) for name, band in self._admission.bands.items()},
+            by_scheduler=self._feedback.by_scheduler(now),
             simulated=self._info.simulated,
         )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 DESKTOP, PHONE = (1280, 900), (360, 740)
-CHARTS = ["output", "prompt", "queue", "usage", "running", "window"]
+CHARTS = ["output", "replicas", "prompt", "queue", "usage", "running", "window", "windows"]
 
 DRAWN = """[...document.querySelectorAll("[data-chart]")].filter((chart) => {
     const box = chart.querySelector("svg").getBoundingClientRect();
@@ -113,7 +113,7 @@ async def test_the_charts_can_be_read_off(hostile_page: str, tmp_path: Path) -> 
         )
         await page.point_at(*box)
         texts = await page.run('[...document.querySelectorAll("output")].map((one) => one.textContent)')
-        assert len(texts) == 11
+        assert len(texts) == 15
         assert all(texts)
         assert "After" in await page.run('document.querySelector(".now").textContent')
         await page.run('document.querySelector("[data-chart=window] button").click()')

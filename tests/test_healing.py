@@ -369,6 +369,7 @@ def give_card(directory: Path, monkeypatch: pytest.MonkeyPatch, mib: int) -> Non
     [
         ({}, {}, False),
         ({"tp-size": 2}, {}, True),
+        ({"pipeline-parallel-size": 2}, {}, True),
         ({"quantization": "fp8"}, {}, True),
         ({"quantization": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}, False),  # it is already
         ({"dtype": "float32", "tp-size": 2}, {}, False),
@@ -394,6 +395,26 @@ def test_weights_that_do_not_fit_are_refused_at_once(
         assert not (tmp_path / "starts").exists()
         assert "its weights do not fit: " in result.stderr
         assert "and NVIDIA H100 80GB HBM3 has 79.6 GiB: set tp-size to " in result.stderr
+
+
+@pytest.mark.parametrize("revision", [None, "pinned", "0123abc"])
+def test_weights_in_the_hubs_cache_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    """A hub's name is looked up in Hugging Face's cache: the snapshot of `main`, a branch or a commit."""
+    give_card(tmp_path, monkeypatch, 81559)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    engine = with_weights(tmp_path, 141.1e9)
+    repository = tmp_path / "hf" / "hub" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    for name in ("main", "pinned"):
+        (repository / "refs" / name).write_text("0123abc" if name == (revision or "main") else "456def")
+    shutil.copytree(tmp_path / "model", repository / "snapshots" / "0123abc")
+    engine |= {"model": "org/name", "args": {"revision": revision} if revision else {}}
+    result = run(job_of(tmp_path, engine, rows=5), tmp_path)
+    assert result.exit_code == 2
+    assert "its weights do not fit: 131.4 GiB" in result.stderr
 
 
 def test_weights_without_files_are_counted_by_their_config(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchrunner
+from batchrunner.events import last_sample
 from batchrunner.htmlreport.page import make_page
 from batchrunner.htmlreport.results import read_results
 from batchrunner.htmlreport.story import MOST_CELLS, tell
@@ -275,16 +276,51 @@ def test_retractions_are_counted_by_the_minute() -> None:
 
     timeline = make_timeline([tell("main", events())])
     assert timeline.retractions == 2 * 27
-    assert {value.mean for value in timeline.retractions_per_min if value} == {0.0, 3.0}
+    assert {value.mean for value in timeline.totals["retractions"] if value} == {0.0, 3.0}
+
+
+def test_each_replica_has_its_part() -> None:
+    """Retractions are told apart by replica; one that was not heard of begins anew, with no leap."""
+
+    def events() -> Iterator[dict[str, Any]]:
+        for at in range(0, 600, 2):
+            counts = {"a": at // 60, "b": 0} if not 300 <= at < 400 else {"b": 0}
+            signals = [{"scheduler": who, "retractions": count} for who, count in counts.items()]
+            yield {"event": "sample", "time": 6000.0 + at, "retractions": at // 60, "signals": signals}
+
+    timeline = make_timeline([tell("main", events())])
+    lines = timeline.of_schedulers("retractions")
+    assert timeline.retractions == 9
+    assert {value.mean for value in lines["a"] if value} == {0.0, 1.0}
+    assert {value.mean for value in lines["b"] if value} == {0.0}
+
+
+def test_several_replicas_are_drawn_apart(tmp_path: Path) -> None:
+    """Of several replicas the page has each one's throughput and window beside the totals."""
+    with FakeSGLang(delay_s=0.05, max_running=4) as one, FakeSGLang(delay_s=0.05, max_running=8) as two:
+        both = {"kind": "attach", "urls": [one.url, two.url]}
+        job = job_of(tmp_path, both, rows=400)
+        batchrunner.run(job)
+    last = last_sample(tmp_path / "run" / "events.jsonl")
+    assert last is not None
+    parts = [signal["output_tokens_per_s"] for signal in last["signals"]]
+    assert sum(parts) == pytest.approx(last["output_tokens_per_s"], rel=0.1)
+    assert parts[0] < parts[1]
+    assert sum(signal["window"] for signal in last["signals"]) == last["window"]
+    page = page_of(tmp_path / "run")
+    for title in ("Output tokens a second, by replica", "Window, by replica"):
+        legend = page.texts[page.texts.index(title) + 2 :]
+        assert legend[:2] == sorted(url.removeprefix("http://") for url in (one.url, two.url))
 
 
 def test_many_schedulers_share_a_line() -> None:
-    """Of more schedulers than can be told apart the mean and the range are drawn."""
+    """Of more schedulers than can be told apart the mean, the range and the two extremes are drawn."""
     story = tell("main", [sample(1000 + at, queue=at) for at in range(10)])
     many = [tell(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
     assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]
-    ((label, line),) = make_timeline(many).of_schedulers("queue").items()
+    (label, line), *extremes = make_timeline(many).of_schedulers("queue").items()
     assert "20" in label
+    assert [name for name, _ in extremes] == ["lowest: 0 s", "highest: 19 s"]
     assert line[0] is not None
     assert (line[0].low, line[0].mean, line[0].high) == (0, 9.5, 19)
 
@@ -301,7 +337,6 @@ def test_what_to_change_is_said(tmp_path: Path) -> None:
     with FakeSGLang() as server:
         batchrunner.run(job_of(tmp_path, server))
     run = tmp_path / "run"
-    assert "Nothing stands out." in page_of(run).text
     load = {
         "in_flight": 40,
         "window": 40,
@@ -311,8 +346,14 @@ def test_what_to_change_is_said(tmp_path: Path) -> None:
         "output_tokens_per_s": 99,
     }
     samples = [sample(2e9 + 2 * at, queue=30, **load) for at in range(100)]
-    with (run / "events.jsonl").open("a") as events:
-        events.writelines(json.dumps(one) + "\n" for one in samples)
+    log = (run / "events.jsonl").read_text()
+    told = "".join(json.dumps(one) + "\n" for one in samples)
+    (run / "events.jsonl").write_text(log + "".join(told.splitlines(keepends=True)[:3]))
+    assert "A reading, not advice: " in shown(run)
+    assert "and advice takes 8 over 10 s" in shown(run)
+    (run / "events.jsonl").write_text(log + told.replace('"token_usage": 0.5', '"token_usage": 0.95'))
+    assert "healthy: median #running-req 8, #queue-req 30" in shown(run)
+    (run / "events.jsonl").write_text(log + told)
     assert "--schedule-conservativeness" in shown(run)
     assert "--schedule-conservativeness" in batchrun("advise", run).stdout
 

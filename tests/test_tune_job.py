@@ -96,12 +96,42 @@ def test_apply_and_again(tmp_path: Path) -> None:
     file = write_job(limited_job(tmp_path), tmp_path)
     first = batchrun("tune", file, "--json", "--quiet")
     trials = (tmp_path / "run" / "tune" / "trials.jsonl").read_bytes()
-    second = batchrun("tune", file, "--json", "--apply")
+    second = batchrun("tune", file, "--json", "--apply", "--set", "limits.max_failed_rows=1")
     assert (tmp_path / "run" / "tune" / "trials.jsonl").read_bytes() == trials
     found, again = json.loads(first.stdout), json.loads(second.stdout)
     assert found | {"applied": True} == again
     assert load_job(file).engine.model_dump()["args"] == found["args"]
     assert first.stderr == ""
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_rows_that_all_fail(tmp_path: Path) -> None:
+    """Where the engine refuses each row there is no speed: one line says so, with what the engine said."""
+    script = LIMITED.replace('self.answer("to " + body["text"])', "self.reply(400, REFUSED)")
+    refused = 'REFUSED = {"error": {"message": "no adapter is loaded", "code": 400}}\n'
+    engine = launchable(tmp_path, refused + script, ROOM="20") | {"args": {"max-running-requests": 2}}
+    result = batchrun("tune", write_job(job_of(tmp_path, engine, rows=40), tmp_path))
+    assert result.exit_code == 2, result.stdout
+    assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr
+    assert "no adapter is loaded" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("how", ["--set", "environment"])
+def test_an_engine_that_is_not_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """What is measured with other flags than the file's is not written there: one line, before any trial."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    before, options = file.read_text(), ["--set", "input.limit=500"]
+    if how == "environment":
+        monkeypatch.setenv("BATCHRUN__ENGINE__ARGS__CHUNKED-PREFILL-SIZE", "512")
+    else:
+        options += ["--set", "engine.args.chunked-prefill-size=512"]
+    result = batchrun("tune", file, "--apply", *options)
+    assert result.exit_code == 2
+    assert "change the engine of" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert file.read_text() == before
+    assert not (tmp_path / "run" / "tune" / "trials.jsonl").exists()
 
 
 @pytest.mark.usefixtures("short_trials")

@@ -13,18 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.care.flags import Flags
-from batchrunner.care.tune.measure import Moment, Rival, Signs, Watch, tokens_at
+from batchrunner.care.tune.measure import Moment, Result, Rival, Signs, Watch, tokens_at
 from batchrunner.care.tune.outcome import Tuned, account
 from batchrunner.care.tune.race import compare, spread_of
 from batchrunner.care.tune.search import Ask, Search, key_of
-from batchrunner.care.tune.space import KNOBS, Machine, Now
+from batchrunner.care.tune.space import KNOBS, Knob, Machine, Move, Now
 from batchrunner.care.tune.tuner import drive
 from batchrunner.errors import EngineStartError
 from batchrunner.records import Signals
 from tests.tuning_lab import CPU, Card, Lab, chat_rows
 
 if TYPE_CHECKING:
-    from batchrunner.care.tune.measure import Result
     from batchrunner.care.tune.space import Args
 
 WRONG = {"schedule-conservativeness": 3, "max-running-requests": 8}
@@ -170,6 +169,20 @@ def test_flags_that_die_at_once() -> None:
         tuned(Lab(ROWS, deadly=lambda _: "OOM"))
 
 
+def test_a_best_whose_repetition_brings_nothing() -> None:
+    """Where all rows fail when the best is tried again, what it is raced with takes its place."""
+    knob = Knob("x", lambda now: [] if now.args else [Move({"max-running-requests": 9}, "")])
+    search = Search({}, CPU, [knob])
+    steps = search.steps()
+    assert next(steps).args == {}
+    assert steps.send(Result("measured", "", 1.0, tokens_per_s=100)).args == {"max-running-requests": 9}
+    assert steps.send(Result("measured", "", 1.0, tokens_per_s=103)).args == {}
+    with pytest.raises(StopIteration):
+        steps.send(Result("measured", "all rows failed", 1.0))
+    assert search.best.args == {"max-running-requests": 9}
+    assert account(search, "job.yaml", "all rows", 1.0).own_tokens_per_s == 100
+
+
 def test_hopeless_trials_are_stopped() -> None:
     """A setting that is far behind costs little more than its launch."""
     best = Lab(ROWS).measure(Ask({"max-running-requests": 256}, "", 0))
@@ -304,15 +317,31 @@ def test_what_needs_leave_is_tried_with_it() -> None:
     assert "no FP8" in by_name["quantization"](Now({}, BUSY, old))
 
 
-def test_data_parallelism_before_tensor_parallelism() -> None:
-    """With several cards tp is given up for dp where it is set, and idle cards are used."""
+@pytest.mark.parametrize("name", ["tp-size", "tensor-parallel-size", "tp"])
+def test_replicas_are_the_gateways(name: str) -> None:
+    """On several cards no --dp-size is tried: the table says which gateway to take, by any name of tp."""
     (moves_of,) = (k.moves for k in KNOBS if k.name == "parallelism")
-    moves = moves_of(Now({"tp-size": 2}, BUSY, replace(CARD, cards=4)))
-    assert [move.args for move in moves if not isinstance(move, str)] == [
-        {"tp-size": 1, "dp-size": 2},
-        {"tp-size": 2, "dp-size": 2},
-    ]
-    assert moves_of(Now({}, BUSY, replace(CARD, cards=4, one_of_several=True))) == "one replica"
+    four = replace(CARD, cards=4)
+    assert moves_of(Now({}, BUSY, four)) == (
+        "engine: {kind: gateway, tp: 1} has 4 replicas on 4 GPUs, each about as fast"
+    )
+    assert "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs" in moves_of(Now({name: 2}, BUSY, four))
+    assert "with a tp under 4 is faster" in moves_of(Now({name: 4}, BUSY, four))
+    assert moves_of(Now({}, BUSY, replace(four, one_of_several=True))) == "one replica"
+
+
+def test_flags_go_by_the_names_that_are_there() -> None:
+    """A flag is set under the name that the job has for it, else under that of the installed version."""
+    card = replace(CARD, flags=Flags("0.5.2", frozenset({"cuda-graph-max-bs", "attention-backend"})))
+    signs = replace(BUSY, graph_off_share=0.9)
+    for own, name in (
+        ({}, "cuda-graph-max-bs"),
+        ({"cuda-graph-max-bs-decode": 8}, "cuda-graph-max-bs-decode"),
+    ):
+        (graphs,) = (knob for knob in KNOBS if knob.name == "cuda-graph-max-bs")
+        steps = Search(own, card, [graphs]).steps()
+        next(steps)
+        assert steps.send(Result("measured", "", 1.0, 100.0, signs=signs)).args == {name: 256}
 
 
 def test_a_flag_that_the_version_lacks_is_not_tried() -> None:

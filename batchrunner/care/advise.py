@@ -40,9 +40,9 @@ class Judgement:
 
     def lines(self) -> list[str]:
         """Return what a person reads."""
-        lines = [f"{self.source}: {self._reading()}"]
+        lines = [f"{self.source}: {self.reading()}"]
         if self.healthy:
-            lines.append(f"healthy: {self._figures()}")
+            lines.append(f"healthy: {self.figures()}")
         lines += [line for advice in self.advice for line in advice.lines()]
         if any(advice.args for advice in self.advice) and self.flags.note:
             lines.append(f"({self.flags.note})")
@@ -67,7 +67,8 @@ class Judgement:
             "thresholds": asdict(load.limits),
         }
 
-    def _reading(self) -> str:
+    def reading(self) -> str:
+        """Say what it goes by; where that is too little for advice, what was seen, and how much it takes."""
         load = self.situation.load
         if self.situation.facts.mute:
             return "the server does not tell its load: neither /v1/loads nor /metrics (--enable-metrics) does"
@@ -76,11 +77,12 @@ class Judgement:
         if load.enough:
             return load.over()
         return (
-            f"{self._figures()}. A reading, not advice: {load.over()}, and advice takes "
+            f"{self.figures()}. A reading, not advice: {load.over()}, and advice takes "
             f"{load.limits.samples:.0f} over {load.limits.span_s:.0f} s"
         )
 
-    def _figures(self) -> str:
+    def figures(self) -> str:
+        """Say what is usual."""
         load = self.situation.load
         rate = load.median("rate")
         return (
@@ -112,15 +114,15 @@ def advise(
     return Judgement(source, situation, apply_all(situation, flags), flags)
 
 
-def advise_run(run: Path) -> list[Advice]:
-    """Return what there is to say of a run: its report's advice. Asks no installed SGLang.
+def advise_run(run: Path) -> Judgement:
+    """Judge a run for its report; a simulated one gets no advice. Asks no installed SGLang.
 
     Raises OutputError where the path holds no run.
     """
     situation = read_run(run, Thresholds())
-    if situation.client is not None and situation.client.simulated:
-        return []
-    return apply_all(situation, of_arguments(situation.facts.version, situation.facts.arguments))
+    flags = of_arguments(situation.facts.version, situation.facts.arguments)
+    simulated = situation.client is not None and situation.client.simulated
+    return Judgement(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
 
 
 def _look(source: str, limits: Thresholds, span_s: float) -> Situation:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.flags import name_in
 from batchrunner.care.host import memory_bytes
 from batchrunner.engines.device import cards
+from batchrunner.engines.model import model_directory
 from batchrunner.errors import EngineStartError
 from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 _SIZES = {
@@ -44,9 +46,9 @@ def check_fits(model: str, args: Mapping[str, Any], *, tp: int | None = None, cp
     """Refuse weights that can never fit, with the arithmetic; raises EngineStartError.
 
     `args` are the server's arguments, `tp` the job's where they do not say it. Does nothing where the model
-    is not a directory, or where its size, the card's or what quantising makes of it is not known.
+    is not on this machine, or where its size, the card's or what quantising makes of it is not known.
     """
-    weights = weights_of(Path(model).expanduser(), args)
+    weights = weights_of(model_directory(model, args.get("revision")), args)
     name, room_bytes = _room(cpu=cpu)
     if weights is None or room_bytes is None:
         return
@@ -69,7 +71,7 @@ def check_fits(model: str, args: Mapping[str, Any], *, tp: int | None = None, cp
 
 def split_over(args: Mapping[str, Any], tp: int | None = None) -> int:
     """Return over how many cards a model is split: `tp-size` times `pp-size`."""
-    sizes = [tp or _first(args, ("tp-size", "tensor-parallel-size", "tp")), _first(args, ("pp-size", "pp"))]
+    sizes = [tp or args.get(name_in(args, "tp-size")), args.get(name_in(args, "pp-size"))]
     return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
 
 

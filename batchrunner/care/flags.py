@@ -24,7 +24,8 @@ _SPELLINGS = (
     ("attn-dp-size", "enable-dp-attention"),
     ("tp-size", "tensor-parallel-size", "tp"),
     ("dp-size", "data-parallel-size", "dp"),
-    ("ep-size", "expert-parallel-size"),
+    ("pp-size", "pipeline-parallel-size", "pp"),
+    ("ep-size", "expert-parallel-size", "ep"),
 )
 """The names of one thing, newest first (SGLang 0.2.15 to 0.5.23)."""
 _AS_OLD_AS = {
@@ -56,7 +57,7 @@ class Flags:
 
     def spelling(self, name: str) -> str | None:
         """Return a flag's name in this version, given any of its names; None where it lacks the flag."""
-        spellings = next((names for names in _SPELLINGS if name in names), (name,))
+        spellings = _spellings(name)
         if not self.names:
             return spellings[0]
         return next((spelling for spelling in spellings if spelling in self.names), None)
@@ -76,6 +77,11 @@ class Flags:
         if spelling in self.choices:
             return value in self.choices[spelling]
         return not self.names or _AS_OLD_AS.get(value, spelling) in self.names
+
+
+def name_in(args: Mapping[str, Any], name: str) -> str:
+    """Return under which of a flag's names it stands among `engine.args`; this one where it does not."""
+    return next((spelling for spelling in _spellings(name) if spelling in args), name)
 
 
 def installed(python: str | None = None, environ: Mapping[str, str] | None = None) -> Flags:
@@ -102,6 +108,10 @@ def parse_help(text: str, version: str | None = None) -> Flags:
     found = [name.groups() for option in _OPTION.findall(text) for name in _NAME.finditer(option)]
     choices = {name: frozenset(values.split(",")) for name, values in found if values}
     return Flags(version, frozenset(name for name, _ in found), choices)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    return next((names for names in _SPELLINGS if name in names), (name,))
 
 
 @functools.cache

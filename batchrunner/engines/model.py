@@ -1,7 +1,9 @@
-"""A model's name: whether it can be there, and what it is called in a run's fingerprint."""
+"""A model's name: whether it can be there, where, and what it is called in a run's fingerprint."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 from batchrunner.errors import EngineStartError
@@ -12,6 +14,23 @@ def model_identity(model: str) -> str:
     """Return a directory's full path, or a name as it is."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
+
+
+def model_directory(model: str, revision: str | None = None) -> Path:
+    """Return where a model's files are, or would be: its directory, or a name's in Hugging Face's cache.
+
+    The cache is where huggingface_hub looks for it, the snapshot that of the revision, `main` by default.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    repository = cache / f"models--{model.replace('/', '--')}"
+    commit = revision or "main"
+    with contextlib.suppress(OSError):  # it is a commit itself, or the model is not there
+        commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
+    return repository / "snapshots" / commit
 
 
 def check_model(model: str) -> None:

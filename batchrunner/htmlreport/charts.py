@@ -169,13 +169,13 @@ def draw_counts(counts: Counts) -> Histogram:
     """Draw a histogram."""
     end = counts.step * len(counts.bins)
     step, top = _scale(max(counts.bins))
-    tick_step = round_step(end, TICKS)
+    tick_step = max(round_step(end, TICKS), float(counts.whole))
     percent = {"half": counts.p50, "90 %": counts.p90, "99 %": counts.p99, "all": counts.largest}
     at_most = ", ".join(f"{share} at most {number(value)}" for share, value in percent.items())
     return Histogram(
         counts.title,
         counts.unit,
-        f"{at_most}; mean {number(counts.mean)} {counts.unit}",
+        f"{at_most}; mean {number(counts.mean)}\N{NO-BREAK SPACE}{counts.unit}",
         [_bar(counts, at, rows, top) for at, rows in enumerate(counts.bins) if rows],
         _rising(step, top),
         [Tick(100 * at * tick_step / end, number(at * tick_step)) for at in range(int(end / tick_step) + 1)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchrunner.htmlreport.charts import Mark, Zone, draw_lines, number
+from batchrunner.htmlreport.story import RETRACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,10 @@ def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence
     def total(*named: tuple[str, str]) -> dict[str, Line]:
         return {label: timeline.totals[name] for name, label in named if name in timeline.totals}
 
+    def each(name: str) -> dict[str, Line]:
+        """Return the replicas' lines where there are several: the only one's are the totals."""
+        return _labelled(timeline, name, "") if len(timeline.schedulers.get(name, ())) > 1 else {}
+
     def draw(key: str, title: str, about: str, lines: dict[str, Line], *zones: Zone, top: float = 0) -> Chart:
         return draw_lines(timeline, key, title, about, lines, zones=zones, marks=marks, top=top)
 
@@ -37,6 +42,10 @@ def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence
         draw(
             "output", "Output tokens a second", "Of rows as they end, over the last 30 s.",
             total(("output_tokens_per_s", "output tok/s")),
+        ),
+        draw(
+            "replicas", "Output tokens a second, by replica", "As above; alike where the load is even.",
+            each("output_tokens_per_s"),
         ),
         draw(
             "prompt", "Prompt tokens a second", "What the cache holds need not be computed.",
@@ -61,13 +70,14 @@ def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence
             "window", "Window and requests in flight", "The window follows the queue; requests fill it.",
             total(("window", "window"), ("in_flight", "in flight")),
         ),
+        draw("windows", "Window, by replica", "Each follows its own replica's queue.", each("window")),
     ]  # fmt: skip
     if timeline.retractions:
         charts.append(
             draw(
                 "retractions", "Retractions a minute",
                 f"{timeline.retractions:,} in all. Now and then is fine; more than one a minute wastes work.",
-                {"retractions a minute": timeline.retractions_per_min}, Zone(1, 1, "one a minute"),
+                each(RETRACTIONS) or total((RETRACTIONS, "retractions a minute")), Zone(1, 1, "one a minute"),
             )
         )  # fmt: skip
     return [chart for chart in charts if chart.strokes]

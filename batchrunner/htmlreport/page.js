@@ -36,11 +36,14 @@
   };
   for (const chart of charts) {
     const plot = chart.querySelector(".plot");
-    plot.addEventListener("pointermove", (event) => {
+    const read = (event) => {
       const box = plot.getBoundingClientRect();
       show(nearest((event.clientX - box.left) / box.width * readout.length_s));
-    });
-    plot.addEventListener("pointerleave", () => show(null));
+    };
+    plot.addEventListener("pointerdown", read);
+    plot.addEventListener("pointermove", read);
+    // a finger leaves when it is lifted: what it showed stays
+    plot.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(null); });
     for (const button of chart.querySelectorAll("button")) {
       button.addEventListener("click", () => {
         const visible = button.getAttribute("aria-pressed") === "true";

@@ -87,7 +87,7 @@ def make_page(run_dir: RunDir) -> str:
     return _template().render(
         p=head_of(run_dir, facts, results, timeline, stories),
         r=results,
-        advice=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # it is about all tasks
+        judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # it is about all tasks
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(stories, timeline, facts), *_load(run_dir)],
         windows=sum((story.windows for story in stories), start=Counter[str]()).most_common(MOST_REASONS),
@@ -224,7 +224,7 @@ def _moment(seconds: float) -> str:
 def _percent(share: float | None) -> str:
     if share is None:
         return "unknown"
-    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
+    return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
 
 
 def _count(times: int, what: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.flags import name_in
 from batchrunner.care.limit import CARDS, Limit, Setting, UnknownLimitError, limit, model_of_config
+from batchrunner.engines.model import model_directory
 from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def share_of_limit(facts: Mapping[str, Any], replicas: int, work: Work, engine_s
         raise UnknownLimitError(f"no data sheet is known for the card {name}")
     if not (replicas and info.get("max_total_tokens") and info.get("max_running")):
         raise UnknownLimitError("the engine did not tell its KV pool, or how many requests it runs")
-    config = _config(info["model"])
+    config = _config(info["model"], args.get("revision"))
     setting = Setting(
         CARDS[name],
         cards=args["tp-size"],
@@ -75,9 +75,9 @@ def _args(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's arguments by their long names; raises UnknownLimitError for what is not covered."""
     args = {str(name).replace("_", "-"): value for name, value in (spec.get("args") or {}).items()}
     for name in ("dp-size", "pp-size", "ep-size", "attn-dp-size"):
-        if int(args.get(name) or 1) > 1:
+        if int(args.get(name_in(args, name)) or 1) > 1:
             raise UnknownLimitError(f"the formulas do not cover --{name}")
-    args["tp-size"] = int(spec.get("tp") or args.get("tp-size") or args.get("tp") or 1)
+    args["tp-size"] = int(spec.get("tp") or args.get(name_in(args, "tp-size")) or 1)
     return args
 
 
@@ -89,11 +89,8 @@ def _weight_width(args: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     return _WIDTHS[kind]
 
 
-def _config(model: str) -> dict[str, Any]:
-    """Read config.json of a directory, or of a name in Hugging Face's cache on this machine."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    snapshots = home / "hub" / f"models--{model.replace('/', '--')}" / "snapshots"
-    for path in (Path(model) / "config.json", *sorted(snapshots.glob("*/config.json"))):
-        if config := read_json(path):
-            return config
-    raise UnknownLimitError(f"the config.json of {model} is not on this machine")
+def _config(model: str, revision: str | None) -> dict[str, Any]:
+    config = read_json(model_directory(model, revision) / "config.json")
+    if not config:
+        raise UnknownLimitError(f"the config.json of {model} is not on this machine")
+    return config

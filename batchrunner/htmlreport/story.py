@@ -24,7 +24,7 @@ LONGEST = 300
 """Characters of a text that are kept."""
 
 OF_TASK = ("output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight")
-OF_SCHEDULER = ("queue", "running", "token_usage")
+OF_SCHEDULER = ("queue", "running", "token_usage", "window", "output_tokens_per_s")
 RETRACTIONS = "retractions"
 _NUMBERS = re.compile(r"\d[\d.,]*")
 
@@ -70,7 +70,8 @@ class Span:
     exit_code: int | None = None
     cells: dict[int, Cell] = field(default_factory=dict)
     """By their number since the epoch, which is a cell's time in widths of a cell."""
-    retracted: int = 0
+    retracted: dict[str, int] = field(default_factory=dict)
+    """As the last sample counts them, by scheduler; "" for all."""
 
 
 class Incident(NamedTuple):
@@ -144,15 +145,19 @@ class Story:
         cell = span.cells.setdefault(at, {})
         for name in OF_TASK:
             _measure(cell, (name, ""), sample.get(name))
-        retracted = sample.get("retractions") or 0
-        _measure(cell, (RETRACTIONS, ""), max(0, retracted - span.retracted))
-        span.retracted = retracted
+        retracted = {"": sample.get(RETRACTIONS) or 0}
         for signal in sample.get("signals") or ():
             who = signal["scheduler"]
             for name in OF_SCHEDULER:
                 _measure(cell, (name, who), signal.get(name))
             if signal.get("max_running"):
                 self.max_running[who] = signal["max_running"]
+            if RETRACTIONS in signal:
+                retracted[who] = signal[RETRACTIONS]
+        for who, count in retracted.items():
+            new = count - span.retracted.get(who, count if who else 0)
+            _measure(cell, (RETRACTIONS, who), max(0, new))
+        span.retracted = retracted
         self.bands.update(sample.get("bands") or {})
         self._cells += len(span.cells) - before
         if self._cells > MOST_CELLS:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchrunner.htmlreport.story import Cell, Key, Story
 
 MOST_LINES = 8
-"""Schedulers that have a line each; of more, their mean and range are drawn."""
+"""Schedulers that have a line each; of more, their mean and range are drawn, and the two furthest apart."""
 SILENT_S = 10.0
 """Without a sample for so long (five are missing then) a line is broken, and a task counts as idle."""
 STEADY_S = 4.0
@@ -82,16 +82,18 @@ class Timeline:
     """By what was measured: the sum over all tasks."""
     schedulers: dict[str, dict[str, Line]] = field(default_factory=dict)
     """By what was measured and by scheduler."""
-    retractions_per_min: Line = field(default_factory=list)
     retractions: int = 0
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
-        """Return the line of each scheduler, or of many their mean with its range, by its label."""
+        """Return each scheduler's line by its label; of many their mean with its range, and the extremes."""
         lines = self.schedulers.get(name, {})
         if len(lines) <= MOST_LINES:
             return lines
-        columns = zip(*lines.values(), strict=True)
-        return {f"mean of {len(lines)}, and their range": [_spread(column) for column in columns]}
+        spread = [_spread(column) for column in zip(*lines.values(), strict=True)]
+        means = {who: mean.mean for who, line in lines.items() if (mean := _spread(line)) is not None}
+        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        extremes = {} if low == high else {f"lowest: {low}": lines[low], f"highest: {high}": lines[high]}
+        return {f"mean of {len(lines)}, and their range": spread, **extremes}
 
 
 def make_timeline(stories: Sequence[Story]) -> Timeline:
@@ -104,7 +106,7 @@ def make_timeline(stories: Sequence[Story]) -> Timeline:
         story.coarsen(width_s)
     grid: dict[int, dict[Key, list[Value]]] = {}
     for story in stories:
-        prefix = f"{story.task} " if len(stories) > 1 else ""
+        prefix = _prefix(story, stories)
         for at, cell in _cells(story, fill=len(stories) > 1):
             into = grid.setdefault(at, {})
             for (name, scheduler), gauge in cell.items():
@@ -125,7 +127,10 @@ def _cells(story: Story, *, fill: bool) -> Iterator[tuple[int, Cell]]:
 
 
 def _on_grid(
-    axis: Axis, width_s: float, grid: dict[int, dict[Key, list[Value]]], retractions: list[tuple[float, int]]
+    axis: Axis,
+    width_s: float,
+    grid: dict[int, dict[Key, list[Value]]],
+    retractions: dict[str, list[tuple[float, int]]],
 ) -> Timeline:
     places = [axis.place((at + 0.5) * width_s) for at in grid]
     ends = [(at + 1) * width_s for at in grid]  # its middle may lie before the start whose sample it has
@@ -143,20 +148,30 @@ def _on_grid(
     for name, who in sorted(key for key in keys if key[1]):
         line = [_sum(cell.get((name, who))) for cell in grid.values()]
         schedulers.setdefault(name, {})[who] = line
+    rates = {who: _per_minute(axis, places, counts) for who, counts in sorted(retractions.items())}
+    totals[RETRACTIONS] = rates.pop("", [])
     return Timeline(
-        axis, places, frozenset(breaks), totals, schedulers,
-        _per_minute(axis, places, retractions), sum(count for _, count in retractions),
+        axis, places, frozenset(breaks), totals, schedulers | {RETRACTIONS: rates},
+        sum(count for _, count in retractions[""]),
     )  # fmt: skip
 
 
-def _retractions(stories: Sequence[Story]) -> list[tuple[float, int]]:
-    return [
-        (at * story.width_s, int(cell[RETRACTIONS, ""].total))
-        for story in stories
-        for span in story.spans
-        for at, cell in span.cells.items()
-        if (RETRACTIONS, "") in cell
-    ]
+def _retractions(stories: Sequence[Story]) -> dict[str, list[tuple[float, int]]]:
+    """Return when how many requests were retracted, by scheduler; "" for all of them."""
+    found: dict[str, list[tuple[float, int]]] = {"": []}
+    for story in stories:
+        for span in story.spans:
+            for at, cell in span.cells.items():
+                for (name, scheduler), gauge in cell.items():
+                    if name == RETRACTIONS:
+                        who = scheduler and _prefix(story, stories) + scheduler
+                        found.setdefault(who, []).append((at * story.width_s, int(gauge.total)))
+    return found
+
+
+def _prefix(story: Story, stories: Sequence[Story]) -> str:
+    """Return what tells a task's schedulers from those of other tasks."""
+    return f"{story.task} " if len(stories) > 1 else ""
 
 
 def _per_minute(axis: Axis, places: Sequence[float], retractions: Iterable[tuple[float, int]]) -> Line:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from batchrunner.errors import JobError
+from batchrunner.jobfile import parse_engine
 from batchrunner.storage import whole_file, writing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from batchrunner.job import EngineSpec
 
 
 def apply_args(path: Path, args: Mapping[str, Any]) -> None:
@@ -31,6 +34,12 @@ def apply_args(path: Path, args: Mapping[str, Any]) -> None:
     with writing(path), whole_file(path) as temporary:
         temporary.write_text(new, encoding="utf-8")
         temporary.chmod(path.stat().st_mode)
+
+
+def own_engine(path: Path) -> EngineSpec:
+    """Return the engine that a job file says by itself; raises JobError where it says none that is valid."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return parse_engine(tree.get("engine"))
 
 
 def edited(text: str, args: Mapping[str, Any]) -> str | None:

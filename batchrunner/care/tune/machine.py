@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchrunner.care.facts import Facts
@@ -11,6 +10,7 @@ from batchrunner.care.host import free_bytes
 from batchrunner.care.limit import UnknownLimitError, model_of_config
 from batchrunner.care.tune.space import Machine
 from batchrunner.engines.device import cards, gpus, on_cpu
+from batchrunner.engines.model import model_directory
 from batchrunner.jsonfile import read_json
 
 if TYPE_CHECKING:
@@ -34,17 +34,17 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
         cards=0 if cpu else len(gpus()),
         card_gb=card.memory_bytes / (1 << 30) if card else 0.0,
         architecture=Facts(card=card.name).architecture if card else None,
-        most_pool_tokens=_pool_tokens(engine.model) if cpu else 0,
+        most_pool_tokens=_pool_tokens(engine) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
         allowed=frozenset(allowed),
         one_of_several=one_of_several,
     )
 
 
-def _pool_tokens(model: str) -> int:
+def _pool_tokens(engine: ServerEngine) -> int:
     """Return how many tokens a quarter of the free memory holds; 0 where model or memory do not tell."""
     try:
-        config = read_json(Path(model).expanduser() / "config.json")
+        config = read_json(model_directory(engine.model, engine.args.get("revision")) / "config.json")
         token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)
     except UnknownLimitError:
         return 0

@@ -100,6 +100,11 @@ class Result:
     warm_s: float = 0.0
     """When steady time began."""
 
+    @property
+    def is_speed(self) -> bool:
+        """Whether it says how fast the setting is: it was measured, and rows were answered."""
+        return self.ended == "measured" and self.tokens_per_s > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Rival:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from batchrunner.care.flags import name_in
 from batchrunner.care.tune.measure import Rival
 from batchrunner.care.tune.race import WORTH, compare, margin_of, more_a_pass, same_work, spread_of
 from batchrunner.care.tune.space import KNOBS, Now
@@ -35,8 +36,8 @@ class Setting:
 
     @property
     def speeds(self) -> list[float]:
-        """Output tokens a second of each trial that was measured."""
-        return [result.tokens_per_s for result in self.results if result.ended == "measured"]
+        """Output tokens a second of each trial that was measured and had any."""
+        return [result.tokens_per_s for result in self.results if result.is_speed]
 
     @property
     def newest(self) -> Result:
@@ -46,7 +47,7 @@ class Setting:
     @property
     def is_usable(self) -> bool:
         """Whether every trial was measured, and none died."""
-        return all(result.ended == "measured" and result.tokens_per_s > 0 for result in self.results)
+        return all(result.is_speed for result in self.results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,13 @@ class Search:
         """Move one flag for as long as that wins."""
         moved = False
         while (move := self._next_move(knob)) is not None:
-            setting = Setting({**self.best.args, **move.args})
+            setting = Setting(self._moved_to(move))
             self.settings[key_of(setting.args)] = setting
+            tried = shown(changes(setting.args, self.best.args))
             won = yield from self._race(setting, move, knob)
             moved |= won
             self._moved.add(knob.name)
-            self.notes[knob.name] = f"{shown(move.args)}: {setting.verdict}"
+            self.notes[knob.name] = f"{tried}: {setting.verdict}"
         return moved
 
     def _next_move(self, knob: Knob) -> Move | None:
@@ -109,9 +111,17 @@ class Search:
         for move in moves:
             if self._missing(move):
                 self.notes[knob.name] = f"this version has no {self._missing(move)}"
-            elif key_of({**self.best.args, **move.args}) not in self.settings:
+            elif key_of(self._moved_to(move)) not in self.settings:
                 return move
         return None
+
+    def _moved_to(self, move: Move) -> Args:
+        """Return the best's flags with a change, under the names that the job, or else the version, has."""
+        args = dict(self.best.args)
+        for name, value in move.args.items():
+            own = name_in(args, name)
+            args |= {own: value} if own in args else self._machine.flags.setting(name, value)
+        return args
 
     def _missing(self, move: Move) -> str:
         """Return what of a change this version lacks, as on its command line; empty where it has all."""
@@ -155,8 +165,8 @@ class Search:
                 False,
                 f"unsafe: {newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before",
             )
-        if best.ended == "died":
-            return True, f"safer: what was best died when it was tried again: {best.why}"
+        if not best.is_speed:
+            return True, f"safer: what was best failed when it was tried again: {best.why}"
         if knob.schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
         fuller = knob.schedules and more_a_pass(newest.signs, best.signs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.facts import FP8
+from batchrunner.care.flags import name_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,8 +80,8 @@ class Now:
     machine: Machine
 
     def value(self, name: str, default: Any) -> Any:
-        """Return what a flag is set to."""
-        return self.args.get(self.machine.flags.spelling(name) or name, default)
+        """Return what a flag is set to, under any of its names."""
+        return self.args.get(name_in(self.args, name), default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +235,13 @@ def _quantized(now: Now) -> Moves:
 
 
 def _parallel(now: Now) -> Moves:
-    tp, dp = int(now.value("tp-size", 1)), int(now.value("dp-size", 1))
-    if now.machine.one_of_several or now.machine.cards < 2:  # noqa: PLR2004
+    """Tell what a gateway would bring: it sends rows where there is room, `--dp-size` deals them in turn."""
+    cards, tp = now.machine.cards, int(now.value("tp-size", 1))
+    if now.machine.one_of_several or cards < 2:  # noqa: PLR2004
         return "one replica" if now.machine.one_of_several else "one device"
-    pairs = [(tp // 2, dp * 2)] if tp > 1 else []
-    pairs += [(tp, dp * 2)] if 2 * tp * dp <= now.machine.cards else []
-    why = "data parallelism is better for throughput"
-    return [Move({"tp-size": tp, "dp-size": dp}, why) for tp, dp in pairs] or "all cards are used so"
+    if (replicas := cards // tp) < 2:  # noqa: PLR2004
+        return f"engine: {{kind: gateway}} with a tp under {tp} is faster, where the weights fit so few GPUs"
+    return f"engine: {{kind: gateway, tp: {tp}}} has {replicas} replicas on {cards} GPUs, each about as fast"
 
 
 def _not_admission(signs: Signs) -> str:

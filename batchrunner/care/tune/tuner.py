@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
-from batchrunner.care.tune.edit import apply_args
+from batchrunner.care.tune.edit import apply_args, own_engine
 from batchrunner.care.tune.history import History
 from batchrunner.care.tune.machine import machine_for
 from batchrunner.care.tune.outcome import Tuned, account
@@ -51,13 +51,18 @@ def tune(
     """Find the fastest safe flags for a job on this machine; with `apply` write them into its file.
 
     Trials are kept under `output.path`/tune: the same command goes on there. Raises BatchrunError: JobError
-    where the engine is not one that the run launches.
+    where the engine is not one that the run launches, or not the file's own that `apply` is to write to.
     """
     unknown = sorted(set(allow) - set(ALLOWABLE))
     if unknown:
         raise JobError(f"--allow {unknown[0]}: give {' or '.join(ALLOWABLE)}, or both with a comma between")
     job = load_job(source, overrides=overrides)
     engine = engine_to_tune(job)
+    if apply and own_engine(Path(source)) != job.engine:
+        raise JobError(
+            f"--apply: --set or BATCHRUN__ENGINE__… change the engine of {source}, which would then say what "
+            "was not measured: put that into the file first, or leave --apply out"
+        )
     check_model(engine.model)
     prepared = prepare(job)
     directory = prepared.run_dir.path / "tune"
