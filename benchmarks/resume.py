@@ -128,6 +128,10 @@ def write_day(log: EventLog, rows: int) -> None:
         cached_tokens_per_s=100 * rows / DAY_S,
         window=208 * REPLICAS,
         in_flight=208 * REPLICAS,
+        by_scheduler={
+            signal.scheduler: {"window": 208, "output_tokens_per_s": 5e3, "retractions": 0}
+            for signal in signals
+        },
         resting=0,
         retractions=0,
         signals=signals,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.facts import FP8
 from batchrunner.care.flags import name_in
+from batchrunner.care.safer import MORE_CONSERVATIVE, MOST_CONSERVATIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +25,9 @@ Args = dict[str, Any]
 QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"
 ALLOWABLE = (QUANTIZATION, TORCH_COMPILE)
 """What is tried only with leave: the first changes answers, the second takes minutes at each start."""
-LOWER, LOWEST, NORMAL, HIGHER = 0.3, 0.1, 1.0, 1.3
-"""Schedule-conservativeness: the guides' value for a server that is too careful, a bolder one, SGLang's
-default, and the guides' value for frequent retractions."""
+LOWER, LOWEST, NORMAL = 0.3, 0.1, 1.0
+"""Schedule-conservativeness: the guides' value for a server that is too careful, a bolder one, and SGLang's
+default."""
 RETRACTED_OFTEN = 1.0
 """A minute, the guides' "about one is acceptable"."""
 FRACTION_STEP = 0.01
@@ -116,7 +117,8 @@ def _conservativeness(now: Now) -> Moves:
         return _not_admission(signs)
     if signs.retractions_per_min > RETRACTED_OFTEN and signs.full:
         why = f"{signs.retractions_per_min:.0f} retractions a minute at token usage {signs.usage:.2f}"
-        return [Move({"schedule-conservativeness": v}, why) for v in (HIGHER, 2 * HIGHER) if v > value]
+        values = MORE_CONSERVATIVE, round(MOST_CONSERVATIVE, 2)
+        return [Move({"schedule-conservativeness": v}, why) for v in values if v > value]
     if signs.full:
         return f"token usage {signs.usage:.2f}: the pool is filled"
     why = f"token usage {signs.usage:.2f} and {signs.queue:.0f} waiting: it is too careful"
