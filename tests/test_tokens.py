@@ -290,12 +290,15 @@ def test_files_that_cannot_be_used(
 
 def test_what_only_the_server_can_do_is_left_to_it(server: FakeSGLang, tmp_path: Path) -> None:
     """Rows with roles or parts that are the server's to read go to it as messages, beside those with ids."""
-    chats = [messages(("user", "a")), messages(("tool", "b")), messages(("user", "c"), ("assistant", "d"))]
-    path = write_rows(tmp_path / "input.parquet", 3, chat=chats)
+    chats = [
+        messages(("user", "a")), messages(("tool", "b")), messages(("user", "c"), ("assistant", "d")),
+        [None, *messages(("user", "e"))],
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "input.parquet", 4, chat=chats)
     job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"messages": "chat"})
-    assert batchrunner.run(job).rows_ok == 3
+    assert batchrunner.run(job).rows_ok == 4
     paths = [sent.path for sent in server.sent]
-    assert (paths.count("/generate"), paths.count("/v1/chat/completions")) == (1, 2)
+    assert (paths.count("/generate"), paths.count("/v1/chat/completions")) == (1, 3)
 
 
 def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
@@ -314,6 +317,16 @@ def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: P
     assert "is longer than the model's context length (4096 tokens)" in errors[3]
     assert "\n" not in "".join(filter(None, errors))
     assert len(server.sent) == 1
+
+
+def test_what_nobody_expects_of_a_row_fails_that_row(tmp_path: Path) -> None:
+    """Where its template leaves bad text out, so that cutting it is the first to stumble, others go on."""
+    model = make_tokenizer(tmp_path, "{{ messages[0].content[1:] }}")
+    encoder = Encoder(Tokenizer(model, "messages"), {}, Room(50), "tail")
+    bad, good = (request(messages(("user", text)), max_new_tokens=1) for text in ("\ud800" + "é" * 99, "xy"))
+    failed, done = encoder.encode([bad, good])
+    assert "the prompt cannot be made tokens: TypeError" in str(failed.error)  # type: ignore[union-attr]
+    assert isinstance(done, Request)
 
 
 @pytest.mark.parametrize("kind", ["user", "text"])
@@ -356,6 +369,14 @@ def test_truncate_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
     batchrunner.run(job)
     bodies = sorted((sent.body["input_ids"] for sent in server.sent), key=len)
     assert bodies[-1] == many[5000 - 3072 :]
+
+
+def test_a_null_among_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is an error row."""
+    path = write_rows(tmp_path / "input.parquet", 2, ids=pa.array([[1, None], [1, 2]]))
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"input_ids": "ids"})
+    batchrunner.run(job)
+    assert [row["error"] for row in results_of(job)] == ["a token id is null", None]
 
 
 @given(

@@ -124,6 +124,8 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
     if not request.prompt:
         raise RowRefusedError("the prompt is empty")
     if request.kind == "input_ids":
+        if None in request.prompt:
+            raise RowRefusedError("a token id is null")
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or (vocabulary is not None and high >= vocabulary):
             bad = low if low < 0 else high
