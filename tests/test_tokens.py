@@ -179,7 +179,8 @@ def server(model: Path) -> Iterator[FakeSGLang]:
     def tokenize(body: dict[str, Any]) -> list[int]:
         one = request(body.get("messages") or body["prompt"], "messages" if "messages" in body else "text")
         ids = ids_of(model, one)
-        assert isinstance(ids, list)
+        if isinstance(ids, RowRefusedError):
+            raise ValueError(str(ids))  # noqa: TRY004 - as the fake wants it
         return ids
 
     with FakeSGLang(model=str(model), arguments={"sampling_defaults": "model"}, tokenize=tokenize) as fake:
@@ -265,6 +266,55 @@ def test_a_server_that_tells_no_tokens(server: FakeSGLang, tmp_path: Path) -> No
     job = job_of(tmp_path, server)
     assert batchrunner.run(job).rows_ok == 10
     assert where_of(job) == [("server", "the engine does not tell its tokens (no /v1/tokenize)")]
+
+
+@pytest.mark.parametrize("failures", [2, 99])
+def test_a_question_that_fails_is_asked_again(
+    failures: int, server: FakeSGLang, quick_retries: None, tmp_path: Path
+) -> None:
+    """A server that is busy or comes up again is asked for a while; then the true reason is told."""
+    tokenize, left = server.tokenize, [failures]
+
+    def failing(body: dict[str, Any]) -> list[int]:
+        assert tokenize is not None
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("busy")
+        return tokenize(body)
+
+    server.tokenize = failing
+    job = job_of(tmp_path, server)
+    assert batchrunner.run(job).rows_ok == 10
+    ((where, why),) = where_of(job)
+    assert where == ("client" if failures == 2 else "server")
+    assert (why or "").startswith("" if failures == 2 else "the engine did not tell its tokens: 500: ")
+    if failures == 99:
+        with pytest.raises(EngineStartError, match="the engine did not tell its tokens: 500: "):
+            batchrunner.run({**job, "tokenize": "client"}, fresh=True)
+
+
+def test_a_template_that_only_the_server_renders(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """Rows that only we refuse go to the server; where it refuses them too, nothing was compared."""
+    (model / "chat_template.jinja").write_text("{{ some_new_helper(messages) }}")
+    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
+    wrong = "chat template: 'some_new_helper' is undefined"
+    assert batchrunner.run(job).rows_ok == 10
+    assert where_of(job) == [("server", f"there was nothing to compare: {wrong}")]
+    server.tokenize = lambda _: [1, 2, 3]
+    assert batchrunner.run(job, fresh=True).rows_ok == 10
+    assert where_of(job) == [("server", f"the engine makes tokens of row 0, we do not: {wrong}")]
+
+
+def test_rows_that_both_refuse_are_not_compared(
+    server: FakeSGLang, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are error rows, and the log counts what was compared."""
+    caplog.set_level(logging.INFO, "batchrunner")
+    refusal = "{% if 'row 1' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refusal + CHATML)
+    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
+    assert batchrunner.run(job).rows_failed == 1
+    assert "made tokens here: 4 compared, the engine makes the same" in caplog.text  # 3 rows and the probe
 
 
 @pytest.mark.parametrize(
