@@ -7,7 +7,10 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from batchrunner.checkpoint import check_same_run, fingerprint
+from batchrunner.dataset import first_line
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.gain import Choice, choose
 from batchrunner.order import InputOrder, SortedCopy
@@ -98,10 +101,10 @@ def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: 
     }
     try:
         write_sorted(prepared, rows, path, about, look)
-    except OSError as failure:
+    except (OSError, pa.ArrowException) as failure:
         free = shutil.disk_usage(path.parent).free
         raise OutputError(
-            f"{path.parent}: {len(rows)} rows could not be sorted ({failure}): that takes about "
+            f"{path.parent}: {len(rows)} rows could not be sorted ({first_line(failure)}): that takes about "
             f"{_room(prepared, len(rows)) >> 20} MiB there, {free >> 20} MiB are free: make room, or say "
             "order: input"
         ) from None

@@ -247,6 +247,27 @@ def test_filter_and_limit(tmp_path: Path, server: FakeSGLang) -> None:
     assert stretches(sent_texts(server)) == len({text[:DOCUMENT] for text in texts[1:100:2]})
 
 
+@pytest.mark.parametrize("order", ["input", "prefix"])
+def test_columns_of_views(tmp_path: Path, server: FakeSGLang, order: str) -> None:
+    """Texts and bytes as views, inside of others too, are filtered, sorted and carried."""
+    texts = shuffled(200, 10)
+    tags = [{"tag": str(n).encode()} for n in range(200)]
+    source = pa.table(
+        {
+            "text": pa.array(texts, pa.string_view()),
+            "n": range(200),
+            "tag": pa.array(tags, pa.struct([("tag", pa.binary_view())])),
+        }
+    )
+    pq.write_table(source, tmp_path / "input.parquet")
+    rows = {"filter": "n % 2 == 1", "columns": ["tag"]}
+    job = sorted_job(tmp_path, server, order=order, input=rows)
+    assert batchrunner.run(job).rows_ok == 100
+    assert [row["tag"] for row in results_of(job)] == tags[1::2]
+    alike = len({text[:DOCUMENT] for text in texts[1::2]})
+    assert (stretches(sent_texts(server)) == alike) == (order == "prefix")
+
+
 @settings(max_examples=15)
 @given(data=st.data())
 def test_every_row_once_in_any_order(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
