@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
@@ -181,7 +181,7 @@ class Submitter:
             await self._wake_reader.wait()
 
     async def _end(self, work: Work, outcome: Outcome) -> None:
-        """Deliver what became of a row, and of those that are exactly like it."""
+        """Deliver what became of a row, and of those that are exactly like it and share it."""
         await self._deliver(outcome)
         for twin in work.twins:
             await self._deliver(outcome._replace(ref=twin, latency_s=None, attempts=0))
@@ -277,6 +277,8 @@ class Submitter:
                 error = RowRefusedError(f"the engine died {work.deaths} times while it had this row: {error}")
             elif self._rests(work, error, now):
                 return
+            else:
+                self._send_twins(work)
         message = None if error is None else str(error)
         await self._end(work, Outcome(work.request.ref, completion, message, now - sent_at, work.tries))
 
@@ -305,6 +307,19 @@ class Submitter:
             self._resting += 1
             asyncio.get_running_loop().call_later(pause_s, self._back, work)
         return True
+
+    def _send_twins(self, work: Work) -> None:
+        """Have rows like one that was given up tried themselves, in two halves: its bad luck is not theirs.
+
+        One after the other thousands could take days, and all at once is too many if the next one succeeds.
+        """
+        twins, work.twins = work.twins, []
+        for first, *others in filter(None, (twins[::2], twins[1::2])):
+            request = work.request._replace(ref=first)
+            twin = replace(work, request=request, twins=others, children=[], tries=0, failures=0, deaths=0)
+            self._unended += 1
+            self._ready.add(twin)
+        self._notify()
 
     def _wait_for_engine(self, error: EngineBusyError, now: float) -> None:
         """Raise EngineLostError where the engine has taken no row for longer than it is waited for."""

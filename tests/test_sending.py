@@ -71,6 +71,19 @@ def test_equal_rows_fail_together(tmp_path: Path, server: FakeSGLang) -> None:
     assert errors[0] == errors[2] is not None
 
 
+@pytest.mark.parametrize(("broken", "sent", "failed", "shared"), [(5, 7, 1, 17), (1000, 100, 20, 0)])
+def test_equal_rows_do_not_share_bad_luck(
+    tmp_path: Path, server: FakeSGLang, quick_retries: None, broken: int, sent: int, failed: int, shared: int
+) -> None:
+    """Where a row is given up that the engine did not refuse, those like it have tries of their own."""
+    server.script = lambda sent: "broken 500" if sent.tries <= broken else "answer"
+    job = alike(tmp_path, server, ["same"] * 20, limits={"max_failed_rows": 20})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed, report.rows_deduplicated) == (20 - failed, failed, shared)
+    assert len(server.sent) == sent
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
 def test_equal_rows_survive_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
     """After kill -9 in mid-run each row is there once, whichever of the equal ones were written before."""
     server.delay_s = 0.02
