@@ -181,6 +181,20 @@ def test_longest_first(tmp_path: Path, server: FakeSGLang) -> None:
     assert sent == sorted(limits, reverse=True)
 
 
+def test_longest_first_with_odd_limits(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without a limit may be the longest, and no number is too large."""
+    monkeypatch.setattr("batchrunner.arrange.WINDOW_ROWS", 20)
+    monkeypatch.setattr("batchrunner.arrange.LAST_ROWS", 10)
+    limits = pa.array([10.0, None, 500.0, 1e300, -1e300] * 20, pa.float64())
+    texts = [f"{name} {row}" for row in range(20) for name in ("ten", "none", "500", "huge", "wrong")]
+    write_texts(tmp_path / "input.parquet", texts, limit=limits)
+    limit = {"max_new_tokens": {"column": "limit"}}
+    batchrunner.run(sorted_job(tmp_path, server, order="longest_first", sampling=limit))
+    assert {text.split()[0] for text in sent_texts(server)[:40]} == {"none", "huge"}
+
+
 def test_rows_that_cannot_be_sent(tmp_path: Path, server: FakeSGLang) -> None:
     """A row without a prompt has a place in any order, and ends as a failed row."""
     texts = [None if row % 3 == 0 else f"text {row}" if row % 3 == 1 else "" for row in range(30)]
