@@ -64,7 +64,9 @@ def arrange(
 
 def order_at(prepared: Prepared, path: Path | None) -> Order:
     """Open an order that was decided on; raises InputError where its copy is gone."""
-    return SortedCopy(path) if path else InputOrder(prepared.dataset, prepared.renderer.columns)
+    if path is None:
+        return InputOrder(prepared.dataset, prepared.renderer.columns)
+    return SortedCopy(path, leased=path.parent == prepared.run_dir.leases)
 
 
 def arranged_before(prepared: Prepared, rows: BitMap64, directory: Path) -> tuple[Path, Choice] | None:

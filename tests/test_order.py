@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 from itertools import groupby, pairwise
 from math import exp
@@ -469,12 +470,12 @@ def test_a_sorted_run_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> None:
-    """A start that cannot know the rows of a lease says which file is missing."""
+    """A start that cannot know the rows of a lease says which file is missing, and what brings it back."""
     write_texts(tmp_path / "input.parquet", shuffled(100, 5))
-    server.script = lambda _: "hold"
-    file = write_job(sorted_job(tmp_path, server), tmp_path)
+    server.script = lambda _: "answer" if len(server.sent) < 10 else "hold"
+    file = write_job(sorted_job(tmp_path, server, output={"part_rows": 4}), tmp_path)
     with started(file, "--join") as task:
-        eventually(lambda: len(server.sent) == 1)
+        eventually(lambda: list((tmp_path / "run" / "parts").glob("part-*")))
         task.process.kill()
         task.end()
     (copy,) = copies_in(tmp_path / "run")
@@ -482,6 +483,13 @@ def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> 
     refused = batchrun(file, "--join")
     assert refused.exit_code == 2
     assert f"{copy}: the rows in the order of this run are missing" in refused.stderr
+    assert f"delete {copy.parent} and run --join again" in refused.stderr
+    shutil.rmtree(copy.parent)
+    server.script = lambda _: "answer"
+    server.forget()
+    assert batchrun(file, "--join").exit_code == 0
+    assert len(server.sent) <= 96
+    assert [row["row"] for row in results_of(job_of(tmp_path))] == list(range(100))
 
 
 def test_shards_sort_their_own(tmp_path: Path, server: FakeSGLang) -> None:
