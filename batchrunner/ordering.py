@@ -96,6 +96,12 @@ def remove_copies(directory: Path) -> None:
 
 def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: Callable[[], None]) -> None:
     began = time.monotonic()
+    where, room, free = path.parent, _room(prepared, len(rows)), shutil.disk_usage(path.parent).free
+    takes = f"that takes about {room >> 20} MiB there, {free >> 20} MiB are free"
+    if room > free and prepared.job.order == "auto":  # who asks for it may know better
+        raise OutputError(
+            f"{where}: no room to sort: {takes}: make room, or say order: {choice.order} to try"
+        )
     log.info("sorting %d rows", len(rows))
     about = {
         "order": choice.order,
@@ -104,11 +110,9 @@ def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: 
     try:
         write_sorted(prepared, rows, path, about, look)
     except (OSError, pa.ArrowException) as failure:
-        free = shutil.disk_usage(path.parent).free
         raise OutputError(
-            f"{path.parent}: {len(rows)} rows could not be sorted ({first_line(failure)}): that takes about "
-            f"{_room(prepared, len(rows)) >> 20} MiB there, {free >> 20} MiB are free: make room, or say "
-            "order: input"
+            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: make room, "
+            "or say order: input"
         ) from None
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
 

@@ -424,6 +424,21 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "would be better, but" in told["why"]
 
 
+def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for a sorted copy none is begun, unless the job asks for it."""
+    monkeypatch.setattr("batchrunner.gain.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.ordering.ROOM", 1 << 50)
+    write_texts(tmp_path / "input.parquet", shuffled(200, 10))
+    job = sorted_job(tmp_path, order="auto")
+    assert batchrunner.run(job).rows_ok == 200
+    (told,) = chosen(job)
+    assert told["order"] == "input"
+    assert "prefix would be better, but" in told["why"]
+    assert "no room to sort: that takes about" in told["why"]
+    batchrunner.run({**job, "order": "prefix"}, fresh=True)
+    assert chosen(job)[-1]["order"] == "prefix"
+
+
 # --- several tasks ---
 
 
