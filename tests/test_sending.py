@@ -9,11 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.clientside import Prompts
 from tests.conftest import eventually, job_of, results_of, started, write_job
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batchrunner.records import Outcome, Request
     from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -97,6 +99,32 @@ def test_equal_rows_survive_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
     results = results_of(job)
     assert [row["row"] for row in results] == list(range(1200))
     assert [row["output"] for row in results] == [f"answer 0 to {text}" for text in texts]
+
+
+def test_long_rows_are_made_ready_a_few_at_a_time(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of prompts take much memory: few are made at once, and not many wait to be sent."""
+    monkeypatch.setattr("batchrunner.submit.SLICE_BYTES", 2500)
+    monkeypatch.setattr("batchrunner.submit.READ_AHEAD_BYTES", 5000)
+    made: list[int] = []
+    ahead: list[int] = []
+    ready = Prompts.ready
+
+    async def counted(prompts: Prompts, items: list[Request]) -> list[Request | Outcome]:
+        made.append(len(items))
+        return await ready(prompts, items)
+
+    def script(sent: Sent) -> Behaviour:
+        ahead.append(sum(made) - len(server.sent))
+        return "answer"
+
+    monkeypatch.setattr(Prompts, "ready", counted)
+    server.script = script
+    job = alike(tmp_path, server, [f"{row} {'x' * 1000}" for row in range(60)], order="input", window=1)
+    assert batchrunner.run(job).rows_ok == 60
+    assert max(made) == 2
+    assert max(ahead) <= 5 + 2
 
 
 def test_one_beginning_for_all_is_computed_first(tmp_path: Path, server: FakeSGLang) -> None:
