@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROWS_COMPARED = 4
-TRIES = 8
-"""Of each question to the engine: half a minute of pauses."""
+TRIES = 7
+"""Of each question to the engine: with 16 s of pauses."""
 CHARACTERS_COMPARED = 65_536
 """Longer rows are not among them: they come back as ids, and a few hundred say as much."""
 PROBE = (
