@@ -144,7 +144,7 @@ class Dataset:
             columns=[name for name in columns if name not in self._partition_types],
             use_threads=False,
         )
-        return parquet, (data.cast(_without_views(data.schema)) for data in batches)
+        return parquet, map(_sortable, batches)
 
     def with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
         """Add those of the columns that stand in the file's path."""
@@ -232,6 +232,11 @@ class Reader:
 def batch_rows(rows: int, size: int) -> int:
     """Return how many rows are read at once where so many have so many bytes."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
+
+
+def _sortable(data: pa.RecordBatch) -> pa.RecordBatch:
+    schema = _without_views(data.schema)
+    return data if data.schema.equals(schema) else data.cast(schema)
 
 
 def _without_views(schema: pa.Schema) -> pa.Schema:
