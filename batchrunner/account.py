@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from batchrunner.records import EngineInfo
 
 
-_SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason", "error"]
+_SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason"]
 
 
 def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report:
@@ -54,7 +54,7 @@ def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report
         rows_per_s=0.0,
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
-        rows_deduplicated=tally.twins,
+        rows_deduplicated=done.twins + tally.twins,
         retries=tally.retries,
         finish_reasons=dict(tally.finish_reasons),
         failures=failures.summary(),
@@ -123,7 +123,7 @@ def report_of_all(run: str | Path) -> Report:
 
 def _sums(parts: Path) -> dict[str, Any]:
     """Add up what parts say of their rows beyond their number."""
-    names = ("prompt_tokens", "cached_tokens", "retries", "rows_deduplicated")
+    names = ("prompt_tokens", "cached_tokens", "retries")
     sums, reasons = dict.fromkeys(names, 0), Counter[str]()
     for path in part_files(parts):
         table = pq.read_table(path, columns=_SUMMED)
@@ -131,8 +131,6 @@ def _sums(parts: Path) -> dict[str, Any]:
         for name in ("prompt_tokens", "cached_tokens"):
             sums[name] += pc.sum(sent.column(name)).as_py() or 0
         sums["retries"] += pc.sum(pc.subtract(sent.column("attempts"), 1)).as_py() or 0
-        unsent = table.filter(pc.equal(table.column("attempts"), 0))
-        sums["rows_deduplicated"] += pc.sum(pc.is_null(unsent.column("error"))).as_py() or 0
         column = table.column("finish_reason")
         reasons.update((pc.list_flatten(column) if pa.types.is_list(column.type) else column).to_pylist())
     del reasons[None]  # of failed rows

@@ -197,23 +197,18 @@ def _find_longest(window: Iterable[Work], lengths: Lengths) -> None:
 
 
 def _without_twins(window: list[Work]) -> list[Work]:
-    """Return the rows with equal ones under the first of them."""
-    first: dict[bytes, list[Work]] = {}
+    """Return the rows with those that are sure to get the same answer under the first of them."""
+    first: dict[tuple[bytes, str], Work] = {}
     kept = []
     for work in window:
-        alike = first.setdefault(work.prefix, [])
-        twin = next((other for other in alike if _are_twins(work.request, other.request)), None)
-        if twin is None:
-            alike.append(work)
-            kept.append(work)
-        else:
+        twin = work
+        if work.request.sampling.get("temperature") == 0:
+            twin = first.setdefault((work.prefix, repr(work.request.sampling)), work)
+        if twin is not work and twin.request[1:] == work.request[1:]:  # all but where they come from
             twin.twins.append(work.request.ref)
+        else:
+            kept.append(work)
     return kept
-
-
-def _are_twins(one: Request, other: Request) -> bool:
-    """Tell whether two rows are sure to get the same answer: all but where they come from is the same."""
-    return one.sampling.get("temperature") == 0 and one[1:] == other[1:]
 
 
 def _settle(work: Work, common: set[Work]) -> Work:

@@ -44,6 +44,8 @@ class Done:
     failed: int = 0
     failures: Failures = field(default_factory=Failures)
     output_tokens: int = 0
+    twins: int = 0
+    """Rows that have an equal row's answer."""
 
     def add(self, results: pa.Table, *, without_failed: bool) -> None:
         """Count the rows of a table."""
@@ -54,7 +56,9 @@ class Done:
         self.failed += bad.num_rows
         for row, error in zip(bad.column("row").to_pylist(), bad.column("error").to_pylist(), strict=True):
             self.failures.add(row, error)
-        sent = results.filter(pc.greater(results.column("attempts"), 0))  # others have an equal row's answer
+        sent = results.filter(pc.greater(results.column("attempts"), 0))  # others have an equal row's end
+        unsent = results.filter(pc.equal(results.column("attempts"), 0))
+        self.twins += unsent.column("error").null_count
         tokens = sent.column("completion_tokens")
         if pa.types.is_list(tokens.type):
             tokens = pc.list_flatten(tokens)
@@ -66,6 +70,7 @@ class Done:
         self.failed += other.failed
         self.failures = self.failures.merged(other.failures)
         self.output_tokens += other.output_tokens
+        self.twins += other.twins
 
 
 def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:

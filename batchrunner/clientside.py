@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.chattemplate import OWN_NAMES
 from batchrunner.detokens import Detokenizer
-from batchrunner.errors import CannotTokenizeError, RowRefusedError
+from batchrunner.errors import CannotTokenizeError, RequestError, RowRefusedError
 from batchrunner.job import GATEWAY_DROPS, GatewayEngine, ServerEngine
 from batchrunner.jsonfile import read_json
+from batchrunner.retry import pause_before_retry
 from batchrunner.room import Room
 from batchrunner.tokens import Encoder, Tokenizer
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROWS_COMPARED = 4
+TRIES = 7
+"""Of each question to the engine: with 16 s of pauses."""
 CHARACTERS_COMPARED = 65_536
 """Longer rows are not among them: they come back as ids, and a few hundred say as much."""
 PROBE = (
@@ -109,11 +112,11 @@ class Prompts:
         told = self._told
         if self._kind != "input_ids" and not (told and told.absent):
             try:
-                rows = await _agree(self._engine, encoder, taken)
+                prompts = await _agree(self._engine, encoder, taken)
             except CannotTokenizeError as why:
                 self._leave_to_engine(why)
                 return
-            log.info("prompts are made tokens here: %d rows compared, the engine makes the same", rows)
+            log.info("prompts are made tokens here: %d compared, the engine makes the same", prompts)
         self._tell("tokenize", where="client", engine_has_tokenizer=not (told and told.absent))
 
     def _leave_to_engine(self, why: CannotTokenizeError) -> None:
@@ -165,20 +168,47 @@ def _chat_sampling(told: Tokenizing) -> dict[str, Any]:
 
 
 async def _agree(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> int:
-    """Return how many of the job's rows were compared; raises CannotTokenizeError where tokens differ."""
+    """Return how many prompts were compared; raises CannotTokenizeError where none was, or tokens differ."""
     rows = [request for request in taken if len(repr(request.prompt)) < CHARACTERS_COMPARED][:ROWS_COMPARED]
     probe = PROBE if taken[0].kind == "text" else [{"role": "user", "content": PROBE}]
-    compared = [*rows, taken[0]._replace(prompt=probe)]
+    asked = [*rows, taken[0]._replace(prompt=probe)]
     names = [*(f"row {request.ref.row}" for request in rows), "a text made to compare"]
-    ours = await asyncio.to_thread(encoder.ids, compared)
-    for request, ids, what in zip(compared, ours, names, strict=True):
-        if isinstance(ids, RowRefusedError):
+    ours = await asyncio.to_thread(encoder.ids, asked)
+    compared = 0
+    for request, ids, what in zip(asked, ours, names, strict=True):
+        theirs = await _tokens_of(engine, request)
+        match ids, theirs:
+            case list(), list():
+                if ids != theirs:
+                    raise CannotTokenizeError(
+                        f"the engine's tokenizer is another: of {what} it makes {len(theirs)} tokens, "
+                        f"we {len(ids)}"
+                    )
+                compared += 1
+            case list(), _:
+                raise CannotTokenizeError(f"the engine refuses {what}, we do not: {theirs}")
+            case _, list():
+                raise CannotTokenizeError(f"the engine makes tokens of {what}, we do not: {ids}")
+    if not compared:
+        raise CannotTokenizeError(f"there was nothing to compare: {ours[0]}")
+    return compared
+
+
+async def _tokens_of(engine: Engine, request: Request) -> list[int] | RowRefusedError:
+    """Ask the engine, again where that fails; raises CannotTokenizeError where it does not tell."""
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            found = await engine.tokens_of(request)
+        except RowRefusedError as refusal:
+            return refusal
+        except RequestError as failure:
+            pause_s = pause_before_retry(failure, tries=tries, failures=0, max_attempts=1, luck=1.0)
+            if pause_s is None or tries >= TRIES:
+                raise CannotTokenizeError(f"the engine did not tell its tokens: {failure}") from None
+            await asyncio.sleep(pause_s)
             continue
-        theirs = await engine.tokens_of(request)
-        if theirs is None:
+        if found is None:
             raise CannotTokenizeError("the engine does not tell its tokens (no /v1/tokenize)")
-        if theirs != ids:
-            raise CannotTokenizeError(
-                f"the engine's tokenizer is another: of {what} it makes {len(theirs)} tokens, we {len(ids)}"
-            )
-    return len(rows)
+        return found

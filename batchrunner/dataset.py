@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from batchrunner.errors import InputError
 from batchrunner.rows import between
@@ -137,12 +138,13 @@ class Dataset:
         parquet = pq.ParquetFile(
             self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
         )
-        return parquet, parquet.iter_batches(
+        batches = parquet.iter_batches(
             batch_size=batch_rows(rows, size),
             row_groups=[group],
             columns=[name for name in columns if name not in self._partition_types],
             use_threads=False,
         )
+        return parquet, map(_sortable, batches)
 
     def with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
         """Add those of the columns that stand in the file's path."""
@@ -164,7 +166,7 @@ class Dataset:
                 digest = _digest(source, info.size)
                 source.seek(0)
                 parquet = pq.ParquetFile(source)
-                return parquet.metadata, parquet.schema_arrow, digest
+                return parquet.metadata, _without_views(parquet.schema_arrow), digest
         except (OSError, pa.ArrowException) as failure:
             raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
 
@@ -230,6 +232,28 @@ class Reader:
 def batch_rows(rows: int, size: int) -> int:
     """Return how many rows are read at once where so many have so many bytes."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
+
+
+def _sortable(data: pa.RecordBatch) -> pa.RecordBatch:
+    schema = _without_views(data.schema)
+    return data if data.schema.equals(schema) else data.cast(schema)
+
+
+def _without_views(schema: pa.Schema) -> pa.Schema:
+    """Return a schema whose values Arrow can pick and sort: those of `string_view` it cannot yet."""
+    return pa.schema([field.with_type(_without_view(field.type)) for field in schema])
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    if pt.is_string_view(kind):
+        return pa.large_string()
+    if pt.is_binary_view(kind):
+        return pa.large_binary()
+    if pt.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_view(kind.value_type)))
+    if pt.is_struct(kind):
+        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
+    return kind
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:

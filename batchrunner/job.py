@@ -136,7 +136,8 @@ class PromptSpec(_Spec):
     """A column of lists of token ids."""
     truncate: Literal["head", "tail", "middle"] | None = None
     """What is cut off a prompt that leaves no room for `max_new_tokens`: its head, its tail or its middle; of
-    messages only the last user message's text is cut. Unset: such a row fails."""
+    messages only the last user message's text is cut. Unset: such a row fails. Chats that end with the
+    assistant, or have tools, names, other roles or a `structural_tag`, are left to the server, uncut."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template, such as `{enable_thinking: false}`."""
 

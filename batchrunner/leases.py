@@ -189,7 +189,7 @@ class Leases:
 
     def _copy(self, name: str) -> SortedCopy:
         if name not in self._copies:
-            self._copies[name] = SortedCopy(self.directory / name)
+            self._copies[name] = SortedCopy(self.directory / name, leased=True)
         return self._copies[name]
 
     def _holder(self, number: int, turn: int) -> str:

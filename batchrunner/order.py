@@ -64,16 +64,21 @@ class SortedCopy:
     row groups.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open it; raises InputError where it is not there, or torn."""
+    def __init__(self, path: Path, *, leased: bool = False) -> None:
+        """Open it; raises InputError where it is not there, or torn. `leased`: it lies with leases of it."""
         self._path = path
         try:
             self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
             self.about: dict[str, Any] = orjson.loads(self._file.schema_arrow.metadata[ABOUT])
         except (OSError, pa.ArrowException, KeyError, TypeError, orjson.JSONDecodeError):
+            again = "run the command again: they are sorted anew"
+            if leased:
+                again = (
+                    f"once no task is at work, delete {path.parent} and run --join again: done rows are kept"
+                )
             raise InputError(
-                f"{path}: the rows in the order of this run are missing or damaged: put the file back, "
-                "or begin anew with --fresh"
+                f"{path}: the rows in the order of this run are missing or damaged: "
+                f"put the file back, or {again}"
             ) from None
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]

@@ -7,7 +7,10 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from batchrunner.checkpoint import check_same_run, fingerprint
+from batchrunner.dataset import first_line
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.gain import Choice, choose
 from batchrunner.order import InputOrder, SortedCopy
@@ -61,7 +64,9 @@ def arrange(
 
 def order_at(prepared: Prepared, path: Path | None) -> Order:
     """Open an order that was decided on; raises InputError where its copy is gone."""
-    return SortedCopy(path) if path else InputOrder(prepared.dataset, prepared.renderer.columns)
+    if path is None:
+        return InputOrder(prepared.dataset, prepared.renderer.columns)
+    return SortedCopy(path, leased=path.parent == prepared.run_dir.leases)
 
 
 def arranged_before(prepared: Prepared, rows: BitMap64, directory: Path) -> tuple[Path, Choice] | None:
@@ -91,6 +96,12 @@ def remove_copies(directory: Path) -> None:
 
 def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: Callable[[], None]) -> None:
     began = time.monotonic()
+    where, room, free = path.parent, _room(prepared, len(rows)), shutil.disk_usage(path.parent).free
+    takes = f"that takes about {room >> 20} MiB there, {free >> 20} MiB are free"
+    if room > free and prepared.job.order == "auto":  # who asks for it may know better
+        raise OutputError(
+            f"{where}: no room to sort: {takes}: make room, or say order: {choice.order} to try"
+        )
     log.info("sorting %d rows", len(rows))
     about = {
         "order": choice.order,
@@ -98,12 +109,10 @@ def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: 
     }
     try:
         write_sorted(prepared, rows, path, about, look)
-    except OSError as failure:
-        free = shutil.disk_usage(path.parent).free
+    except (OSError, pa.ArrowException) as failure:
         raise OutputError(
-            f"{path.parent}: {len(rows)} rows could not be sorted ({failure}): that takes about "
-            f"{_room(prepared, len(rows)) >> 20} MiB there, {free >> 20} MiB are free: make room, or say "
-            "order: input"
+            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: make room, "
+            "or say order: input"
         ) from None
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
 

@@ -25,7 +25,7 @@ from batchrunner.sink import arrow_array
 from batchrunner.storage import whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from pyroaring import BitMap64
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MOST_GROUP_BYTES = 32 << 20
 """Of a row group, roughly, however few rows that are."""
+LONGEST_OUTPUT = 1 << 30
+"""Of a row without a limit: more than any model gives."""
 BUCKET_BYTES = 48 << 20
 """Rows that are in memory at once while they are dealt out, roughly; three times as much is used."""
 
@@ -82,8 +84,14 @@ def _key(item: Request | Outcome, size: int, *, longest_first: bool, by_column: 
     prefix = prefix_of(item)
     first = 0
     if longest_first:
-        first = -int((item.sampling.get("max_new_tokens") or 0) if by_column else len(prefix))
+        first = -(_longest_output(item.sampling) if by_column else len(prefix))
     return SortKey(first, *sort_key(prefix), item.ref.row, size + len(prefix))
+
+
+def _longest_output(sampling: Mapping[str, Any]) -> int:
+    """Return the tokens that an output may have; a column may hold none, or more than a key can."""
+    most = sampling.get("max_new_tokens")
+    return LONGEST_OUTPUT if most is None else int(max(0, min(most, LONGEST_OUTPUT)))
 
 
 def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from batchrunner.records import Completion, Request
     from batchrunner.source import Source
 
-READ_AHEAD_ROWS = 512
-"""Rendered rows that wait for a place; the reader goes on when there are fewer."""
+READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
+"""Rows that wait for a place, and the bytes of their prompts; the reader goes on when there is less."""
+SLICE_BYTES = 4 << 20
+"""Of prompts that are made ready together: the tokens of a text take many times its size."""
 PRIME_S = 30.0
 """A primer saves a prefill pass or two: it is not waited for longer."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
@@ -91,6 +93,7 @@ class Submitter:
         self._listener = listener
         self._make_ready = ready
         self._ready = Ready(tuple(gate.by_route), gate.on, READ_AHEAD_ROWS)
+        self._ready_bytes = 0
         self._suspects: Suspects[Work] = Suspects()
         self._resting = 0
         self._source: Source | None = None
@@ -163,27 +166,33 @@ class Submitter:
         self._notify()
 
     async def _take(self, batch: list[Work | Primer | Outcome]) -> None:
-        """Have rows ready to be sent, and wait until more are wanted."""
+        """Have rows ready to be sent, and wait when no more are wanted."""
         works = [item for item in batch if isinstance(item, Work)]
         self._unended += len(works)
         for item in batch:
             if isinstance(item, Outcome):  # the row failed before it could be sent
                 await self._deliver(item)
         await self._prime([item for item in batch if isinstance(item, Primer)])
-        found = await self._make_ready([work.request for work in works])
-        for work, request in zip(works, found, strict=True):
-            if isinstance(request, Outcome):
-                await self._end(work, request)
-            else:
-                work.request = request
-                self._ready.add(work)
-        self._wake_dispatch.set()
-        while not self._wants_rows():
-            self._wake_reader.clear()
-            await self._wake_reader.wait()
+        for some in _slices(works):
+            found = await self._make_ready([work.request for work in some])
+            for work, request in zip(some, found, strict=True):
+                if isinstance(request, Outcome):
+                    await self._end(work, request)
+                else:
+                    work.request = request
+                    self._wait(work)
+            self._wake_dispatch.set()
+            while not self._wants_rows():
+                self._wake_reader.clear()
+                await self._wake_reader.wait()
+
+    def _wait(self, work: Work, *, first: bool = False) -> None:
+        """Let a row wait for a place, behind all others or before them."""
+        (self._ready.add_first if first else self._ready.add)(work)
+        self._ready_bytes += work.size
 
     async def _end(self, work: Work, outcome: Outcome) -> None:
-        """Deliver what became of a row, and of those that are exactly like it."""
+        """Deliver what became of a row, and of those that are exactly like it and share it."""
         await self._deliver(outcome)
         for twin in work.twins:
             await self._deliver(outcome._replace(ref=twin, latency_s=None, attempts=0))
@@ -221,10 +230,11 @@ class Submitter:
         yield work.affinity, work.family.route
 
     def _wants_rows(self) -> bool:
-        enough = len(self._ready) >= READ_AHEAD_ROWS or self._resting >= max(
-            self._gate.window, READ_AHEAD_ROWS
-        )
-        return self._stopping or not enough
+        rests = self._resting >= max(self._gate.window, READ_AHEAD_ROWS)
+        return self._stopping or not (rests or self._is_ahead())
+
+    def _is_ahead(self) -> bool:
+        return len(self._ready) >= READ_AHEAD_ROWS or self._ready_bytes >= READ_AHEAD_BYTES
 
     def _over(self) -> bool:
         return self._stopping or (self._exhausted and self._unended == 0)
@@ -239,7 +249,9 @@ class Submitter:
         if degree is not None:
             return self._suspects.take(degree)
         work = self._ready.take(route)
-        if len(self._ready) < READ_AHEAD_ROWS:
+        if work is not None:
+            self._ready_bytes -= work.size
+        if not self._is_ahead():
             self._wake_reader.set()
         return work
 
@@ -279,6 +291,8 @@ class Submitter:
                 error = RowRefusedError(f"the engine died {work.deaths} times while it had this row: {error}")
             elif self._rests(work, error, now):
                 return
+            else:
+                self._send_twins(work)
         message = None if error is None else str(error)
         await self._end(work, Outcome(work.request.ref, completion, message, now - sent_at, work.tries))
 
@@ -308,6 +322,19 @@ class Submitter:
             asyncio.get_running_loop().call_later(pause_s, self._back, work)
         return True
 
+    def _send_twins(self, work: Work) -> None:
+        """Have rows like one that was given up tried themselves, in two halves: its bad luck is not theirs.
+
+        One after the other thousands could take days, and all at once is too many if the next one succeeds.
+        """
+        twins, work.twins = work.twins, []
+        for first, *others in filter(None, (twins[::2], twins[1::2])):
+            request = work.request._replace(ref=first)
+            twin = replace(work, request=request, twins=others, children=[], tries=0, failures=0, deaths=0)
+            self._unended += 1
+            self._wait(twin)
+        self._notify()
+
     def _wait_for_engine(self, error: EngineBusyError, now: float) -> None:
         """Raise EngineLostError where the engine has taken no row for longer than it is waited for."""
         if self._refused_since is None or isinstance(error, EngineDiedError):  # until now it had taken rows
@@ -321,9 +348,23 @@ class Submitter:
         if work.deaths:
             self._suspects.add(work, work.deaths)
         else:
-            self._ready.add_first(work)
+            self._wait(work, first=True)
         self._notify()
 
     def _notify(self) -> None:
         self._wake_dispatch.set()
         self._wake_reader.set()
+
+
+def _slices(works: Sequence[Work]) -> Iterator[list[Work]]:
+    """Part rows into as many as have so many bytes, one row at least."""
+    some: list[Work] = []
+    size = 0
+    for work in works:
+        if some and size + work.size > SLICE_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(work)
+        size += work.size
+    if some:
+        yield some

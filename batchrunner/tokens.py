@@ -50,7 +50,7 @@ class Tokenizer:
         except Exception as failure:  # noqa: BLE001 - TypeError, or Exception itself
             if len(texts) > 1:
                 return [self.ids([text])[0] for text in texts]
-            return [_refusal(texts[0], failure)] if texts else []
+            return [_bad_text(texts[0], failure)] if texts else []
         return [encoding.ids for encoding in found]
 
     def offsets(self, text: str) -> Offsets:
@@ -58,19 +58,29 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=False).offsets)
 
 
-def _refusal(text: str, failure: Exception) -> RowRefusedError:
+def _bad_text(text: str, failure: Exception) -> RowRefusedError:
     """Say why a text cannot be made tokens; the library's own words for bad text are about its types."""
     try:
         text.encode()
     except UnicodeEncodeError as bad:
         return RowRefusedError(f"the prompt cannot be made tokens: character {bad.start}: {bad.reason}")
-    return RowRefusedError(f"the prompt cannot be made tokens: {failure}")
+    return _refusal(failure)
 
 
-def _is_plain(message: Mapping[str, Any]) -> bool:
+def _refusal(failure: Exception) -> RowRefusedError:
+    """Return a failure as one of its row's, whatever it is."""
+    if isinstance(failure, RowRefusedError):
+        return failure
+    return RowRefusedError(f"the prompt cannot be made tokens: {type(failure).__name__}: {failure}")
+
+
+def _is_plain(message: Any) -> bool:
     """Tell a message of a role that every server knows, with a text and nothing else."""
-    given = {name for name, value in message.items() if value is not None}
-    return given == {"role", "content"} and message["role"] in _ROLES and isinstance(message["content"], str)
+    if not isinstance(message, dict):  # a null
+        return False
+    given = {name: value for name, value in message.items() if value is not None}
+    is_text = all(isinstance(value, str) for value in given.values())
+    return given.keys() == {"role", "content"} and is_text and given["role"] in _ROLES
 
 
 class Encoder:
@@ -98,11 +108,9 @@ class Encoder:
         for n, ids in zip(taken, self.ids([requests[n] for n in taken]), strict=True):
             request = requests[n]
             try:
-                if isinstance(ids, RowRefusedError):
-                    raise ids
                 done[n] = self._as_ids(request, self._fitted(request, ids))
-            except RowRefusedError as failure:
-                done[n] = Outcome(request.ref, None, str(failure), None, 0)
+            except Exception as failure:  # noqa: BLE001 - one row's text may not end the run
+                done[n] = Outcome(request.ref, None, str(_refusal(failure)), None, 0)
         return done
 
     def ids(self, requests: Sequence[Request]) -> list[list[int] | RowRefusedError]:
@@ -115,8 +123,8 @@ class Encoder:
             try:
                 texts.append(self._tokenizer.text_of(request))
                 found.append(None)
-            except RowRefusedError as failure:
-                found.append(failure)
+            except Exception as failure:  # noqa: BLE001 - as above
+                found.append(_refusal(failure))
         encoded = iter(self._tokenizer.ids(texts))
         return [next(encoded) if ids is None else ids for ids in found]
 
@@ -126,8 +134,10 @@ class Encoder:
             sampling = {**self._chat_sampling, **sampling}
         return request._replace(kind="input_ids", prompt=ids, sampling=sampling, chat_template_kwargs=None)
 
-    def _fitted(self, request: Request, ids: list[int]) -> list[int]:
+    def _fitted(self, request: Request, ids: list[int] | RowRefusedError) -> list[int]:
         """Return ids that are not too long; raises RowRefusedError where that cannot be."""
+        if isinstance(ids, RowRefusedError):
+            raise ids
         if self._cut is None:
             self._room.check(len(ids))
             return ids

@@ -100,7 +100,7 @@ class FakeSGLang:
         self.arguments = arguments or {}
         """Of the server and its model, as /server_info and /model_info tell them."""
         self.tokenize = tokenize
-        """What /v1/tokenize makes of a body; None for a release without it."""
+        """What /v1/tokenize makes of a body, which a ValueError refuses; None for a release without it."""
         self.url = ""
         self.sent: list[Sent] = []
         self.metrics: Callable[[], str] | None = None
@@ -227,7 +227,10 @@ class FakeSGLang:
     async def _tokens(self, request: web.Request) -> web.Response:
         if self.tokenize is None:
             return web.Response(status=404)
-        tokens = self.tokenize(await request.json())
+        try:
+            tokens = self.tokenize(await request.json())
+        except ValueError as refusal:
+            return web.json_response({"object": "error", "message": str(refusal), "code": 400}, status=400)
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
     async def _loads(self, request: web.Request) -> web.Response:

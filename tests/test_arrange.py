@@ -317,6 +317,27 @@ def test_only_rows_that_must_get_one_answer_are_sent_once(
     assert sum(len(work.twins) for work in works) == twins
 
 
+@pytest.mark.parametrize(("temperature", "sent"), [(0.7, 300), (0, 150)])
+def test_looking_for_twins_compares_no_row_with_all(temperature: float, sent: int) -> None:
+    """However many rows have one prompt: a job that samples it, or asks each row for another length."""
+    compared = []
+
+    class Watched(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    rows = [
+        request(row, Watched("p"), temperature=temperature, max_new_tokens=row // 2) for row in range(300)
+    ]
+    works, _, _ = arranged(arranger(), [rows])
+    assert len(compared) <= 150
+    assert len(works) == sent
+
+
 def test_rows_that_failed_before_they_could_be_sent_pass_through() -> None:
     """An outcome among the rows is passed on at once."""
     failed = Outcome(RowRef(1, CARRIED, 1), None, "bad", None, 0)

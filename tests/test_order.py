@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 from itertools import groupby, pairwise
 from math import exp
@@ -181,6 +182,20 @@ def test_longest_first(tmp_path: Path, server: FakeSGLang) -> None:
     assert sent == sorted(limits, reverse=True)
 
 
+def test_longest_first_with_odd_limits(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without a limit may be the longest, and no number is too large."""
+    monkeypatch.setattr("batchrunner.arrange.WINDOW_ROWS", 20)
+    monkeypatch.setattr("batchrunner.arrange.LAST_ROWS", 10)
+    limits = pa.array([10.0, None, 500.0, 1e300, -1e300] * 20, pa.float64())
+    texts = [f"{name} {row}" for row in range(20) for name in ("ten", "none", "500", "huge", "wrong")]
+    write_texts(tmp_path / "input.parquet", texts, limit=limits)
+    limit = {"max_new_tokens": {"column": "limit"}}
+    batchrunner.run(sorted_job(tmp_path, server, order="longest_first", sampling=limit))
+    assert {text.split()[0] for text in sent_texts(server)[:40]} == {"none", "huge"}
+
+
 def test_rows_that_cannot_be_sent(tmp_path: Path, server: FakeSGLang) -> None:
     """A row without a prompt has a place in any order, and ends as a failed row."""
     texts = [None if row % 3 == 0 else f"text {row}" if row % 3 == 1 else "" for row in range(30)]
@@ -245,6 +260,27 @@ def test_filter_and_limit(tmp_path: Path, server: FakeSGLang) -> None:
     batchrunner.run(job)
     assert [row["row"] for row in results_of(job)] == list(range(1, 100, 2))
     assert stretches(sent_texts(server)) == len({text[:DOCUMENT] for text in texts[1:100:2]})
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+def test_columns_of_views(tmp_path: Path, server: FakeSGLang, order: str) -> None:
+    """Texts and bytes as views, inside of others too, are filtered, sorted and carried."""
+    texts = shuffled(200, 10)
+    tags = [{"tag": str(n).encode()} for n in range(200)]
+    source = pa.table(
+        {
+            "text": pa.array(texts, pa.string_view()),
+            "n": range(200),
+            "tag": pa.array(tags, pa.struct([("tag", pa.binary_view())])),
+        }
+    )
+    pq.write_table(source, tmp_path / "input.parquet")
+    rows = {"filter": "n % 2 == 1", "columns": ["tag"]}
+    job = sorted_job(tmp_path, server, order=order, input=rows)
+    assert batchrunner.run(job).rows_ok == 100
+    assert [row["tag"] for row in results_of(job)] == tags[1::2]
+    alike = len({text[:DOCUMENT] for text in texts[1::2]})
+    assert (stretches(sent_texts(server)) == alike) == (order == "prefix")
 
 
 @settings(max_examples=15)
@@ -388,6 +424,21 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "would be better, but" in told["why"]
 
 
+def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for a sorted copy none is begun, unless the job asks for it."""
+    monkeypatch.setattr("batchrunner.gain.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.ordering.ROOM", 1 << 50)
+    write_texts(tmp_path / "input.parquet", shuffled(200, 10))
+    job = sorted_job(tmp_path, order="auto")
+    assert batchrunner.run(job).rows_ok == 200
+    (told,) = chosen(job)
+    assert told["order"] == "input"
+    assert "prefix would be better, but" in told["why"]
+    assert "no room to sort: that takes about" in told["why"]
+    batchrunner.run({**job, "order": "prefix"}, fresh=True)
+    assert chosen(job)[-1]["order"] == "prefix"
+
+
 # --- several tasks ---
 
 
@@ -434,12 +485,12 @@ def test_a_sorted_run_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> None:
-    """A start that cannot know the rows of a lease says which file is missing."""
+    """A start that cannot know the rows of a lease says which file is missing, and what brings it back."""
     write_texts(tmp_path / "input.parquet", shuffled(100, 5))
-    server.script = lambda _: "hold"
-    file = write_job(sorted_job(tmp_path, server), tmp_path)
+    server.script = lambda _: "answer" if len(server.sent) < 10 else "hold"
+    file = write_job(sorted_job(tmp_path, server, output={"part_rows": 4}), tmp_path)
     with started(file, "--join") as task:
-        eventually(lambda: len(server.sent) == 1)
+        eventually(lambda: list((tmp_path / "run" / "parts").glob("part-*")))
         task.process.kill()
         task.end()
     (copy,) = copies_in(tmp_path / "run")
@@ -447,6 +498,13 @@ def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> 
     refused = batchrun(file, "--join")
     assert refused.exit_code == 2
     assert f"{copy}: the rows in the order of this run are missing" in refused.stderr
+    assert f"delete {copy.parent} and run --join again" in refused.stderr
+    shutil.rmtree(copy.parent)
+    server.script = lambda _: "answer"
+    server.forget()
+    assert batchrun(file, "--join").exit_code == 0
+    assert len(server.sent) <= 96
+    assert [row["row"] for row in results_of(job_of(tmp_path))] == list(range(100))
 
 
 def test_shards_sort_their_own(tmp_path: Path, server: FakeSGLang) -> None:

@@ -9,11 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.clientside import Prompts
 from tests.conftest import eventually, job_of, results_of, started, write_job
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batchrunner.records import Outcome, Request
     from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -44,7 +46,7 @@ def test_equal_rows_are_sent_once(tmp_path: Path, server: FakeSGLang) -> None:
     assert sum(row["attempts"] for row in results) == 10
     assert sum(row["attempts"] * row["completion_tokens"] for row in results) == report.output_tokens
     again = batchrunner.run(job)
-    assert again.output_tokens_all_starts == report.output_tokens
+    assert (again.output_tokens_all_starts, again.rows_deduplicated) == (report.output_tokens, 30)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,19 @@ def test_equal_rows_fail_together(tmp_path: Path, server: FakeSGLang) -> None:
     assert errors[0] == errors[2] is not None
 
 
+@pytest.mark.parametrize(("broken", "sent", "failed", "shared"), [(5, 7, 1, 17), (1000, 100, 20, 0)])
+def test_equal_rows_do_not_share_bad_luck(
+    tmp_path: Path, server: FakeSGLang, quick_retries: None, broken: int, sent: int, failed: int, shared: int
+) -> None:
+    """Where a row is given up that the engine did not refuse, those like it have tries of their own."""
+    server.script = lambda sent: "broken 500" if sent.tries <= broken else "answer"
+    job = alike(tmp_path, server, ["same"] * 20, limits={"max_failed_rows": 20})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed, report.rows_deduplicated) == (20 - failed, failed, shared)
+    assert len(server.sent) == sent
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
 def test_equal_rows_survive_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
     """After kill -9 in mid-run each row is there once, whichever of the equal ones were written before."""
     server.delay_s = 0.02
@@ -84,6 +99,32 @@ def test_equal_rows_survive_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
     results = results_of(job)
     assert [row["row"] for row in results] == list(range(1200))
     assert [row["output"] for row in results] == [f"answer 0 to {text}" for text in texts]
+
+
+def test_long_rows_are_made_ready_a_few_at_a_time(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of prompts take much memory: few are made at once, and not many wait to be sent."""
+    monkeypatch.setattr("batchrunner.submit.SLICE_BYTES", 2500)
+    monkeypatch.setattr("batchrunner.submit.READ_AHEAD_BYTES", 5000)
+    made: list[int] = []
+    ahead: list[int] = []
+    ready = Prompts.ready
+
+    async def counted(prompts: Prompts, items: list[Request]) -> list[Request | Outcome]:
+        made.append(len(items))
+        return await ready(prompts, items)
+
+    def script(sent: Sent) -> Behaviour:
+        ahead.append(sum(made) - len(server.sent))
+        return "answer"
+
+    monkeypatch.setattr(Prompts, "ready", counted)
+    server.script = script
+    job = alike(tmp_path, server, [f"{row} {'x' * 1000}" for row in range(60)], order="input", window=1)
+    assert batchrunner.run(job).rows_ok == 60
+    assert max(made) == 2
+    assert max(ahead) <= 5 + 2
 
 
 def test_one_beginning_for_all_is_computed_first(tmp_path: Path, server: FakeSGLang) -> None:

@@ -179,7 +179,8 @@ def server(model: Path) -> Iterator[FakeSGLang]:
     def tokenize(body: dict[str, Any]) -> list[int]:
         one = request(body.get("messages") or body["prompt"], "messages" if "messages" in body else "text")
         ids = ids_of(model, one)
-        assert isinstance(ids, list)
+        if isinstance(ids, RowRefusedError):
+            raise ValueError(str(ids))  # noqa: TRY004 - as the fake wants it
         return ids
 
     with FakeSGLang(model=str(model), arguments={"sampling_defaults": "model"}, tokenize=tokenize) as fake:
@@ -267,6 +268,55 @@ def test_a_server_that_tells_no_tokens(server: FakeSGLang, tmp_path: Path) -> No
     assert where_of(job) == [("server", "the engine does not tell its tokens (no /v1/tokenize)")]
 
 
+@pytest.mark.parametrize("failures", [2, 99])
+def test_a_question_that_fails_is_asked_again(
+    failures: int, server: FakeSGLang, quick_retries: None, tmp_path: Path
+) -> None:
+    """A server that is busy or comes up again is asked for a while; then the true reason is told."""
+    tokenize, left = server.tokenize, [failures]
+
+    def failing(body: dict[str, Any]) -> list[int]:
+        assert tokenize is not None
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("busy")
+        return tokenize(body)
+
+    server.tokenize = failing
+    job = job_of(tmp_path, server)
+    assert batchrunner.run(job).rows_ok == 10
+    ((where, why),) = where_of(job)
+    assert where == ("client" if failures == 2 else "server")
+    assert (why or "").startswith("" if failures == 2 else "the engine did not tell its tokens: 500: ")
+    if failures == 99:
+        with pytest.raises(EngineStartError, match="the engine did not tell its tokens: 500: "):
+            batchrunner.run({**job, "tokenize": "client"}, fresh=True)
+
+
+def test_a_template_that_only_the_server_renders(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """Rows that only we refuse go to the server; where it refuses them too, nothing was compared."""
+    (model / "chat_template.jinja").write_text("{{ some_new_helper(messages) }}")
+    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
+    wrong = "chat template: 'some_new_helper' is undefined"
+    assert batchrunner.run(job).rows_ok == 10
+    assert where_of(job) == [("server", f"there was nothing to compare: {wrong}")]
+    server.tokenize = lambda _: [1, 2, 3]
+    assert batchrunner.run(job, fresh=True).rows_ok == 10
+    assert where_of(job) == [("server", f"the engine makes tokens of row 0, we do not: {wrong}")]
+
+
+def test_rows_that_both_refuse_are_not_compared(
+    server: FakeSGLang, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are error rows, and the log counts what was compared."""
+    caplog.set_level(logging.INFO, "batchrunner")
+    refusal = "{% if 'row 1' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refusal + CHATML)
+    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
+    assert batchrunner.run(job).rows_failed == 1
+    assert "made tokens here: 4 compared, the engine makes the same" in caplog.text  # 3 rows and the probe
+
+
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
@@ -290,12 +340,15 @@ def test_files_that_cannot_be_used(
 
 def test_what_only_the_server_can_do_is_left_to_it(server: FakeSGLang, tmp_path: Path) -> None:
     """Rows with roles or parts that are the server's to read go to it as messages, beside those with ids."""
-    chats = [messages(("user", "a")), messages(("tool", "b")), messages(("user", "c"), ("assistant", "d"))]
-    path = write_rows(tmp_path / "input.parquet", 3, chat=chats)
+    chats = [
+        messages(("user", "a")), messages(("tool", "b")), messages(("user", "c"), ("assistant", "d")),
+        [None, *messages(("user", "e"))],
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "input.parquet", 4, chat=chats)
     job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"messages": "chat"})
-    assert batchrunner.run(job).rows_ok == 3
+    assert batchrunner.run(job).rows_ok == 4
     paths = [sent.path for sent in server.sent]
-    assert (paths.count("/generate"), paths.count("/v1/chat/completions")) == (1, 2)
+    assert (paths.count("/generate"), paths.count("/v1/chat/completions")) == (1, 3)
 
 
 def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
@@ -314,6 +367,16 @@ def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: P
     assert "is longer than the model's context length (4096 tokens)" in errors[3]
     assert "\n" not in "".join(filter(None, errors))
     assert len(server.sent) == 1
+
+
+def test_what_nobody_expects_of_a_row_fails_that_row(tmp_path: Path) -> None:
+    """Where its template leaves bad text out, so that cutting it is the first to stumble, others go on."""
+    model = make_tokenizer(tmp_path, "{{ messages[0].content[1:] }}")
+    encoder = Encoder(Tokenizer(model, "messages"), {}, Room(50), "tail")
+    bad, good = (request(messages(("user", text)), max_new_tokens=1) for text in ("\ud800" + "é" * 99, "xy"))
+    failed, done = encoder.encode([bad, good])
+    assert "the prompt cannot be made tokens: TypeError" in str(failed.error)  # type: ignore[union-attr]
+    assert isinstance(done, Request)
 
 
 @pytest.mark.parametrize("kind", ["user", "text"])
@@ -356,6 +419,14 @@ def test_truncate_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
     batchrunner.run(job)
     bodies = sorted((sent.body["input_ids"] for sent in server.sent), key=len)
     assert bodies[-1] == many[5000 - 3072 :]
+
+
+def test_a_null_among_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is an error row."""
+    path = write_rows(tmp_path / "input.parquet", 2, ids=pa.array([[1, None], [1, 2]]))
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"input_ids": "ids"})
+    batchrunner.run(job)
+    assert [row["error"] for row in results_of(job)] == ["a token id is null", None]
 
 
 @given(

@@ -251,7 +251,7 @@ PUT = "schedule-conservativeness"
         (PUT, {"usage": 0.95}, "the pool is filled"),
         (PUT, {"empty_share": 0.9}, "nothing waits"),
         (PUT, {"running": 250}, "at max-running-requests 256"),
-        (PUT, {"usage": 0.98, "retractions_per_min": 9.0}, [{PUT: 1.3}, {PUT: 2.6}]),
+        (PUT, {"usage": 0.98, "retractions_per_min": 9.0}, [{PUT: 1.3}, {PUT: 1.43}]),
         (PUT, {"usage": 0.98, "retractions_per_min": 0.5}, "the pool is filled"),
         ("memory", {"running": 250}, "at max-running-requests"),
         ("memory", {}, "the log tells neither"),

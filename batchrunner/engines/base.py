@@ -27,7 +27,10 @@ class Engine(Protocol):
         """
 
     async def tokens_of(self, request: Request) -> list[int] | None:
-        """Return the tokens that the engine makes of a prompt, or None where it does not tell."""
+        """Return the tokens that the engine makes of a prompt, or None where it has no way to tell.
+
+        Raises as `generate` does where the prompt is refused, or asking failed.
+        """
 
     async def signals(self) -> Sequence[Signals]:
         """Return the load of each scheduler now; empty where the engine does not tell.

@@ -39,6 +39,8 @@ KEEPALIVE_S = 3.0
 POLL_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 10.0
 _NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
+_JSON = {"Content-Type": "application/json"}
+_NO_SUCH_PATH = {404, 405}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
@@ -133,7 +135,7 @@ class HttpEngine:
             wire.refuse_dropped(request)
         if self._reader is not None:
             request = self._reader.with_ends(request)
-        body = wire.bytes_of(request)
+        body = wire.bytes_of(wire.body_of(request))
         # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
         key = {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
@@ -145,13 +147,20 @@ class HttpEngine:
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
         assert self._session is not None
-        url, body = self.urls[0] + wire.TOKENIZE_PATH, wire.tokenize_body(request)
+        url, body = self.urls[0] + wire.TOKENIZE_PATH, wire.bytes_of(wire.tokenize_body(request))
         timeout = aiohttp.ClientTimeout(total=OPEN_TIMEOUT_S)
         try:
-            async with self._session.post(url, json=body, timeout=timeout) as response:
-                return wire.tokens_in(await response.read()) if response.ok else None
-        except (aiohttp.ClientError, TimeoutError, OSError):
+            async with self._session.post(url, data=body, headers=_JSON, timeout=timeout) as response:
+                content = await response.read()
+        except TimeoutError:
+            raise NoAnswerError(f"no answer within {OPEN_TIMEOUT_S:g} s") from None
+        except (aiohttp.ClientError, OSError) as failure:
+            raise EngineDownError(f"connection lost: {failure or type(failure).__name__}") from None
+        if response.status in _NO_SUCH_PATH:
             return None
+        if response.status != 200:  # noqa: PLR2004
+            raise wire.error_of(response.status, content)
+        return wire.tokens_in(content)
 
     async def signals(self) -> list[Signals]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""

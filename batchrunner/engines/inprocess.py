@@ -111,7 +111,10 @@ class InprocessSGLang:
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask SGLang's own `/v1/tokenize`; see `Engine.tokens_of`."""
-        return wire.tokens_in(await self._there(self._tokenize, request))
+        try:
+            return wire.tokens_in(await self._there(self._tokenize, request))
+        except (ValueError, TypeError) as failure:  # as in `generate`
+            raise RowRefusedError(str(failure)) from None
 
     async def signals(self) -> list[Signals]:
         """Return the scheduler's load now."""
@@ -208,7 +211,9 @@ class InprocessSGLang:
 
         serving = OpenAIServingTokenize(self._engine.tokenizer_manager, self._engine.template_manager)
         reply = await serving.handle_request(TokenizeRequest(**wire.tokenize_body(request)), None)
-        return reply.model_dump() if hasattr(reply, "model_dump") else None
+        if hasattr(reply, "model_dump"):
+            return reply.model_dump()
+        raise wire.error_of(reply.status_code, reply.body)
 
     def _watch_for_death(self) -> None:
         """Survive SIGQUIT, with which a dying scheduler ends its parent; only the main thread can."""

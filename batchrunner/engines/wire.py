@@ -124,6 +124,8 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
     if not request.prompt:
         raise RowRefusedError("the prompt is empty")
     if request.kind == "input_ids":
+        if None in request.prompt:
+            raise RowRefusedError("a token id is null")
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or (vocabulary is not None and high >= vocabulary):
             bad = low if low < 0 else high
@@ -144,10 +146,10 @@ def body_of(request: Request) -> dict[str, Any]:
     return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 
-def bytes_of(request: Request) -> bytes:
-    """Make the body as it is sent; raises RowRefusedError for what JSON cannot hold."""
+def bytes_of(body: Mapping[str, Any]) -> bytes:
+    """Write a body as it is sent; raises RowRefusedError for what JSON cannot hold."""
     try:
-        return orjson.dumps(body_of(request))
+        return orjson.dumps(body)
     except TypeError as failure:  # an unpaired surrogate, that a template can write
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
 
