@@ -333,7 +333,7 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "oom-general": _OF_LOAD,
     "killed": _OF_LOAD,
     "retractions": ("running-capped", "latency-high"),
-    "running-capped": ("latency-high",),
+    "running-capped": ("latency-high", "conservative"),
     "memory-tight": _TAKES_MEMORY,
     "cuda-graph": ("long-prompts", "running-low"),
     "long-prompts": ("memory-left",),
