@@ -487,7 +487,8 @@ TOGETHER: dict[str, tuple[LogWriter, set[str]]] = {
     ),
     "slow at the cap": (LogWriter().started(most=128).decode(30, r=128, u=0.5, p=500), {"running-capped"}),
     "at the cap, or just below where rows have ended": (
-        LogWriter().started(most=32).decode(30, r=32, q=9, u=0.3).decode(20, r=29, q=9, u=0.3), {"running-capped"},
+        LogWriter().started(most=32).decode(30, r=32, q=9, u=0.3).decode(20, r=29, q=9, u=0.3),
+        {"running-capped"},
     ),
     "tight, and graphs too small": (
         LogWriter().started(gpu_gb=3).decode(30, r=400, g=False), {"memory-tight"},
