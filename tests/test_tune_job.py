@@ -408,8 +408,11 @@ def test_the_log_tells_the_rest() -> None:
     assert (several["running"], several["usage"]) == (266.5, 0.82)
     rates = [line for line in LOG.splitlines() if "Decode" in line] * 3
     faster = [line.replace("4594.01", "9188.02") for line in rates]
-    assert output_rate(rates) == 4594.01
-    assert output_rate(faster + rates) == pytest.approx(4594.01 * 4 / 3, abs=0.1)  # by time, not by lines
+    idle = rates[0].replace("4594.01", "4.20")  # before the first rows there were none
+    assert output_rate([idle, *rates]) == 4594.01
+    assert output_rate([idle, *faster, *rates]) == pytest.approx(
+        4594.01 * 4 / 3, abs=0.1
+    )  # by time, not lines
     assert output_rate(rates[:2]) is None
     on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
     assert on_cpu["graph_off_share"] is None

@@ -60,7 +60,7 @@ def output_rate(lines: Iterable[str]) -> float | None:
 
     Rows that end tell it later and less exactly: at either end of the time many are half done. Each line
     tells its rate since the one before, prefills included, and for how many passes it stands: means are
-    weighted by the time that is.
+    weighted by the time that is. The first one's is of time before this, perhaps without work.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
     tokens: defaultdict[str, float] = defaultdict(float)
@@ -69,6 +69,9 @@ def output_rate(lines: Iterable[str]) -> float | None:
         record = record_in(line)
         if isinstance(record, Batch) and record.decode and record.throughput:
             rank = origin_of(line).dp
+            if rank not in tokens:
+                tokens[rank] = 0.0
+                continue
             seconds[rank] += record.running / record.throughput
             tokens[rank] += record.running
             count += 1
