@@ -103,6 +103,8 @@ The map; a file imports only from lines above its own (this one excepted), and a
     control          how a run is stopped from outside
     prepare          what is checked and read before an engine is needed
     gain             what sorting would gain, from a sample
+    work             a row on its way to the engine
+    lengths          how long an output will be
     sort             writes a sorted copy
     ordering         which order a start takes
     clientside       tokens are made here, where that comes to the same
@@ -111,9 +113,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     begin            what a start has before it
     account          tally → report, verdict and exit code
     suspects         rows that an engine had when it died
-    work             a row on its way to the engine
     families         which row goes before which
-    lengths          how long an output will be
     lead             how far leaders go ahead, corrected by what the cache holds
     pace             when a row may follow its leader
     arrange          the order within a window of rows

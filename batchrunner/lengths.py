@@ -11,6 +11,7 @@ MOST_KINDS = 1024
 LEAST_ROWS = 8
 """Below, a kind's average says little."""
 NO_LIMIT = 1 << 30
+"""Tokens of an output without a limit: more than any model gives."""
 
 
 class Lengths:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from batchrunner.deal import Buckets
 from batchrunner.job import FromColumn
 from batchrunner.keysort import KeySort, SortKey
+from batchrunner.lengths import NO_LIMIT
 from batchrunner.order import ABOUT
 from batchrunner.plan import MOST_LEASE_ROWS, lease_rows
 from batchrunner.prefixes import common, prefix_of, sort_key
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 MOST_GROUP_BYTES = 32 << 20
 """Of a row group, roughly, however few rows that are."""
-LONGEST_OUTPUT = 1 << 30
-"""Of a row without a limit: more than any model gives."""
 BUCKET_BYTES = 48 << 20
 """Rows that are in memory at once while they are dealt out, roughly; three times as much is used."""
 
@@ -91,7 +90,7 @@ def _key(item: Request | Outcome, size: int, *, longest_first: bool, by_column: 
 def _longest_output(sampling: Mapping[str, Any]) -> int:
     """Return the tokens that an output may have; a column may hold none, or more than a key can."""
     most = sampling.get("max_new_tokens")
-    return LONGEST_OUTPUT if most is None else int(max(0, min(most, LONGEST_OUTPUT)))
+    return NO_LIMIT if most is None else int(max(0, min(most, NO_LIMIT)))
 
 
 def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[tuple[int, int]]:
