@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 18
 """Characters: what is longer is no line of SGLang's, and is not kept."""
+SILENT_S = 2.0
+"""Reading that takes longer says how far it is, where there is a terminal."""
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
@@ -172,7 +174,13 @@ def lines_of(path: Path) -> Iterator[str]:
 
     Memory is bounded, also where the file has no line ends. Raises OSError.
     """
-    with path.open("rb") as file:
+    from tqdm import tqdm  # noqa: PLC0415 - the runs that read no log start without it
+
+    size = path.stat().st_size
+    with (
+        path.open("rb") as log,
+        tqdm.wrapattr(log, "read", size, desc=path.name, disable=None, delay=SILENT_S, leave=False) as file,
+    ):
         block = file.read(BLOCK_BYTES)
         decoder = codecs.getincrementaldecoder(_encoding(block))(errors="replace")
         rest = ""

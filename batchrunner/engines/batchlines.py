@@ -182,6 +182,8 @@ _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
 )
 _TOLD = ("Try to lower", "Cuda failure", "what(): ")
 """What an engine dies of is raised; these are also told without the error's name."""
+_ACCESS = ' HTTP/1.1" '
+"""One request, as uvicorn logs it."""
 _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
 """`--log-requests`: what a prompt or an answer says is no word of SGLang's."""
 _DOING: tuple[tuple[str, Phase], ...] = (
@@ -210,6 +212,8 @@ def record_in(line: str) -> Record | None:
 
 
 def _record(line: str) -> Record | None:
+    if _ACCESS in line:  # nine lines in ten of a large log
+        return None
     if " batch" in line and (record := _batch(line)):
         return record
     if "etract" in line and (found := _RETRACTED.search(line)) and "#running-req" not in line:
