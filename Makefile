@@ -3,12 +3,12 @@
 # make install  the light part: .venv/bin/batchrun without SGLang     make torture  kill runs by the hundred
 # make bench-client bench-journal bench-memory bench-planning bench-resume bench-engine bench-control bench-gateway
 #      bench-simulation bench-control-simulated bench-order bench-order-simulated bench-order-distance
-#      bench-tokenize bench-advice bench-tune: what they measure stands at the head of each file in benchmarks/
+#      bench-tokenize bench-advice bench-tune bench-card: what they measure stands at the head of each file in benchmarks/
 
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-order bench-order-simulated bench-order-distance bench-tokenize bench-tune bench-planning bench-advice torture clean
+.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-order bench-order-simulated bench-order-distance bench-tokenize bench-tune bench-card bench-planning bench-advice torture clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -92,6 +92,9 @@ bench-tokenize: .venv/.engine data/smollm2-135m-instruct/config.json
 
 bench-tune: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.tune
+
+bench-card: .venv/.engine data/smollm2-135m-instruct/config.json
+	.venv/bin/python -m benchmarks.card
 
 bench-advice: .venv/.engine data/smollm2-135m-instruct/config.json
 	.venv/bin/python -m benchmarks.advice

@@ -34,9 +34,17 @@ def _prepared() -> None:
     require_engine("sglang")
 
 
-def long_rows_job(directory: Path, words: list[int], *, tokens: int, **engine: Any) -> dict[str, Any]:
-    """Return a job on a model of 16 kB of KV a token, with rows of so many words; no two begin alike."""
-    model = make_tiny_llama(directory / "model", SMALL_MODEL, head=512)
+MUCH_KV = {"head": 512}
+"""A tiny model of 16 kB of KV a token."""
+FOR_A_CARD = {"hidden": 1024, "layers": 4, "head": 64}
+"""32 kB a token, with heads that a card's attention backends know."""
+
+
+def long_rows_job(
+    directory: Path, shape: dict[str, int], words: list[int], *, tokens: int, **engine: Any
+) -> dict[str, Any]:
+    """Return a job on a model of this shape, with rows of so many words; no two begin alike."""
+    model = make_tiny_llama(directory / "model", SMALL_MODEL, **shape)
     texts = [" ".join(str(row * n % 997) for n in range(1, count)) for row, count in enumerate(words, 2)]
     pq.write_table(pa.table({"text": [f"{n}: {text}" for n, text in enumerate(texts)]}), directory / "rows")
     return {
@@ -63,7 +71,7 @@ def rows_done(directory: Path) -> int:
 def test_killed_by_the_kernel_in_mid_run(tmp_path: Path) -> None:
     """The limit of its cgroup closes in until the kernel kills it: it comes back with half the pool."""
     args = {"max-total-tokens": 100_000}
-    job = long_rows_job(tmp_path, [120] * 120, tokens=2, device="cpu", args=args)
+    job = long_rows_job(tmp_path, MUCH_KV, [120] * 120, tokens=2, device="cpu", args=args)
     command = [sys.executable, "-m", "batchrunner.cli", write_job(job, tmp_path)]
     with (
         memory_cgroup(8 << 30) as group,
@@ -123,7 +131,7 @@ def test_out_of_memory_on_a_card(tmp_path: Path, kind: str, words: list[int], to
         "mem-fraction-static": 0.5, "chunked-prefill-size": 16384, "disable-cuda-graph": True,
         "max-running-requests": 2048,
     }  # fmt: skip
-    job = long_rows_job(tmp_path, words, tokens=tokens, device="cuda", args=args)
+    job = long_rows_job(tmp_path, FOR_A_CARD, words, tokens=tokens, device="cuda", args=args)
     command = [sys.executable, "-m", "batchrunner.cli", str(write_job(job, tmp_path))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ}) as process:
         eventually(lambda: rows_done(tmp_path) >= 1 or process.poll() is not None, START_S)
