@@ -105,6 +105,18 @@ def test_apply_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_trials")
+def test_an_older_log_does_not_count(tmp_path: Path) -> None:
+    """What a trial of a changed job, or one that was cut, has left in the directory is no part of a trial."""
+    old = tmp_path / "run" / "tune" / "000" / "engine-server.log"
+    old.parent.mkdir(parents=True)
+    old.write_text(LOG * 5)
+    result = batchrun("tune", write_job(limited_job(tmp_path, room=2), tmp_path), "--json")
+    trial = json.loads(result.stdout)["trials"][0]
+    assert trial["signs"]["attention_backend"] is None
+    assert trial["signs"]["graph_off_share"] is None
+
+
+@pytest.mark.usefixtures("short_trials")
 def test_rows_that_all_fail(tmp_path: Path) -> None:
     """Where the engine refuses each row there is no speed: one line says so, with what the engine said."""
     script = LIMITED.replace('self.answer("to " + body["text"])', "self.reply(400, REFUSED)")
