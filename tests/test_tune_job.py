@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchrunner.care.flags import Flags
 from batchrunner.care.tune import measure
 from batchrunner.care.tune.edit import apply_args, edited
 from batchrunner.care.tune.logwork import output_rate, signs_at_start, signs_of_work
 from batchrunner.care.tune.sample import BLOCK_ROWS, chosen, spread, take
+from batchrunner.care.tune.space import Machine
 from batchrunner.care.tune.tuner import engine_to_tune
 from batchrunner.errors import JobError
 from batchrunner.jobfile import load_job
 from batchrunner.prepare import prepare
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.launchable import launchable
+from tests.tuning_lab import CPU
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,6 +148,26 @@ def test_an_engine_that_is_not_the_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert result.stderr.count("\n") == 1
     assert file.read_text() == before
     assert not (tmp_path / "run" / "tune" / "trials.jsonl").exists()
+
+
+def test_trials_of_another_machine_or_job_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that machines share each finds its own; other rows in flight are another job."""
+    found = []
+
+    def history(path: Path, about: str, base: dict[str, Any]) -> None:
+        found.append(about)
+        raise JobError("enough")
+
+    monkeypatch.setattr("batchrunner.care.tune.tuner.History", history)
+    file = write_job(limited_job(tmp_path), tmp_path)
+    h100 = Machine(Flags(), cpu=False, cards=1, card="NVIDIA H100 80GB HBM3", card_gb=80)
+    for machine in (h100, replace(h100, card="NVIDIA H100 PCIe"), replace(h100, card_gb=94), CPU):
+        monkeypatch.setattr("batchrunner.care.tune.tuner.machine_for", lambda *_, **__: machine)  # noqa: B023
+        for setting in ("window=auto", "window=8", "queue=[10, 100]", "dedupe=false"):
+            assert "enough" in batchrun("tune", file, "--set", setting).stderr
+    assert len(set(found)) == len(found) == 16
 
 
 @pytest.mark.usefixtures("short_trials")

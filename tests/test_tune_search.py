@@ -151,11 +151,10 @@ def test_the_edge_of_memory() -> None:
 def test_memory_in_small_steps_to_the_edge(noise: float) -> None:
     """On a GPU it goes to the guides' spare memory at once, then by 0.01 until it dies, and back by one."""
     args = {"max-running-requests": 512, "schedule-conservativeness": 0.1}
-    card = replace(CARD, card_gb=80)
     lab = Lab(
         ROWS, card=Card(), noise=noise, deadly=lambda a: a.get("mem-fraction-static", 0) > 0.905 and "OOM"
     )
-    found, search = tuned(lab, args, machine=card, budget_s=5000)
+    found, search = tuned(lab, args, machine=CARD, budget_s=5000)
     tried = [trial["args"] for trial in found.trials if "attention-backend" not in trial["args"]]
     steps = [args.get("mem-fraction-static") for args in tried]
     assert steps == [None, 0.89, 0.9, 0.91]
@@ -240,7 +239,7 @@ def test_more_output_a_pass_settles_a_near_tie() -> None:
 
 
 BUSY = Signs(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
-CARD = Machine(Flags(), cpu=False, cards=1, card_gb=80, architecture="hopper")
+CARD = Machine(Flags(), cpu=False, cards=1, card="NVIDIA H100 80GB HBM3", card_gb=80)
 PUT = "schedule-conservativeness"
 
 
@@ -313,7 +312,7 @@ def test_what_needs_leave_is_tried_with_it() -> None:
         {"quantization": "fp8"},
     ]
     assert not isinstance(by_name["torch-compile"](Now({}, BUSY, allowed)), str)
-    old = replace(allowed, architecture="ampere")
+    old = replace(allowed, card="NVIDIA A100-SXM4-80GB")
     assert "no FP8" in by_name["quantization"](Now({}, BUSY, old))
 
 

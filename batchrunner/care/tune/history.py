@@ -23,7 +23,7 @@ class History:
     """The finished trials of one job on one machine."""
 
     def __init__(self, path: Path, about: str, base: Args) -> None:
-        """Read those in a file that are about the same: a digest of rows, model, version, device, flags.
+        """Read those in a file that are about the same: a digest of rows, job, engine and machine.
 
         `base` are the job's own flags: what a trial has beyond them is written down, and no secret among
         them. Raises StorageError.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchrunner.care.facts import Facts
 from batchrunner.care.flags import installed
 from batchrunner.care.host import free_bytes
 from batchrunner.care.limit import UnknownLimitError, model_of_config
@@ -32,8 +31,8 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
         flags=installed(engine.python, engine.env),
         cpu=cpu,
         cards=0 if cpu else len(gpus()),
+        card=card.name if card else None,
         card_gb=card.memory_bytes / (1 << 30) if card else 0.0,
-        architecture=Facts(card=card.name).architecture if card else None,
         most_pool_tokens=_pool_tokens(engine) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
         allowed=frozenset(allowed),

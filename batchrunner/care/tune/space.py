@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.care.facts import FP8
+from batchrunner.care.facts import FP8, architecture_of
 from batchrunner.care.flags import name_in
 from batchrunner.care.safer import MORE_CONSERVATIVE, MOST_CONSERVATIVE
 
@@ -61,8 +61,9 @@ class Machine:
     flags: Flags
     cpu: bool = True
     cards: int = 0
+    card: str | None = None
+    """The GPU by its maker's name."""
     card_gb: float = 0.0
-    architecture: Architecture | None = None
     most_pool_tokens: int = 0
     """On a CPU: the KV pool that memory allows; 0 where that is not known."""
     ignores_eos: bool = False
@@ -70,6 +71,11 @@ class Machine:
     allowed: frozenset[str] = frozenset()
     one_of_several: bool = False
     """A replica of a gateway: how many there are is the gateway's business."""
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The card's generation, where its name is known."""
+        return architecture_of(self.card or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +218,10 @@ def _policy(now: Now) -> Moves:
 
 
 def _attention(now: Now) -> Moves:
-    backends = BACKENDS.get(now.machine.architecture) if now.machine.architecture else None
-    if backends is None:
+    architecture = now.machine.architecture
+    if architecture is None:
         return "no choice of backend for this device"
+    backends = BACKENDS[architecture]
     current = now.value("attention-backend", now.signs.attention_backend)
     return [Move({"attention-backend": v}, f"it is {current}") for v in backends if v != current]
 

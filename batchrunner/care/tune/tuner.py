@@ -69,9 +69,13 @@ def tune(
     sample = take(prepared, directory)
     log.info("sample: %s", sample)
     machine = machine_for(job, engine, allow, one_of_several=isinstance(job.engine, GatewayEngine))
-    facts = [fingerprint(job, prepared.dataset, engine.model).as_dict(), engine.args, engine.env]
-    about = key_of({"facts": [*facts, machine.flags.version, machine.cpu, job.order, job.tokenize]})
-    history = History(directory / "trials.jsonl", hashlib.sha256(about).hexdigest(), engine.args)
+    facts = {
+        "rows": fingerprint(job, prepared.dataset, engine.model).as_dict(),
+        "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
+        "engine": [engine.args, engine.env, machine.flags.version],
+        "machine": [machine.cpu, machine.cards, machine.card, machine.card_gb],
+    }
+    history = History(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), engine.args)
     bench = Bench(job, engine, sample, directory)
     search = Search(engine.args, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
