@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from batchrunner.care.flags import Flags
 from batchrunner.care.tune.measure import Moment, Result, Rival, Signs, Watch, tokens_at
 from batchrunner.care.tune.outcome import Tuned, account
+from batchrunner.care.tune.race import _quantile as quantile
 from batchrunner.care.tune.race import compare, spread_of
 from batchrunner.care.tune.search import Ask, Search, key_of
 from batchrunner.care.tune.space import KNOBS, Knob, Machine, Move, Now
@@ -228,6 +230,16 @@ def test_dead_heats_are_not_won() -> None:
                 verdict, _ = compare(mine, best, spread_of([mine, best]))
             wins += verdict == "faster"
         assert wins < 25 + 25 * (noise > 0.05)
+
+
+@pytest.mark.parametrize("freedom", [*range(4, 15), 20, 40])
+def test_the_interval_is_students(freedom: int) -> None:
+    """One-sided 95 %, by the density's own integral; from 14 degrees of freedom on a little more."""
+    step = quantile(freedom) / 1000
+    scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+    density = [(1 + ((at + 0.5) * step) ** 2 / freedom) ** (-(freedom + 1) / 2) for at in range(1000)]
+    covered = 0.5 + scale * step * sum(density)
+    assert 0.9499 < covered < (0.9501 if freedom < 15 else 0.9575)
 
 
 def test_more_output_a_pass_settles_a_near_tie() -> None:
