@@ -314,6 +314,38 @@ def test_each_flag_is_tried_when_it_can_matter(
         assert [move.args for move in moves] == expected
 
 
+@pytest.mark.parametrize(
+    ("knob", "args", "signs", "machine", "note"),
+    [
+        (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, {}, "1.43 reserves all"),
+        ("memory", {}, {"pool_tokens": 20_000}, {"cpu": True}, "is not known"),
+        ("memory", {}, {}, {"cpu": True, "most_pool_tokens": 9000}, "is not known"),
+        ("memory", {"mem-fraction-static": 0.995}, {"spare_gb": 6.0}, {}, "all of the card"),
+        ("chunked-prefill-size", {}, {"prefill_limit": -1, "prefill_per_pass": 300.0}, {}, "is off"),
+        ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, {}, "holds 8"),
+    ],
+)
+def test_what_is_left_alone_has_its_reason(
+    knob: str, args: Args, signs: dict[str, Any], machine: dict[str, Any], note: str
+) -> None:
+    """Where nothing is left to try, or too little is known, the table has a true word on it."""
+    (moves_of,) = (k.moves for k in KNOBS if k.name == knob)
+    moves = moves_of(Now(args, replace(BUSY, **signs), replace(CARD, **machine)))
+    assert isinstance(moves, str)
+    assert note in moves
+
+
+def test_flags_that_are_null_and_a_server_that_runs_one() -> None:
+    """A flag that the job takes back with null is at its default; a mean of no running row is no failure."""
+    by_name = {knob.name: knob.moves for knob in KNOBS}
+    bolder = by_name[PUT](Now({PUT: None}, BUSY, CARD))
+    more = by_name["max-running-requests"](Now({}, replace(BUSY, running=0, max_running=1, usage=0), CARD))
+    assert isinstance(bolder, list)
+    assert isinstance(more, list)
+    assert [move.args for move in bolder] == [{PUT: 0.3}]
+    assert [move.args["max-running-requests"] for move in more] == [32, 6]
+
+
 def test_what_needs_leave_is_tried_with_it() -> None:
     """Quantization and torch.compile are tried when allowed, FP8 only on a card that has it."""
     allowed = replace(CARD, allowed=frozenset({"quantization", "torch-compile"}))

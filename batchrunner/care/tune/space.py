@@ -87,8 +87,9 @@ class Now:
     machine: Machine
 
     def value(self, name: str, default: Any) -> Any:
-        """Return what a flag is set to, under any of its names."""
-        return self.args.get(name_in(self.args, name), default)
+        """Return what a flag is set to, under any of its names; the default of one that is null."""
+        found = self.args.get(name_in(self.args, name))
+        return default if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,9 @@ def _conservativeness(now: Now) -> Moves:
         return _not_admission(signs)
     if signs.retractions_per_min > RETRACTED_OFTEN and signs.full:
         why = f"{signs.retractions_per_min:.0f} retractions a minute at token usage {signs.usage:.2f}"
-        values = MORE_CONSERVATIVE, round(MOST_CONSERVATIVE, 2)
-        return [Move({"schedule-conservativeness": v}, why) for v in values if v > value]
+        higher = [v for v in (MORE_CONSERVATIVE, round(MOST_CONSERVATIVE, 2)) if v > value]
+        moves = [Move({"schedule-conservativeness": v}, why) for v in higher]
+        return moves or f"{value:g} reserves all of max_new_tokens already"
     if signs.full:
         return f"token usage {signs.usage:.2f}: the pool is filled"
     why = f"token usage {signs.usage:.2f} and {signs.queue:.0f} waiting: it is too careful"
@@ -141,10 +143,12 @@ def _memory(now: Now) -> Moves:
 
 def _pool(now: Now) -> Moves:
     """Double the CPU's pool, which stands in for a card's memory."""
-    pool = now.signs.pool_tokens or 0
-    wanted = min(2 * pool, now.machine.most_pool_tokens)
+    pool, most = now.signs.pool_tokens, now.machine.most_pool_tokens
+    if not pool or not most:
+        return "how large the pool is, or could be, is not known"
+    wanted = min(2 * pool, most)
     if wanted <= pool:
-        return f"a quarter of the free memory holds {now.machine.most_pool_tokens} tokens"
+        return f"a quarter of the free memory holds {most} tokens"
     return [Move({"max-total-tokens": wanted}, f"rows wait for the pool of {pool} tokens")]
 
 
@@ -161,12 +165,15 @@ def _fraction(now: Now) -> Moves:
         steps.insert(0, math.floor((spare - SPARE_GOOD_GB) / now.machine.card_gb / FRACTION_STEP) / 100)
     raised = dict.fromkeys(round(value + step, 2) for step in steps if step > 0 and value + step < 1)
     why = f"rows wait, and {spare:.1f} GB of the card are left"
-    return [Move({"mem-fraction-static": v}, why, is_small=True) for v in raised]
+    moves = [Move({"mem-fraction-static": v}, why, is_small=True) for v in raised]
+    return moves or f"{value:g} is all of the card"
 
 
 def _chunk(now: Now) -> Moves:
     signs = now.signs
     limit, got = signs.prefill_limit, signs.prefill_per_pass
+    if limit is not None and limit <= 0:
+        return "chunked prefill is off"
     if limit is None or got is None or got < PASS_IS_FULL * limit:
         return f"prefill passes have {got or 0:.0f} tokens of {limit or 'unknown'}: the limit does not bind"
     larger = min(2 * limit, MOST_PREFILL)
@@ -182,11 +189,12 @@ def _max_running(now: Now) -> Moves:
     if signs.full:
         return f"token usage {signs.usage:.2f}: the pool holds no more"
     # rounded up to a power of two: the pool limits by itself
-    fits = signs.running / max(signs.usage, 1 / MOST_RAISE)
+    fits = max(signs.running, 1) / max(signs.usage, 1 / MOST_RAISE)
     wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * signs.max_running)
     between = round(math.sqrt(wanted * signs.max_running))
     why = f"all of {signs.max_running} run at token usage {signs.usage:.2f} with {signs.queue:.0f} waiting"
-    return [Move({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running]
+    moves = [Move({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running]
+    return moves or f"token usage {signs.usage:.2f}: the pool holds {fits:.0f} at once"
 
 
 def _graphs(now: Now) -> Moves:
