@@ -344,6 +344,7 @@ engine:
 """
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -354,12 +355,22 @@ engine:
         (EMPTY, EMPTY_AFTER),
     ],
 )
-def test_the_block_is_put_in_place(tmp_path: Path, before: str, after: str) -> None:
-    """Only the values change: comments, order, style and the other keys of the file stay as they are."""
+def test_the_block_is_put_in_place(tmp_path: Path, before: str, after: str, end: str) -> None:
+    """Only the values change: comments, order, style, ends of lines and other keys stay as they are."""
     path = tmp_path / "job.yaml"
-    path.write_text(before)
+    path.write_text(before, newline=end)
     apply_args(path, NEW)
-    assert path.read_text() == after
+    assert path.read_bytes().decode() == after.replace("\n", end)
+
+
+def test_a_link_to_a_job_stays_one(tmp_path: Path) -> None:
+    """What is edited is the file that the link leads to."""
+    path, link = tmp_path / "job.yaml", tmp_path / "link.yaml"
+    path.write_text(LINES)
+    link.symlink_to(path)
+    apply_args(link, NEW)
+    assert link.is_symlink()
+    assert path.read_text() == LINES_AFTER
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ def apply_args(path: Path, args: Mapping[str, Any]) -> None:
     What was written is read again before it takes the file's place. Raises JobError where the file is
     written in a way that this cannot edit (an anchor, a merge, two documents): it is as it was then.
     """
-    text = path.read_text(encoding="utf-8")
+    path = path.resolve()  # a link stays one
+    text = path.read_bytes().decode()  # with the ends of its lines
     wanted = yaml.safe_load(text)
     engine = wanted.get("engine") if isinstance(wanted, dict) else None
     new = edited(text, args)
@@ -32,7 +33,7 @@ def apply_args(path: Path, args: Mapping[str, Any]) -> None:
     if new is None or _loaded(new) != wanted:
         raise JobError(f"{path}: its engine.args cannot be edited in place: put the block in by hand")
     with writing(path), whole_file(path) as temporary:
-        temporary.write_text(new, encoding="utf-8")
+        temporary.write_bytes(new.encode())
         temporary.chmod(path.stat().st_mode)
 
 
@@ -74,13 +75,13 @@ def _added(text: str, node: yaml.MappingNode, items: dict[str, Any]) -> str:
     if node.flow_style or not node.value:
         at = text.rindex("}", 0, node.end_mark.index)
         inner = ", ".join(f"{name}: {_scalar(value)}" for name, value in items.items())
-        return text[:at].rstrip(" \n,") + (", " if node.value else "") + inner + text[at:]
+        return text[:at].rstrip(" \r\n,") + (", " if node.value else "") + inner + text[at:]
     at = _end_of_line(text, _last(node).end_mark.index)
     indent = " " * node.start_mark.column
     block = yaml.safe_dump(items, sort_keys=False, default_flow_style=False)
-    lines = "".join(f"{indent}{line}\n" for line in block.splitlines())
-    newline = "" if text[:at].endswith("\n") else "\n"
-    return text[:at] + newline + lines + text[at:]
+    end = "\r\n" if "\r\n" in text else "\n"
+    lines = "".join(f"{indent}{line}{end}" for line in block.splitlines())
+    return text[:at] + ("" if text[:at].endswith("\n") else end) + lines + text[at:]
 
 
 def _last(node: yaml.Node) -> yaml.Node:
