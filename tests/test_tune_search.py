@@ -273,6 +273,7 @@ PUT = "schedule-conservativeness"
         ),
         ("memory", {"usage": 0.97, "spare_gb": 6.0, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
         ("memory", {"usage": 0.97, "spare_gb": 4.6, "mem_fraction": 0.83}, "the edge"),
+        ("memory", {"usage": 0.97, "spare_gb": 9.9, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
         ("chunked-prefill-size", {"prefill_per_pass": 1900.0}, [{"chunked-prefill-size": 4096}]),
         ("chunked-prefill-size", {"prefill_per_pass": 300.0}, "does not bind"),
         (
@@ -294,6 +295,7 @@ PUT = "schedule-conservativeness"
         ("schedule-policy", {}, "0% of the prompt tokens are shared"),
         ("schedule-policy", {"cached_share": 0.6, "queue": 60}, [{"schedule-policy": "lpm"}]),
         ("schedule-policy", {"cached_share": 0.6, "queue": 300}, "with more than 128 lpm is fcfs"),
+        ("schedule-policy", {"cached_share": 0.09, "queue": 60}, "9% of the prompt tokens"),
         ("attention-backend", {"attention_backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
         ("torch-compile", {}, "--allow torch-compile"),
         ("quantization", {}, "--allow quantization"),
@@ -312,6 +314,16 @@ def test_each_flag_is_tried_when_it_can_matter(
     else:
         assert not isinstance(moves, str), moves
         assert [move.args for move in moves] == expected
+
+
+@pytest.mark.parametrize(("spare_gb", "fraction"), [(2.9, None), (4.5, 0.81), (6.5, 0.9)])
+def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | None) -> None:
+    """Of 24 GB the guides' 5, 6.5 and 10 GB are 3, 3.9 and 6, as they are to advice."""
+    (moves_of,) = (k.moves for k in KNOBS if k.name == "memory")
+    signs = replace(BUSY, usage=0.97, spare_gb=spare_gb, mem_fraction=0.8)
+    moves = moves_of(Now({}, signs, replace(CARD, card="NVIDIA L4", card_gb=24)))
+    found = None if isinstance(moves, str) else moves[0].args["mem-fraction-static"]
+    assert found == fraction
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from batchrunner.care.thresholds import Thresholds
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,8 +27,10 @@ LEAST_JUDGED_S = 5.0
 HOPELESS = 0.5
 """A trial that is not steady yet is behind when it has put out less than this share of what the best had."""
 MOST_POINTS = 240
-FULL, AT_LIMIT = 0.9, 0.9
-"""The guides' token usage of a full pool; the share of max-running-requests from which that is the limit."""
+GUIDES = Thresholds()
+"""Their numbers, as advice has them."""
+AT_LIMIT = 0.9
+"""The share of max-running-requests from which that is the limit, of a mean that has waves in it."""
 EMPTY_OFTEN = 0.5
 
 Ended = Literal["measured", "behind", "died", "cut"]
@@ -76,7 +80,7 @@ class Signs:
     @property
     def full(self) -> bool:
         """Whether the KV pool is."""
-        return self.usage >= FULL
+        return self.usage >= GUIDES.usage_good
 
 
 @dataclass(frozen=True, slots=True)

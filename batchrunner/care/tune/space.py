@@ -10,9 +10,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.care.facts import FP8, architecture_of
+from batchrunner.care.facts import FP8, Facts, architecture_of
 from batchrunner.care.flags import name_in
+from batchrunner.care.load_rules import LESS_CONSERVATIVE
+from batchrunner.care.memory_rules import STEP
+from batchrunner.care.pass_rules import LARGEST_CHUNK
 from batchrunner.care.safer import MORE_CONSERVATIVE, MOST_CONSERVATIVE
+from batchrunner.care.series import Series
+from batchrunner.care.situation import Situation
+from batchrunner.care.tune.measure import GUIDES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,24 +31,13 @@ Args = dict[str, Any]
 QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"
 ALLOWABLE = (QUANTIZATION, TORCH_COMPILE)
 """What is tried only with leave: the first changes answers, the second takes minutes at each start."""
-LOWER, LOWEST, NORMAL = 0.3, 0.1, 1.0
-"""Schedule-conservativeness: the guides' value for a server that is too careful, a bolder one, and SGLang's
+LEAST_CONSERVATIVE, NORMAL = 0.1, 1.0
+"""Schedule-conservativeness: bolder than the guides' value for a server that is too careful, and SGLang's
 default."""
-RETRACTED_OFTEN = 1.0
-"""A minute, the guides' "about one is acceptable"."""
-FRACTION_STEP = 0.01
-"""The guides' increment of mem-fraction-static."""
-SPARE_ENOUGH_GB, SPARE_MUCH_GB, SPARE_GOOD_GB = 5.0, 8.0, 6.5
-"""The guides' 5 to 8 GB of `available_gpu_mem`: below is the edge, above is memory to give away."""
-MOST_PREFILL = 16_384
-"""SGLang's `max-prefill-tokens`: a chunk of more has no effect."""
 PASS_IS_FULL = 0.7
 """Mean share of the limit from which prefill passes are held to it (the last of a prompt is short)."""
 GRAPH_SIZES = (256, 512, 768, 1024)
 GRAPH_OFF_OFTEN = 0.1
-SHARED = 0.05
-MATCHED_AT_MOST = 128
-"""With more waiting SGLang serves `lpm` first come, first served."""
 MOST_RAISE = 32
 """Of max-running-requests, at once."""
 BACKENDS: dict[Architecture, tuple[str, ...]] = {
@@ -122,7 +117,7 @@ def _conservativeness(now: Now) -> Moves:
         return "with ignore_eos SGLang reserves all of max_new_tokens whatever it is"
     if signs.at_limit or not signs.waits:
         return _not_admission(signs)
-    if signs.retractions_per_min > RETRACTED_OFTEN and signs.full:
+    if signs.retractions_per_min > GUIDES.retractions_per_min and signs.full:
         why = f"{signs.retractions_per_min:.0f} retractions a minute at token usage {signs.usage:.2f}"
         higher = [v for v in (MORE_CONSERVATIVE, round(MOST_CONSERVATIVE, 2)) if v > value]
         moves = [Move({"schedule-conservativeness": v}, why) for v in higher]
@@ -130,7 +125,8 @@ def _conservativeness(now: Now) -> Moves:
     if signs.full:
         return f"token usage {signs.usage:.2f}: the pool is filled"
     why = f"token usage {signs.usage:.2f} and {signs.queue:.0f} waiting: it is too careful"
-    lower = [v for v in (LOWER if value > LOWER else LOWEST, NORMAL) if v < value]
+    bolder = LESS_CONSERVATIVE if value > LESS_CONSERVATIVE else LEAST_CONSERVATIVE
+    lower = [v for v in (bolder, NORMAL) if v < value]
     return [Move({"schedule-conservativeness": v}, why) for v in lower] or f"{value:g} is bold enough"
 
 
@@ -158,11 +154,12 @@ def _fraction(now: Now) -> Moves:
     value = now.value("mem-fraction-static", signs.mem_fraction)
     if value is None or spare is None:
         return "the log tells neither mem_fraction_static nor available_gpu_mem"
-    if spare < SPARE_ENOUGH_GB:
+    band = _advised(now, chunked_prefill_size=signs.prefill_limit).memory_band
+    if spare < band.low:
         return f"{spare:.1f} GB are left of the card: the edge"
-    steps = [FRACTION_STEP]
-    if spare > SPARE_MUCH_GB and now.machine.card_gb:
-        steps.insert(0, math.floor((spare - SPARE_GOOD_GB) / now.machine.card_gb / FRACTION_STEP) / 100)
+    steps = [STEP]
+    if spare > band.high and now.machine.card_gb:
+        steps.insert(0, math.floor((spare - band.good) / now.machine.card_gb / STEP) * STEP)
     raised = dict.fromkeys(round(value + step, 2) for step in steps if step > 0 and value + step < 1)
     why = f"rows wait, and {spare:.1f} GB of the card are left"
     moves = [Move({"mem-fraction-static": v}, why, is_small=True) for v in raised]
@@ -176,7 +173,7 @@ def _chunk(now: Now) -> Moves:
         return "chunked prefill is off"
     if limit is None or got is None or got < PASS_IS_FULL * limit:
         return f"prefill passes have {got or 0:.0f} tokens of {limit or 'unknown'}: the limit does not bind"
-    larger = min(2 * limit, MOST_PREFILL)
+    larger = min(2 * limit, LARGEST_CHUNK)
     if larger <= limit:
         return f"{limit} tokens a pass is max-prefill-tokens"
     return [Move({"chunked-prefill-size": larger}, f"prefill passes have {got:.0f} of {limit} tokens")]
@@ -201,16 +198,16 @@ def _graphs(now: Now) -> Moves:
     signs, name = now.signs, "cuda-graph-max-bs-decode"
     if now.machine.cpu or signs.graph_off_share is None:
         return "no CUDA graphs here"
+    why = f"{signs.graph_off_share:.0%} of the decode passes ran without a graph"
     if signs.graph_off_share < GRAPH_OFF_OFTEN:
-        return f"{signs.graph_off_share:.0%} of the decode passes ran without a graph"
+        return why
     size = next((size for size in GRAPH_SIZES if size >= signs.running), GRAPH_SIZES[-1])
     if size <= int(now.value(name, 0)):
         return f"graphs up to {size} are captured already"
-    why = f"{signs.graph_off_share:.0%} of the decode passes ran without a graph"
     moves = [Move({name: size}, why)]
     fraction = now.value("mem-fraction-static", signs.mem_fraction)
     if fraction is not None:  # graphs take memory of their own
-        moves.append(Move({name: size, "mem-fraction-static": round(fraction - 2 * FRACTION_STEP, 2)}, why))
+        moves.append(Move({name: size, "mem-fraction-static": round(fraction - 2 * STEP, 2)}, why))
     return moves
 
 
@@ -218,11 +215,12 @@ def _policy(now: Now) -> Moves:
     signs, value = now.signs, now.value("schedule-policy", "fcfs")
     if value != "fcfs":
         return [Move({"schedule-policy": "fcfs"}, "the runner's own order is made for it")]
-    if signs.cached_share < SHARED:
-        return f"{signs.cached_share:.0%} of the prompt tokens are shared"
-    if signs.queue > MATCHED_AT_MOST:
-        return f"{signs.queue:.0f} waiting: with more than {MATCHED_AT_MOST} lpm is fcfs"
-    return [Move({"schedule-policy": "lpm"}, f"{signs.cached_share:.0%} of the prompt tokens are shared")]
+    shared = f"{signs.cached_share:.0%} of the prompt tokens are shared"
+    if signs.cached_share < GUIDES.shared:
+        return shared
+    if signs.queue > GUIDES.lpm_queue:
+        return f"{signs.queue:.0f} waiting: with more than {GUIDES.lpm_queue:.0f} lpm is fcfs"
+    return [Move({"schedule-policy": "lpm"}, shared)]
 
 
 def _attention(now: Now) -> Moves:
@@ -259,6 +257,12 @@ def _parallel(now: Now) -> Moves:
     if (replicas := cards // tp) < 2:  # noqa: PLR2004
         return f"engine: {{kind: gateway}} with a tp under {tp} is faster, where the weights fit so few GPUs"
     return f"engine: {{kind: gateway, tp: {tp}}} has {replicas} replicas on {cards} GPUs, each about as fast"
+
+
+def _advised(now: Now, **arguments: Any) -> Situation:
+    """Return the card and these arguments as the rules of advice look at them."""
+    facts = Facts(card=now.machine.card, card_gb=now.machine.card_gb or None, arguments=arguments)
+    return Situation(Series(GUIDES), Series(GUIDES), facts)
 
 
 def _not_admission(signs: Signs) -> str:
