@@ -430,6 +430,8 @@ def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 LOG = """
 [2025-08-11 17:17:03] server_args=ServerArgs(mem_fraction_static=0.83, attention_backend='fa3', tp_size=1)
+[2025-08-11 17:17:03] Load weight end. type=LlamaForCausalLM, dtype=torch.bfloat16, avail mem=63.50 GB, \
+mem usage=15.00 GB.
 [2025-08-11 17:17:03] max_total_num_tokens=665690, chunked_prefill_size=8192, max_prefill_tokens=16384, \
 max_running_requests=4096, context_len=65536, available_gpu_mem=13.50 GB
 [2025-08-11 17:18:03] Prefill batch, #new-seq: 2, #new-token: 800, #cached-token: 0, token usage: 0.10, \
@@ -448,6 +450,7 @@ def test_the_log_tells_the_rest() -> None:
         "prefill_limit": 8192,
         "mem_fraction": 0.83,
         "attention_backend": "fa3",
+        "model": "LlamaForCausalLM",
     }
     work = signs_of_work(LOG.splitlines(), tokens=4200)
     assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}

@@ -316,6 +316,30 @@ def test_each_flag_is_tried_when_it_can_matter(
         assert [move.args for move in moves] == expected
 
 
+@pytest.mark.parametrize(
+    ("card", "model", "expected"),
+    [
+        ("NVIDIA B200", "LlamaForCausalLM", ["trtllm_mha", "flashinfer"]),
+        ("NVIDIA B200", "DeepseekV3ForCausalLM", ["trtllm_mla", "flashinfer"]),
+        ("NVIDIA L4", None, ["flashinfer", "triton"]),
+        ("NVIDIA L4", "DeepseekV3ForCausalLM", "SGLang chooses it for DeepseekV3ForCausalLM"),
+        ("NVIDIA B200", "GptOssForCausalLM", "SGLang chooses it for GptOssForCausalLM"),
+        ("NVIDIA Q1", None, "no choice"),
+    ],
+)
+def test_the_backend_is_that_of_card_and_model(
+    card: str, model: str | None, expected: list[str] | str
+) -> None:
+    """What is tried is what advice would say, and the first general one beside it."""
+    (moves_of,) = (k.moves for k in KNOBS if k.name == "attention-backend")
+    moves = moves_of(Now({}, replace(BUSY, model=model), replace(CARD, card=card)))
+    if isinstance(expected, str):
+        assert isinstance(moves, str)
+        assert expected in moves
+    else:
+        assert [move.args["attention-backend"] for move in moves if isinstance(move, Move)] == expected
+
+
 @pytest.mark.parametrize(("spare_gb", "fraction"), [(2.9, None), (4.5, 0.81), (6.5, 0.9)])
 def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | None) -> None:
     """Of 24 GB the guides' 5, 6.5 and 10 GB are 3, 3.9 and 6, as they are to advice."""

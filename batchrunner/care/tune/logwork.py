@@ -6,7 +6,7 @@ from collections import defaultdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.batchlines import Arguments, Batch, Ready, clean, origin_of, record_in
+from batchrunner.engines.batchlines import Arguments, Batch, Ready, Weights, clean, origin_of, record_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +25,8 @@ def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
             case Arguments(values=values):
                 found["mem_fraction"] = values.get("mem_fraction_static")
                 found["attention_backend"] = values.get("attention_backend")
+            case Weights(model=str(model)):
+                found["model"] = model
             case Ready(chunked_prefill_size=chunk, gpu_gb=spare_gb):
                 found |= {"prefill_limit": chunk, "spare_gb": spare_gb}
             case Batch():

@@ -66,6 +66,8 @@ class Signs:
     """`available_gpu_mem` when the server was ready."""
     mem_fraction: float | None = None
     attention_backend: str | None = None
+    model: str | None = None
+    """Its class."""
 
     @property
     def waits(self) -> bool:

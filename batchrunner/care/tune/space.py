@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.facts import FP8, Facts, architecture_of
-from batchrunner.care.flags import name_in
+from batchrunner.care.flags import Flags, name_in
 from batchrunner.care.load_rules import LESS_CONSERVATIVE
 from batchrunner.care.memory_rules import STEP
 from batchrunner.care.pass_rules import LARGEST_CHUNK
 from batchrunner.care.safer import MORE_CONSERVATIVE, MOST_CONSERVATIVE
 from batchrunner.care.series import Series
+from batchrunner.care.setup_rules import attention_backend
 from batchrunner.care.situation import Situation
 from batchrunner.care.tune.measure import GUIDES
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from batchrunner.care.facts import Architecture
-    from batchrunner.care.flags import Flags
     from batchrunner.care.tune.measure import Signs
 
 Args = dict[str, Any]
@@ -40,13 +40,8 @@ GRAPH_SIZES = (256, 512, 768, 1024)
 GRAPH_OFF_OFTEN = 0.1
 MOST_RAISE = 32
 """Of max-running-requests, at once."""
-BACKENDS: dict[Architecture, tuple[str, ...]] = {
-    "hopper": ("fa3", "flashinfer"),
-    "blackwell": ("trtllm_mha", "flashinfer"),
-    "ada": ("flashinfer", "triton"),
-    "ampere": ("flashinfer", "triton"),
-}
-"""The guides' attention backend of each generation of cards, and the one to compare it with."""
+GENERAL_BACKENDS = ("flashinfer", "triton")
+"""Attention backends of any card: the guides' own for a card is compared with the first that is another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +219,22 @@ def _policy(now: Now) -> Moves:
 
 
 def _attention(now: Now) -> Moves:
-    architecture = now.machine.architecture
-    if architecture is None:
+    if now.machine.architecture is None:
         return "no choice of backend for this device"
-    backends = BACKENDS[architecture]
+    best = _best_backend(now)
+    if best is None:
+        return f"SGLang chooses it for {now.signs.model}"
+    backends = best, next(other for other in GENERAL_BACKENDS if other != best)
     current = now.value("attention-backend", now.signs.attention_backend)
     return [Move({"attention-backend": v}, f"it is {current}") for v in backends if v != current]
+
+
+def _best_backend(now: Now) -> str | None:
+    """Return the guides' backend for a card and a model; None where SGLang's own choice is to stand."""
+    # what the rule says of a server that was asked for one that is the best nowhere, of any version
+    asked = _advised(now, attention_backend="torch_native", launch_command="--attention-backend")
+    found = attention_backend(asked, Flags())
+    return found.args["attention-backend"] if found else None
 
 
 def _compile(now: Now) -> Moves:
@@ -260,8 +265,9 @@ def _parallel(now: Now) -> Moves:
 
 
 def _advised(now: Now, **arguments: Any) -> Situation:
-    """Return the card and these arguments as the rules of advice look at them."""
-    facts = Facts(card=now.machine.card, card_gb=now.machine.card_gb or None, arguments=arguments)
+    """Return the card, the model and these arguments as the rules of advice look at them."""
+    card_gb = now.machine.card_gb or None
+    facts = Facts(card=now.machine.card, card_gb=card_gb, model=now.signs.model, arguments=arguments)
     return Situation(Series(GUIDES), Series(GUIDES), facts)
 
 
