@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from batchrunner.care.tune.search import changes, shown
+from batchrunner.care.situation import command_line
+from batchrunner.care.tune.search import changes
 from batchrunner.errors import EngineStartError
 from batchrunner.report import duration
 
@@ -92,7 +93,7 @@ def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
     limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
-    flags = shown(trial["args"]) or "the job's own"
+    flags = command_line(trial["args"]) or "the job's own"
     line = (
         f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
         f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if is_best else ''}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from batchrunner.care.flags import name_in
+from batchrunner.care.situation import command_line
 from batchrunner.care.tune.measure import Rival
 from batchrunner.care.tune.race import WORTH, compare, margin_of, more_a_pass, same_work, spread_of
 from batchrunner.care.tune.space import KNOBS, Now
@@ -95,7 +96,7 @@ class Search:
         while (move := self._next_move(knob)) is not None:
             setting = Setting(self._moved_to(move))
             self.settings[key_of(setting.args)] = setting
-            tried = shown(changes(setting.args, self.best.args))
+            tried = command_line(changes(setting.args, self.best.args))
             won = yield from self._race(setting, move, knob)
             moved |= won
             self._moved.add(knob.name)
@@ -126,7 +127,7 @@ class Search:
     def _missing(self, move: Move) -> str:
         """Return what of a change this version lacks, as on its command line; empty where it has all."""
         flags = self._machine.flags
-        return next((shown({n: v}) for n, v in move.args.items() if not flags.setting(n, v)), "")
+        return next((command_line({n: v}) for n, v in move.args.items() if not flags.setting(n, v)), "")
 
     def _race(self, setting: Setting, move: Move, knob: Knob) -> Generator[Ask, Result, bool]:
         """Try a setting, then the best and it in turns until it is plain which is faster."""
@@ -178,11 +179,6 @@ class Search:
 def key_of(args: Args) -> bytes:
     """Return what two equal settings have in common."""
     return orjson.dumps(args, option=orjson.OPT_SORT_KEYS, default=str)
-
-
-def shown(args: Args) -> str:
-    """Write flags as on a command line."""
-    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in args.items())
 
 
 def changes(args: Args, base: Args) -> Args:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
+from batchrunner.care.situation import command_line
 from batchrunner.care.tune.edit import apply_args, own_engine
 from batchrunner.care.tune.history import History
 from batchrunner.care.tune.machine import machine_for
 from batchrunner.care.tune.outcome import Tuned, account
 from batchrunner.care.tune.sample import take
-from batchrunner.care.tune.search import Search, changes, key_of, shown
+from batchrunner.care.tune.search import Search, changes, key_of
 from batchrunner.care.tune.space import ALLOWABLE
 from batchrunner.care.tune.trial import Bench
 from batchrunner.checkpoint import fingerprint
@@ -171,7 +172,8 @@ async def drive(
 
 
 def _tell(number: int, ask: Ask, result: Result, search: Search) -> None:
-    flags = shown(changes(ask.args, next(iter(search.settings.values())).args)) or "the job's own flags"
+    own, *_ = search.settings.values()
+    flags = command_line(changes(ask.args, own.args)) or "the job's own flags"
     speed = "" if result.ended == "died" else f"{result.tokens_per_s:,.0f} output tok/s, "
     log.info(
         "trial %d: %s (%s): %s%s, %s", number, flags, ask.why, speed, result.why, duration(result.cost_s)
