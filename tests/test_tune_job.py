@@ -31,6 +31,7 @@ from tests.tuning_lab import CPU
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batchrunner.job import ServerEngine
     from tests.fake_sglang import FakeSGLang
 
 LIMITED = """
@@ -118,6 +119,20 @@ def test_an_older_log_does_not_count(tmp_path: Path) -> None:
     trial = json.loads(result.stdout)["trials"][0]
     assert trial["signs"]["attention_backend"] is None
     assert trial["signs"]["graph_off_share"] is None
+
+
+def test_passes_are_counted_by_our_own_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may have its server log less often; its trials' passes are counted all the same."""
+    launched: list[dict[str, Any]] = []
+
+    def engine(spec: ServerEngine, **_: Any) -> None:
+        launched.append(spec.args)
+        raise JobError("enough")
+
+    monkeypatch.setattr("batchrunner.care.tune.trial.make_engine", engine)
+    options = ["--set", "engine.args.decode-log-interval=40"]
+    assert "enough" in batchrun("tune", write_job(limited_job(tmp_path), tmp_path), *options).stderr
+    assert [args["decode-log-interval"] for args in launched] == [10]
 
 
 @pytest.mark.usefixtures("short_trials")

@@ -51,7 +51,7 @@ class Bench:
     async def _run(self, ask: Ask, place: Path, within_s: float) -> Result:
         began = time.monotonic()
         shutil.rmtree(place, ignore_errors=True)  # a log that is there would be added to, and counted
-        args = {"decode-log-interval": LOG_INTERVAL, **ask.args}
+        args = {**ask.args, "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
         start_s = min(self.engine.start_timeout, within_s)
         spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s, "heal": False})
         engine = make_engine(spec, log_dir=place, limits=self.job.limits)
