@@ -97,14 +97,11 @@ class Result:
     """Wall time with the launch."""
     tokens_per_s: float = 0.0
     """Output tokens a second in steady time; of a trial that was stopped, until then."""
-    rows_per_s: float = 0.0
     steady_s: float = 0.0
     failed_share: float = 0.0
     """Of the rows that ended."""
     signs: Signs = field(default_factory=Signs)
     curve: Curve = ()
-    warm_s: float = 0.0
-    """When steady time began."""
 
     @property
     def is_speed(self) -> bool:
@@ -220,9 +217,7 @@ class Watch:
         return Result(
             ended, why, round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
-            rows_per_s=round((until.rows - begin.rows) / span_s, 3),
             steady_s=round(span_s, 1), signs=self._signs(span_s), curve=thinned([*self._curve, end[:2]]),
-            warm_s=round(begin.at_s, 1),
         )  # fmt: skip
 
     def _signs(self, span_s: float) -> Signs:
@@ -260,9 +255,7 @@ def tokens_at(curve: Curve, at_s: float) -> float:
 
 
 def thinned(curve: Sequence[tuple[float, int]]) -> Curve:
-    """Return at most 240 points of a curve, in order, no two at one moment."""
+    """Return some 240 points of a curve at most, in order, the last among them, no two at one moment."""
     apart = [point for point, after in pairwise(curve) if point[0] < after[0]]
-    points = [*apart, curve[-1]]
-    step = -(-len(points) // MOST_POINTS)
-    kept = [*points[::step], *([points[-1]] if (len(points) - 1) % step else [])]
+    kept = [*apart[:: len(apart) // MOST_POINTS + 1], curve[-1]]
     return tuple((round(at_s, 2), tokens) for at_s, tokens in kept)

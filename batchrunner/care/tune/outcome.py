@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -70,8 +70,8 @@ def account(search: Search, source: str, sample: str, spent_s: float) -> Tuned:
         sample=sample,
         spent_s=round(spent_s, 1),
         reason=search.reason,
-        own_tokens_per_s=_speed(own),
-        best_tokens_per_s=_speed(search.best),
+        own_tokens_per_s=round(geometric_mean(own.speeds), 1),
+        best_tokens_per_s=round(geometric_mean(search.best.speeds), 1),
         args=changes(search.best.args, own.args),
         trials=[_trial(setting, own.args) for setting in search.settings.values() if setting.results],
         notes={"queue": _queue_note(own), **search.notes},
@@ -105,8 +105,3 @@ def _queue_note(own: Setting) -> str:
     return (
         f"the runner's own controller holds it; {own.newest.signs.queue:.0f} waited with the job's own flags"
     )
-
-
-def _speed(setting: Setting) -> float:
-    """Return the geometric mean of a setting's speeds."""
-    return round(math.exp(sum(map(math.log, setting.speeds)) / len(setting.speeds)), 1)

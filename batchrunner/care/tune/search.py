@@ -45,11 +45,6 @@ class Setting:
         """Its last trial."""
         return self.results[-1]
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether every trial was measured, and none died."""
-        return all(result.is_speed for result in self.results)
-
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -80,7 +75,7 @@ class Search:
     def steps(self) -> Generator[Ask, Result, None]:
         """Ask for trials, be sent their results, until no flag brings more."""
         yield from self._try(self.best, "the job's own flags", None)
-        if not self.best.is_usable:
+        if not self.best.newest.is_speed:
             self.reason = f"the job's own flags cannot be measured: {self.best.newest.why}"
             return
         moved = True

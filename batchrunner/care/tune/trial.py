@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from batchrunner.job import Job, ServerEngine
     from batchrunner.records import Completion, EngineInfo, Incident, Request, Signals
 
-MOST_LOG_BYTES = 64 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -42,7 +40,7 @@ class Bench:
     async def run(self, ask: Ask, number: int, within_s: float) -> Result:
         """Launch, send the sample, and say what it showed; over in little more than `within_s`.
 
-        Raises EngineStartError where SGLang cannot be started at all, BatchrunError where the job is wrong.
+        A server that does not start is a result too. Raises BatchrunError where the job is wrong.
         """
         began = time.monotonic()
         result = await self._run(ask, self.directory / f"{number:03d}", within_s)
@@ -159,7 +157,7 @@ class Meter:
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self._began or self._last)
         result = self._watch.result(ended, why, at_s, 0.0)
-        log = self._log_path.read_bytes()[:MOST_LOG_BYTES] if self._log_path else b""
+        log = self._log_path.read_bytes() if self._log_path else b""
         begin, until = self._watch.span(
             Moment(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
         )
