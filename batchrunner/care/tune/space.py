@@ -164,19 +164,23 @@ def _fraction(now: Now) -> Moves:
 def _chunk(now: Now) -> Moves:
     signs = now.signs
     limit, got = signs.prefill_limit, signs.prefill_per_pass
-    if limit is not None and limit <= 0:
+    if limit is None or got is None:
+        return "the log tells no prefill passes, or not their limit"
+    if limit <= 0:
         return "chunked prefill is off"
-    if limit is None or got is None or got < PASS_IS_FULL * limit:
-        return f"prefill passes have {got or 0:.0f} tokens of {limit or 'unknown'}: the limit does not bind"
+    if got < PASS_IS_FULL * limit:
+        return f"prefill passes have {got:.0f} tokens of {limit}: the limit does not bind"
     larger = min(2 * limit, LARGEST_CHUNK)
     if larger <= limit:
-        return f"{limit} tokens a pass is max-prefill-tokens"
+        return f"more than {LARGEST_CHUNK} tokens a pass are not tried"
     return [Move({"chunked-prefill-size": larger}, f"prefill passes have {got:.0f} of {limit} tokens")]
 
 
 def _max_running(now: Now) -> Moves:
     signs = now.signs
-    if not signs.at_limit or not signs.waits or signs.max_running is None:
+    if not signs.waits:
+        return _not_admission(signs)
+    if not signs.at_limit or signs.max_running is None:
         return f"#running-req {signs.running:.0f} stays under {signs.max_running or 'its limit'}"
     if signs.full:
         return f"token usage {signs.usage:.2f}: the pool holds no more"
