@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchrunner.care.flags import Flags
@@ -416,6 +416,7 @@ ARGS = st.dictionaries(
 
 
 @given(old=ARGS, new=ARGS, flow=st.booleans())
+@example(old={"aa": 0}, new={"no": 0}, flow=True)  # YAML's false
 def test_any_arguments_can_be_written(old: dict[str, Any], new: dict[str, Any], flow: bool) -> None:
     """Whatever the arguments are, the file says them afterwards, and all else that it said."""
     job = {"engine": {"kind": "server", "args": old, "model": "x"}, "window": 3}

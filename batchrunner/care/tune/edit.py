@@ -74,7 +74,7 @@ def _added(text: str, node: yaml.MappingNode, items: dict[str, Any]) -> str:
     """Put items behind the last one of a mapping, in its style."""
     if node.flow_style or not node.value:
         at = text.rindex("}", 0, node.end_mark.index)
-        inner = ", ".join(f"{name}: {_scalar(value)}" for name, value in items.items())
+        inner = ", ".join(f"{_scalar(name)}: {_scalar(value)}" for name, value in items.items())
         return text[:at].rstrip(" \r\n,") + (", " if node.value else "") + inner + text[at:]
     at = _end_of_line(text, _last(node).end_mark.index)
     indent = " " * node.start_mark.column
