@@ -111,9 +111,10 @@ class Arranger:
 
     def _take(self, request: Request) -> None:
         work = Work(request)
+        prefix = prefix_of(request)
+        work.size = len(prefix)  # what is read ahead is bounded by it, in any order
         if self._lead is not None or self._lengths is not None or self._dedupe:
-            work.prefix = prefix_of(request)
-            work.size, work.kind = len(work.prefix), crc32(work.prefix[:KIND_BYTES])
+            work.prefix, work.kind = prefix, crc32(prefix[:KIND_BYTES])
         self._window.append(work)
         self._window_bytes += work.size
 

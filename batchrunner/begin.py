@@ -67,7 +67,7 @@ def begin(
             done = find_done(prepared, model, without_failed=retry_failed)
             tidy(run_dir, claim)
             by_others = rows_of_others(run_dir)
-        selected = prepared.selected()
+        selected = prepared.selected(lambda: sleep(0))
         todo = prepared.share_of(selected) - by_others
         total = len(todo | done.rows)
         todo -= done.rows

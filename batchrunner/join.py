@@ -83,7 +83,7 @@ def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *,
             for task in main.all_tasks():
                 drop_failed(task)
             done = _done_by_all(main, None, sleep)
-        selected = prepared.selected()
+        selected = prepared.selected(lambda: sleep(0))
         rows = selected - done
         if rows or leases.plan is None:
             remove_copies(main.task_directory)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from pyroaring import BitMap64
 
 from batchrunner.errors import RowRefusedError
-from batchrunner.prompt import UnreadableValue, values_of
+from batchrunner.prompt import UnreadableValue, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchrunner.dataset import Dataset
     from batchrunner.templates import Predicate
@@ -56,11 +56,14 @@ def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
     return cuts
 
 
-def selected_rows(dataset: Dataset, predicate: Predicate | None, limit: int | None) -> BitMap64:
+def selected_rows(
+    dataset: Dataset, predicate: Predicate | None, limit: int | None, look: Callable[[], None]
+) -> BitMap64:
     """Return the rows that the job is about: those where the filter is true, the first `limit` of them.
 
     A row where the filter fails (a null compared with a number, say) is selected: it ends as a failed row
-    that says so. Only the filter's columns are read, and reading stops at the limit.
+    that says so. Only the filter's columns are read, and reading stops at the limit. `look` is called now and
+    then, and raises where the run is to stop.
     """
     everything = BitMap64()
     everything.add_range(
@@ -70,9 +73,8 @@ def selected_rows(dataset: Dataset, predicate: Predicate | None, limit: int | No
         return everything
     selected = BitMap64()
     for batch in dataset.read(everything, predicate.columns):
-        columns = [values_of(batch.data.column(name)) for name in predicate.columns]
-        for index, row in enumerate(batch.rows):
-            values = {name: column[index] for name, column in zip(predicate.columns, columns, strict=True)}
+        look()
+        for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
             if _selects(predicate, values):
                 selected.add(row)
                 if len(selected) == limit:

@@ -33,8 +33,6 @@ def _blocks(longest: int) -> list[tuple[int, int]]:
 
 _BLOCKS = _blocks(1 << 30)
 _ENDS = [end for _, end in _BLOCKS[:-1]]
-KEY_BYTES = 4
-"""Of a sort key, for each block."""
 
 
 def sort_key(prefix: bytes) -> tuple[bytes, int]:

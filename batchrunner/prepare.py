@@ -17,7 +17,7 @@ from batchrunner.shard import Shard, parted
 from batchrunner.storage import MAIN_TASK, RunDir
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pyroaring import BitMap64
 
@@ -41,9 +41,12 @@ class Prepared:
         for batch in self.dataset.read(rows, self.renderer.columns):
             yield self.renderer.render(batch)
 
-    def selected(self) -> BitMap64:
-        """Return the rows that the job is about; raises InputError where the filter leaves none."""
-        selected = selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit)
+    def selected(self, look: Callable[[], None] = lambda: None) -> BitMap64:
+        """Return the rows that the job is about; raises InputError where the filter leaves none.
+
+        `look` is called now and then, and raises where the run is to stop.
+        """
+        selected = selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit, look)
         if not selected:
             raise InputError(
                 f"input.filter: true for none of the {self.dataset.total_rows} rows: {self.job.input.filter}"

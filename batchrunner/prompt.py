@@ -15,15 +15,15 @@ from batchrunner.records import Outcome, Request, RowRef
 from batchrunner.templates import Predicate, Template, is_template
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from batchrunner.dataset import Batch, Dataset
     from batchrunner.job import InputSpec, PromptSpec, SamplingSpec
     from batchrunner.records import PromptKind
 
+_WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
 _NUMERIC = {
-    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "sampling_seed",
+    *_WHOLE, "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 }  # fmt: skip
 
 Row = dict[str, Any]
@@ -81,13 +81,11 @@ class Renderer:
     def render(self, batch: Batch) -> list[Request | Outcome]:
         """Turn a batch into requests, in order; a row whose data does not fit becomes its final Outcome."""
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
-        columns = [values_of(batch.data.column(name)) for name in self._used]
-        rows = [dict(zip(self._used, values, strict=True)) for values in zip(*columns, strict=True)]
         items: list[Request | Outcome] = []
-        for position, row in enumerate(batch.rows):
+        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
             ref = RowRef(row, carried, position)
             try:
-                items.append(self._request(ref, rows[position] if rows else {}))
+                items.append(self._request(ref, values))
             except RowRefusedError as failure:
                 items.append(Outcome(ref, None, str(failure), None, 0))
         return items
@@ -101,16 +99,34 @@ class Renderer:
         sampling = self._fixed
         if self._per_row:
             own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
-            for name, value in own.items():
-                if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
-                    raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
-            sampling = {**sampling, **own}
+            sampling = {**sampling, **{name: _sendable(name, value) for name, value in own.items()}}
         lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
         return Request(ref, self.kind, self._prompt_of(row), sampling, lora, self._chat_template_kwargs)
 
 
+def _sendable(name: str, value: Any) -> Any:
+    """Return a row's own value as it is sent; raises RowRefusedError for a number that cannot be."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):  # JSON has no word for it
+        raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
+    if name not in _WHOLE:
+        return value
+    if not value.is_integer():
+        raise RowRefusedError(f"sampling.{name}: {value} is not a whole number")
+    return int(value)  # a column of whole numbers and a null is one of floats to pandas
+
+
 class UnreadableValue(ValueError):  # noqa: N818 - a value that stands in a column, not something raised
     """Stands for a value that Python cannot hold (bad UTF-8, a date out of range)."""
+
+
+def rows_of(batch: Batch, names: Sequence[str]) -> list[Row]:
+    """Return the rows of a batch, of these columns, as Python values; see `values_of`."""
+    columns = [values_of(batch.data.column(name)) for name in names]
+    if not columns:
+        return [{} for _ in batch.rows]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def values_of(column: pa.Array) -> list[Any]:

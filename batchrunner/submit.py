@@ -43,6 +43,8 @@ SLICE_BYTES = 4 << 20
 """Of prompts that are made ready together: the tokens of a text take many times its size."""
 PRIME_S = 30.0
 """A primer saves a prefill pass or two: it is not waited for longer."""
+REFUSALS, REFUSED_S = 2.0, 1.0
+"""A row that is on its way for so many times as long as one that came back, and for so long, was taken."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
@@ -102,6 +104,7 @@ class Submitter:
         self._stopping = False
         self._wake_dispatch = asyncio.Event()
         self._wake_reader = asyncio.Event()
+        self._on_way: dict[Work, None] = {}  # the oldest first
         self._refused_since: float | None = None
 
     @property
@@ -272,10 +275,13 @@ class Submitter:
         work.sent_at = sent_at
         completion, error = None, None
         request = work.request._replace(affinity=work.affinity) if self._keyed else work.request
+        self._on_way[work] = None
         try:
             completion = await self._engine.generate(request, route)
         except RequestError as failure:
             error = failure
+        finally:
+            del self._on_way[work]
         now = time.monotonic()
         if work.deaths:
             self._suspects.landed(work.deaths)
@@ -306,7 +312,7 @@ class Submitter:
     def _rests(self, work: Work, error: RequestError, now: float) -> bool:
         """Put the row aside for another try, if it gets one."""
         if isinstance(error, EngineBusyError):
-            self._wait_for_engine(error, now)
+            self._wait_for_engine(work, error, now)
         work.failures += isinstance(error, AttemptFailedError)
         pause_s = pause_before_retry(
             error,
@@ -335,12 +341,17 @@ class Submitter:
             self._wait(twin)
         self._notify()
 
-    def _wait_for_engine(self, error: EngineBusyError, now: float) -> None:
-        """Raise EngineLostError where the engine has taken no row for longer than it is waited for."""
+    def _wait_for_engine(self, work: Work, error: EngineBusyError, now: float) -> None:
+        """Raise EngineLostError where the engine has taken no row for longer than it is waited for.
+
+        A row that is on its way for longer than refusals take was taken, and is waited for.
+        """
         if self._refused_since is None or isinstance(error, EngineDiedError):  # until now it had taken rows
             self._refused_since = now
         waited_s = now - self._refused_since
-        if self._gate.in_flight == 1 and waited_s > self._patience.engine_wait_s:  # we are the last
+        oldest = next(iter(self._on_way), work)
+        is_taken = now - oldest.sent_at > max(REFUSALS * (now - work.sent_at), REFUSED_S)
+        if not is_taken and waited_s > self._patience.engine_wait_s:
             raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")
 
     def _back(self, work: Work) -> None:

@@ -38,7 +38,8 @@ KEEPALIVE_S = 3.0
 """SGLang (uvicorn) closes an idle connection after 5 s: ours are dropped before that."""
 POLL_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 10.0
-_NO_TIMER = aiohttp.ClientTimeout(sock_connect=OPEN_TIMEOUT_S * 3)
+CONNECT_TIMEOUT_S = 30.0
+_NO_TIMER = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S)
 _JSON = {"Content-Type": "application/json"}
 _NO_SUCH_PATH = {404, 405}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
@@ -195,6 +196,8 @@ class HttpEngine:
                     content = await response.read()
         except aiohttp.ClientConnectorError as failure:
             raise EngineDownError(f"no connection to {route.url}: {failure.os_error}") from None
+        except aiohttp.ConnectionTimeoutError:  # a host that is gone: no row is why
+            raise EngineDownError(f"no connection to {route.url} within {CONNECT_TIMEOUT_S:g} s") from None
         except TimeoutError:
             if route.closed:
                 raise EngineDownError(route.closed) from None
