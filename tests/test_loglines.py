@@ -62,11 +62,13 @@ def test_lines_of_all_generations(
     assert (found.scheduler, found.source) == (URL, "log")
 
 
-def test_limits_and_ranks() -> None:
-    """The limits stand in a line at the start; each DP rank has its own lines."""
+@pytest.mark.parametrize("others", ["TP0", "PP0 ATTN_CP0 MOE_DP1 TP0 EP0"])
+def test_limits_and_ranks(others: str) -> None:
+    """The limits stand in a line at the start; each DP rank has its own lines, whatever else it is."""
     load = LogLoad(URL)
     load.read(
-        [
+        line.replace("TP0", others)
+        for line in (
             (
                 "[2026-11-21 11:59:00 DP0 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "
                 "max_prefill_tokens=16384, max_running_requests=4096, context_len=65536"
@@ -74,7 +76,7 @@ def test_limits_and_ranks() -> None:
             "[2026-11-21 12:00:00 DP0 TP0] Decode batch, #running-req: 1, token usage: 0.1, #queue-req: 2",
             "[2026-11-21 12:00:00 DP1 TP0] Decode batch, #running-req: 3, token usage: 0.2, #queue-req: 4",
             "[2026-11-21 12:00:01 DP1 TP0] Decode batch, #running-req: 5, token usage: 0.2, #queue-req: 6",
-        ]
+        )
     )
     found = load.signals()
     assert [(s.scheduler, s.running, s.queue) for s in found] == [(f"{URL}#dp0", 1, 2), (f"{URL}#dp1", 5, 6)]

@@ -130,7 +130,7 @@ _LABEL = (
 )
 _ORIGIN = re.compile(
     _LABEL + r"\[(?P<time>(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d)?[.,\d]*"
-    r"(?P<rank>(?: ?(?:DP|PP|TP|EP|gpu=)\d+)*)\s*\]"
+    r"(?P<rank>(?: ?(?:DP|PP|ATTN_CP|MOE_DP|TP|EP|gpu=)\d+)*)\s*\]"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
