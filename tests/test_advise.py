@@ -421,6 +421,7 @@ DEATHS = {
     "Loading safetensors checkpoint shards:  75% |███  | 3/4 [00:08<00:02]Killed": "killed",
     "Nov 22 10:00:00 node7 kernel: Out of memory: Killed process 33 (sglang::schedul)": "killed",
     "Child process unexpectedly failed with an exit code 9. pid=33": "killed",
+    "Child process unexpectedly failed with exitcode=9. pid=33": "killed",
     "Child process unexpectedly failed with exitcode=131. pid=33": "crashed",
     "Received sigquit from a child process. It usually means the child failed.": "crashed",
     "Fatal Python error: Segmentation fault": "crashed",
@@ -459,6 +460,7 @@ def test_a_crash_is_told_by_its_exception(tmp_path: Path) -> None:
         "Not enough memory left on disk /dev/shm for the cache",
         "the last batch was near CUDA out of memory",
         "WARNING: caught RuntimeError: CUDA out of memory, and went on",
+        "nvidia-smi failed (exit code 9: no driver.). Falling back to torch.cuda.mem_get_info().",
     ],
 )
 def test_words_alone_are_no_sign(line: str, tmp_path: Path) -> None:

@@ -154,7 +154,8 @@ _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)
 _CARD = re.compile(r"device_name=(\w+?)(?:,|\.json)")
 _RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\]:? *)?(?:[A-Z]+:? +)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
 _KILLED = re.compile(
-    r"exit ?code[:=]? ?-?9\b|Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
+    r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"  # 9: a status of waitpid
+    r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
 _CRASHED = (
     "hit an exception: ",
