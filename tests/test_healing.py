@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.care.healer import MOST_CHANGES
+from batchrunner.care.remembered import Lesson, Remembered
 from batchrunner.suspects import MOST_DEATHS
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
 from tests.launchable import launchable
@@ -280,6 +281,24 @@ def test_only_what_we_change_is_taken_from_the_memory(tmp_path: Path) -> None:
     file.write_text(json.dumps(told))
     run(job, tmp_path)
     assert not any("--trust-remote-code" in start for start in starts_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("args", "known"),
+    [
+        ({"mem-fraction-static": 0.6, "cuda-graph-backend-decode": "disabled"}, True),
+        ({"disable-cuda-graph": True}, True),
+        ({"disable-cuda-graph": 1}, False),
+        ({"cuda-graph-backend-decode": "full"}, False),
+        ({"cuda-graph-backend-decode": ["disabled"]}, False),
+    ],
+)
+def test_graphs_that_were_switched_off_stay_off(args: dict[str, Any], *, known: bool) -> None:
+    """The last step is no number: the next run has it too, and no other word is taken from the file."""
+    memory = Remembered("model", "1 x H100", "0.5.23")
+    memory.keep(Lesson(args, "out of memory at graph capture", "2026-11-22"))
+    lesson = memory.recall()
+    assert (lesson.args if lesson else None) == (args if known else None)
 
 
 def test_a_memory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from batchrunner.errors import BatchrunError
 from batchrunner.storage import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,9 @@ REMEMBERED = frozenset(
         "schedule-conservativeness",
     }
 )
-"""No other argument is taken from a file, and none but a number: who knows what lies in a cache."""
+"""Arguments that are taken from a file where they are numbers: who knows what lies in a cache."""
+OFF: Mapping[str, Any] = {"cuda-graph-backend-decode": "disabled", "disable-cuda-graph": True}
+"""The only others, and the only values of theirs: the last steps, which switch graphs off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,16 @@ class Remembered:
         told = orjson.loads(self.path.read_bytes())
         if told["format"] != FORMAT or any(told[name] != value for name, value in self._about.items()):
             raise ValueError("it is not of this version, or about another engine")
-        args = {name: value for name, value in told["args"].items() if name in REMEMBERED}
-        if any(type(value) not in {int, float} for value in args.values()):
-            raise TypeError("its args should be numbers")
+        args = {name: value for name, value in told["args"].items() if name in REMEMBERED or name in OFF}
+        if not all(_is_ours(name, value) for name, value in args.items()):
+            raise TypeError("its args should be numbers, or switch graphs off")
         return Lesson(args, str(told["why"])[:200], str(told["on"])[:10]) if args else None
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    """Tell whether healing may have set an argument to this."""
+    off = OFF.get(name)
+    return type(value) in {int, float} if off is None else type(value) is type(off) and value == off
 
 
 def cache_directory() -> Path:
