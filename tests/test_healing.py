@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.care.healer import MOST_CHANGES
+from batchrunner.care.healer import MOST_CHANGES, Healer
 from batchrunner.care.remembered import Lesson, Remembered
 from batchrunner.suspects import MOST_DEATHS
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
@@ -299,6 +299,15 @@ def test_graphs_that_were_switched_off_stay_off(args: dict[str, Any], *, known: 
     memory.keep(Lesson(args, "out of memory at graph capture", "2026-11-22"))
     lesson = memory.recall()
     assert (lesson.args if lesson else None) == (args if known else None)
+
+
+def test_the_jobs_own_arguments_win_under_any_name() -> None:
+    """What was learned of an argument that the job calls otherwise is not given beside it."""
+    memory = Remembered("model", "1 x H100", "0.5.23")
+    memory.keep(Lesson({"cuda-graph-max-bs-decode": 32, "mem-fraction-static": 0.8}, "memory", "2026-11-22"))
+    healer = Healer({"cuda-graph-max-bs": 256}, memory, lambda _: None)
+    healer.recall()
+    assert healer.args == {"mem-fraction-static": 0.8}
 
 
 def test_a_memory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchrunner.care.death import NAMES, examine
 from batchrunner.care.fits import split_over
-from batchrunner.care.flags import of_arguments, version_of
+from batchrunner.care.flags import name_in, of_arguments, version_of
 from batchrunner.care.host import memory_bytes
 from batchrunner.care.logfile import LogReader
 from batchrunner.care.remembered import Lesson, Remembered
@@ -58,7 +58,8 @@ class Healer:
     def recall(self) -> None:
         """Begin with what worked in an earlier run, where the job does not say otherwise; says so."""
         lesson = self._memory.recall()
-        self.args = {n: v for n, v in lesson.args.items() if n not in self._given} if lesson else {}
+        learned = lesson.args if lesson else {}
+        self.args = {n: v for n, v in learned.items() if name_in(self._given, n) not in self._given}
         if lesson and self.args:
             self._why = lesson.why
             why = f"learned on {lesson.on} from {lesson.why}"
