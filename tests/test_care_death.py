@@ -61,6 +61,17 @@ def died_of(life: Life) -> Death:
             "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 672.00 MiB."),
         ),
         ("graph", f"Load weight end. avail mem=20 GB\nCapture decode CUDA graph begin. bs=[1]\n{CUDA}"),
+        (
+            "prefill-graph",  # 0.5.23: what it captures is a forward pass of prefill
+            ("Capture target prefill CUDA graph begin. backend=breakable, num_tokens=[4]\n"
+            "[2026-11-22 10:00:00] OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+            f"{traceback('layers/attention/flashinfer_backend.py forward_extend')}\n{CUDA}"),
+        ),
+        (
+            "prefill-graph",
+            ("Capture piecewise CUDA graph begin. avail mem=2.30 GB\n"
+            "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 672.00 MiB."),
+        ),
         ("load", f"[2025-08-11 17:10:10 TP0] Load weight begin. avail mem=78.50 GB\n{CUDA}"),
         ("general", f"Load weight begin. avail mem=78 GB\nLoad weight end. avail mem=63 GB\n{OLD_CUDA}"),
         (
@@ -163,6 +174,8 @@ CPU = {
                         {"cuda-graph-max-bs-decode": 16},
                         {"cuda-graph-backend-decode": "disabled"}, {}]),
         ("graph", GPU | {"cuda_graph_max_bs": 8}, [{"mem-fraction-static": 0.8}]),  # never larger graphs
+        ("prefill-graph", GPU | {"mem_fraction_static": 0.7},
+         [{"mem-fraction-static": 0.6}, {"cuda-graph-backend-prefill": "disabled"}, {}]),
         ("graph", {}, [{"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.8}]),
         ("general", GPU, [{"mem-fraction-static": 0.8}, {"mem-fraction-static": 0.7}]),
         ("pool", GPU, [{"mem-fraction-static": 0.88}, {"mem-fraction-static": 0.93}, {}]),
@@ -227,3 +240,6 @@ def test_a_flag_is_changed_as_the_version_spells_it() -> None:
     graph = Death("graph", "")
     assert safer(graph, facts, old) == {"cuda-graph-max-bs": 128, "mem-fraction-static": 0.8}
     assert safer(graph, facts, new) == {"mem-fraction-static": 0.8}
+    for name, off in (("enable_piecewise_cuda_graph", None), ("disable_piecewise_cuda_graph", True)):
+        piecewise = of_arguments(None, [name])
+        assert safer(Death("prefill-graph", ""), facts, piecewise) == {name.replace("_", "-"): off}

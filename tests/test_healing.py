@@ -288,6 +288,7 @@ def test_only_what_we_change_is_taken_from_the_memory(tmp_path: Path) -> None:
     [
         ({"mem-fraction-static": 0.6, "cuda-graph-backend-decode": "disabled"}, True),
         ({"disable-cuda-graph": True}, True),
+        ({"cuda-graph-backend-prefill": "disabled"}, True),
         ({"disable-cuda-graph": 1}, False),
         ({"cuda-graph-backend-decode": "full"}, False),
         ({"cuda-graph-backend-decode": ["disabled"]}, False),

@@ -20,6 +20,7 @@ NAMES: Mapping[Phase | Kind, str] = {
     "decode": "out of memory in decode",
     "requests": "out of request slots",
     "graph": "out of memory at graph capture",
+    "prefill-graph": "out of memory at capture of prefill graphs",
     "general": "out of memory",
     "load": "the weights do not fit",
     "pool": "no room for a KV pool",

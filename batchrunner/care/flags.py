@@ -71,7 +71,9 @@ class Flags:
             return {spelling: True, "dp-size": value}
         if spelling == "ep-size" and "enable-ep-moe" in self.names:  # 0.4.0 to 0.5.2
             return {"enable-ep-moe": True, spelling: value}
-        return {spelling: True if spelling.startswith("enable-") else value}
+        if spelling.startswith("enable-"):
+            return {spelling: None if value == "disabled" else True}
+        return {spelling: value}
 
     def _takes(self, spelling: str, value: str) -> bool:
         if spelling in self.choices:

@@ -44,6 +44,8 @@ _TUNED = (
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
 )  # fmt: skip
 """Arguments that change the load: a server that starts anew with others begins a new story."""
+_CAPTURES = {"graph", "prefill-graph"}
+"""Phases in which a forward pass in a traceback is the one that is captured."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -102,7 +104,7 @@ class LogReader:
                 self._phase = "general"
             case Weights():
                 self._weights(record)
-            case Doing():
+            case Doing() if self._phase not in _CAPTURES or record.phase not in {"prefill", "decode"}:
                 self._phase = record.phase
             case Card():
                 self.facts.card = record.name
@@ -162,7 +164,7 @@ class LogReader:
             self.facts.died = known._replace(text=record.text)
 
     def _trouble(self, record: OutOfMemory) -> None:
-        phase = self._phase if record.phase == "general" else record.phase
+        phase = self._phase if record.phase == "general" or self._phase == "prefill-graph" else record.phase
         self.facts.card_gb = record.total_gb or self.facts.card_gb
         last = self.facts.troubles[-1] if self.facts.troubles else None
         if last is None or (last.phase, last.what.text) != (phase, record.text):

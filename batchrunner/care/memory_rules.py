@@ -92,7 +92,7 @@ def oom_decode(s: Situation, flags: Flags) -> Finding | None:
 
 def oom_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that capturing CUDA graphs ran out of memory."""
-    trouble = _last(s, "graph")
+    trouble = _last(s, "graph") or _last(s, "prefill-graph")
     return _ran_out(s, trouble, flags, "while CUDA graphs were captured", {}) if trouble else None
 
 

@@ -33,7 +33,12 @@ REMEMBERED = frozenset(
     }
 )
 """Arguments that are taken from a file where they are numbers: who knows what lies in a cache."""
-OFF: Mapping[str, Any] = {"cuda-graph-backend-decode": "disabled", "disable-cuda-graph": True}
+OFF: Mapping[str, Any] = {
+    "cuda-graph-backend-decode": "disabled",
+    "disable-cuda-graph": True,
+    "cuda-graph-backend-prefill": "disabled",
+    "disable-piecewise-cuda-graph": True,
+}
 """The only others, and the only values of theirs: the last steps, which switch graphs off."""
 
 

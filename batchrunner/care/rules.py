@@ -123,7 +123,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-graph",
         "capturing CUDA graphs failed for want of memory",
-        "`--cuda-graph-max-bs(-decode)` halved, mem-fraction-static down; at last no decode graphs",
+        "`--cuda-graph-max-bs(-decode)` halved if those of decoding failed; "
+        "mem-fraction-static down; at last no graphs",
         "G1, SGLang's message",
         memory_rules.oom_graph,
         "the graphs fit",

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.care.facts import prefill_graph_off
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -109,6 +111,13 @@ def _no_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
     return off or flags.setting("disable-cuda-graph", value=True)
 
 
+def _no_prefill_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if prefill_graph_off(facts.arguments):
+        return {}
+    off = flags.setting("cuda-graph-backend-prefill", "disabled")
+    return off or flags.setting("disable-piecewise-cuda-graph", value=True)
+
+
 def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
     if facts.on_cpu:
         lower = int(in_effect(facts, "max-total-tokens") or 0) // 2
@@ -140,6 +149,7 @@ _STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
     "decode": (_fewer_running, _smaller_pool),
     "requests": (_fewer_running,),
     "graph": (_smaller_graphs, _no_graphs),
+    "prefill-graph": (_smaller_pool, _no_prefill_graphs),
     "pool": (_larger_share,),
     "general": (_smaller_pool, _fewer_running),
     "killed": (_on_cpu(_smaller_pool), _on_cpu(_fewer_running)),

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-Phase = Literal["load", "pool", "graph", "prefill", "decode", "requests", "general"]
+Phase = Literal["load", "pool", "graph", "prefill-graph", "prefill", "decode", "requests", "general"]
 
 
 class Batch(NamedTuple):
@@ -192,6 +192,8 @@ _DOING: tuple[tuple[str, Phase], ...] = (
     ("in forward_decode", "decode"),
     ("in _execute_extend", "prefill"),  # 0.5.23
     ("in _execute_decode", "decode"),
+    ("prefill CUDA graph begin", "prefill-graph"),
+    ("piecewise CUDA graph begin", "prefill-graph"),  # up to 0.5.1x
     ("apture cuda graph begin", "graph"),
     ("CUDA graph begin", "graph"),
     ("apture cuda graph end", "general"),
