@@ -659,6 +659,17 @@ def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
     assert set(changes(judged(before.text() * 2, tmp_path))) == {"conservative"}
 
 
+def test_a_restart_with_other_flags_has_its_own_memory(tmp_path: Path) -> None:
+    """Weights over more cards, or of another checkpoint, are not those of the life before."""
+    before = LogWriter().started(weights_gb=61).text()
+    after = LogWriter().started(tp_size=2, weights_gb=31).text()
+    after = after.replace("type=LlamaForCausalLM", "type=QwenForCausalLM, quant=fp8")
+    facts = judged(before + after, tmp_path).situation.facts
+    assert (facts.weights_gb, facts.model, facts.quantised) == (31, "QwenForCausalLM", "fp8")
+    facts = judged(before + after.partition("\n")[0], tmp_path).situation.facts
+    assert (facts.weights_gb, facts.card_gb, facts.ready) == (None, None, None)
+
+
 @pytest.mark.parametrize(
     "label",
     [

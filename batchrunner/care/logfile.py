@@ -134,12 +134,11 @@ class LogReader:
         return scheduler if speaks else None, origin.at
 
     def _started(self, record: Arguments) -> None:
-        """Begin anew where the server started with other flags; what ran out of memory is kept."""
+        """Begin anew where the server started with other flags: nothing but its card is as it was."""
         before = self.facts.arguments
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
             self.series, self._prefills = Series(self.series.limits), Series(self.series.limits)
-            self.facts.troubles.clear()
-            self.facts.died = None
+            self.facts = Facts(card=self.facts.card)
         self._speakers.clear()  # with another tensor parallelism ranks are called otherwise
         self.facts.arguments = record.values
         self._phase = "load"
