@@ -441,6 +441,21 @@ def test_what_died_is_not_healthy(line: str, tmp_path: Path) -> None:
     assert judged(f"{before.text()}{line}\n{after.text()}", tmp_path).healthy
 
 
+@pytest.mark.parametrize("line", DEATHS)
+def test_a_death_counts_until_the_server_works_again(line: str, tmp_path: Path) -> None:
+    """Started again as it was and at work, it is judged by its load; memory that ran out may do so again."""
+    before = LogWriter().started(most=64).decode(40, r=64, u=0.3)
+    after = LogWriter().started(most=64)
+    started = judged(f"{before.text()}{line}\n{after.text()}", tmp_path)
+    assert DEATHS[line] in changes(started)
+    works = f"{before.text()}{line}\n{after.decode(40, r=64, u=0.3).text()}"
+    assert set(changes(judged(works, tmp_path))) == {"running-capped"}
+    again = judged(f"{works}Scheduler hit an exception: Traceback\nAssertionError: page\n", tmp_path)
+    assert "crashed" in changes(again)
+    oom = judged(works.replace(line, "RuntimeError: Prefill out of memory. Try to lower it."), tmp_path)
+    assert set(changes(oom)) == {"oom-prefill"}
+
+
 def test_a_crash_is_told_by_its_exception(tmp_path: Path) -> None:
     """The first one: what other ranks raise after it only follows, and what came before was survived."""
     log = LogWriter().started().decode(9).say("ValueError: a request was refused")

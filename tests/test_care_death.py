@@ -133,6 +133,20 @@ def test_a_log_tells_what_an_engine_died_of(kind: Phase | Kind, log: str) -> Non
     assert died_of(Life(log.splitlines(), code=1)).kind == kind
 
 
+BATCH = "[2025-08-11 19:{:02} {}TP0] Decode batch, #running-req: 3, token usage: 0.5, #queue-req: 4"
+
+
+def test_memory_that_ran_out_long_ago_killed_nobody() -> None:
+    """A request may run out of memory, and the server lives on; other ranks go on while one dies of it."""
+    batches = [BATCH.format(minute, "") for minute in range(9)]
+    frames = traceback("managers/scheduler.py event_loop")
+    survived = ["ERROR: Exception in ASGI application", CUDA, *batches]
+    crash = [frames, "RuntimeError: CUDA error: an illegal memory access was encountered"]
+    assert died_of(Life([*survived, *crash], code=1)).kind == "crash"
+    died = "\n".join([*survived, *crash[:1], CUDA, BATCH.format(30, "DP1 ")])
+    assert died_of(Life(died.splitlines(), code=1)).kind == "decode"
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "kills", "log"),
     [

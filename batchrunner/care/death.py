@@ -65,8 +65,7 @@ class Death:
 
 def examine(life: Life, told: Facts) -> Death:
     """Tell what a server died of; `told` is what its log says."""
-    if told.troubles:
-        last = told.troubles[-1]
+    if last := told.last_trouble:
         return Death(last.phase, clean(last.what.text)[:300], last.running)
     if life.oom_kills and (life.code == KILLED or (told.died is not None and told.died.killed)):
         return Death("killed", f"killed by the kernel for want of memory ({life.oom_kills} processes)")

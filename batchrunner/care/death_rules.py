@@ -36,7 +36,7 @@ def killed(s: Situation, flags: Flags) -> Finding | None:
 def crashed(s: Situation, _: Flags) -> Finding | None:
     """Find that the server died of something that no flag is known to cure."""
     died = s.facts.died
-    if died is None or died.killed or s.facts.troubles:
+    if died is None or died.killed or s.facts.last_trouble:
         return None
     return Finding(
         f"the server died: {died.text[:LONGEST]}",

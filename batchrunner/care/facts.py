@@ -48,6 +48,8 @@ class Facts:
     """By SGLang's own field names, with underscores."""
     ready: Ready | None = None
     troubles: list[Trouble] = field(default_factory=list)
+    last_trouble: Trouble | None = None
+    """Of what ran out of memory since the last batch: what came before, the server has survived."""
     died: Died | None = None
     """What the log says of a death: that it was a SIGKILL, the exception, or that there was one."""
     card: str | None = None

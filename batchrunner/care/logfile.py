@@ -63,6 +63,8 @@ class LogReader:
         """The rank that tells of each scheduler: with tensor parallelism all may say the same."""
         self._phase: Phase = "general"
         self._running = 0
+        self._buried: Died | None = None
+        """The death of an earlier life: it counts until there is a batch again."""
         self._prefills = Series(limits)
 
     def read(self, path: Path) -> LogReader:
@@ -116,6 +118,8 @@ class LogReader:
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
+        if self.facts.died is self._buried:  # else other ranks go on for seconds
+            self.facts.died = self._buried = self.facts.last_trouble = None
         most = self.facts.max_running
         if batch.decode:
             sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput)
@@ -139,6 +143,7 @@ class LogReader:
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
             self.series, self._prefills = Series(self.series.limits), Series(self.series.limits)
             self.facts = Facts(card=self.facts.card)
+        self._buried = self.facts.died
         self._speakers.clear()  # with another tensor parallelism ranks are called otherwise
         self.facts.arguments = record.values
         self._phase = "load"
@@ -154,7 +159,7 @@ class LogReader:
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Of a death keep what tells most: that it was killed, else the first exception; others follow it."""
-        known = self.facts.died
+        known = None if self.facts.died is self._buried else self.facts.died
         if isinstance(record, OutOfMemory):
             self._trouble(record)
         elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
@@ -165,9 +170,10 @@ class LogReader:
     def _trouble(self, record: OutOfMemory) -> None:
         phase = self._phase if record.phase == "general" or self._phase == "prefill-graph" else record.phase
         self.facts.card_gb = record.total_gb or self.facts.card_gb
+        self.facts.last_trouble = new = Trouble(phase, record, self._running)
         last = self.facts.troubles[-1] if self.facts.troubles else None
         if last is None or (last.phase, last.what.text) != (phase, record.text):
-            self.facts.troubles = [*self.facts.troubles[-7:], Trouble(phase, record, self._running)]
+            self.facts.troubles = [*self.facts.troubles[-7:], new]
 
 
 def lines_of(path: Path) -> Iterator[str]:
