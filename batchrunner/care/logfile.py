@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchrunner.care.facts import Facts, Trouble
-from batchrunner.care.series import Series
+from batchrunner.care.series import Prefills, Series
 from batchrunner.care.signs import Sample
 from batchrunner.engines.batchlines import (
     Arguments,
@@ -69,11 +70,15 @@ class LogReader:
 
     def read(self, path: Path) -> LogReader:
         """Read a file to its end; raises InputError where it is not an SGLang log."""
+        others, self._buried = self.facts, None
+        self.facts = replace(others, arguments={}, troubles=[], last_trouble=None, died=None)
         try:
             for line in lines_of(path):
                 self.take(line)
         except OSError as failure:
             raise InputError(f"{path}: cannot be read: {failure.strerror or failure}") from None
+        finally:
+            self._add(others)
         if not self.records:
             raise InputError(
                 f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
@@ -82,6 +87,14 @@ class LogReader:
         self.series.complete(self._prefills)  # scoring and embedding do nothing else
         self.series.settle()
         return self
+
+    def _add(self, others: Facts) -> None:
+        """Add what befell the servers of other logs, which has nothing to do with this one's."""
+        facts = self.facts
+        facts.arguments = facts.arguments or others.arguments
+        facts.troubles = others.troubles + facts.troubles
+        if facts.died is None:
+            facts.died, facts.last_trouble = others.died, others.last_trouble
 
     def take(self, line: str) -> None:
         """Take one line."""
@@ -133,7 +146,7 @@ class LogReader:
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
         """Return the scheduler that a line is about and when; None where another rank speaks for it."""
         origin = origin_of(line)
-        scheduler = f"{self.source} {origin.server} {origin.dp}".strip()
+        scheduler = f"{self.source} {origin.server} {origin.dp}"
         speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
         return scheduler if speaks else None, origin.at
 
@@ -141,12 +154,20 @@ class LogReader:
         """Begin anew where the server started with other flags: nothing but its card is as it was."""
         before = self.facts.arguments
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
-            self.series, self._prefills = Series(self.series.limits), Series(self.series.limits)
+            self._forget(self.series)
+            self._forget(self._prefills)
             self.facts = Facts(card=self.facts.card)
         self._buried = self.facts.died
         self._speakers.clear()  # with another tensor parallelism ranks are called otherwise
         self.facts.arguments = record.values
         self._phase = "load"
+
+    def _forget(self, series: Series) -> None:
+        """Drop the schedulers of this source; with several logs the prefill passes are everybody's."""
+        tracks = series.tracks.items()
+        series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
+        if not series.tracks:
+            series.prefills = Prefills()
 
     def _weights(self, record: Weights) -> None:
         facts = self.facts
