@@ -327,6 +327,9 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         .decode(30, r=8, u=0.6),
         {"running-capped": "--max-running-requests 9"},
     ),
+    "at the cap, and the pool is full in waves": (
+        LogWriter().started(most=64).decode(12, r=64, u=0.6).decode(18, r=64, u=0.97), {},
+    ),
     "capped, DP attention": (
         LogWriter().started(most=64, attn_dp_size=8, max_running_requests=512).decode(30, r=64, u=0.4),
         {"running-capped": "--max-running-requests 1152"},

@@ -120,7 +120,7 @@ def _cause(share: float | None, client: Client | None, short: float) -> tuple[st
 def running_capped(s: Situation, flags: Flags) -> Finding | None:
     """Find that `max_running_requests` limits while the KV pool has room."""
     most = s.max_running or 0
-    if not s.load.frequent("capped") or not 0 < most < MOST_RUNNING:
+    if not s.load.frequent("capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
     room = s.limits.usage_good / max(s.load.median("usage"), 0.05)
     target = min(MOST_RUNNING, max(most + 1, math.floor(most * room / 8) * 8))
