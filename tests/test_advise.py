@@ -201,6 +201,12 @@ def _retracting(log: LogWriter) -> LogWriter:
     return log
 
 
+def _in_bursts(log: LogWriter) -> LogWriter:
+    for _ in range(9):
+        log.decode(4, q=0, u=0.5).decode(4, q=4000)
+    return log
+
+
 FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "prefill, SGLang's line": (
         LogWriter().started().decode(9).prefill(2)
@@ -394,6 +400,9 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(enable_metrics=False, enable_cache_report=False).decode(30),
         {"metrics-off": "--enable-metrics --enable-cache-report"},
     ),
+    "bursts": (
+        _in_bursts(LogWriter()), {"queue-deep": "send requests evenly, not in bursts: keep 100-2000 waiting"},
+    ),
     "several replicas in one server": (
         LogWriter().started(dp_size=4).decode(30),
         {"data-parallel": "4 servers behind SGLang's Model Gateway instead"},
@@ -512,6 +521,19 @@ TOGETHER: dict[str, tuple[LogWriter, set[str]]] = {
     ),
     "tight, and graphs too small": (
         LogWriter().started(gpu_gb=3).decode(30, r=400, g=False), {"memory-tight"},
+    ),
+    "prefill ran out of one of two GPUs, where one would do": (
+        LogWriter().started(tp_size=2, weights_gb=3).decode(30, r=8)
+        .say("Prefill out of memory. Try to lower your batch size."),
+        {"oom-prefill"},
+    ),
+    "the host's memory ran out, and would hold prefixes": (
+        LogWriter().started().decode(30).prefill(60, n=2, new=3000, hit=1500)
+        .say("Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup..."),
+        {"killed", "shared-prefixes"},
+    ),
+    "retracting, with long prompts": (
+        _retracting(LogWriter().started(chunk=4096)).prefill(30, n=1, new=4096), {"retractions"},
     ),
     "experts that fit one GPU": (
         _of_model(LogWriter().started(tp_size=4, weights_gb=8), "Qwen3MoeForCausalLM").decode(30),

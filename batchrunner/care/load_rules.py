@@ -72,7 +72,8 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
     """Find that more waits than the scheduler should look at in each pass."""
     if not s.load.frequent("deep"):
         return None
-    how = "`window: auto` and `queue: [100, 2000]` in the job" if s.client else "send fewer requests at once"
+    how = "send requests evenly, not in bursts" if s.load.frequent("empty") else "send fewer requests at once"
+    how = "`window: auto` and `queue: [100, 2000]` in the job" if s.client else how
     return Finding(
         f"#queue-req is above {s.limits.queue_deep:.0f} {s.often('deep')}",
         change=f"{how}: keep {s.limits.queue_low:.0f}-{s.limits.queue_deep:.0f} waiting",

@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "queue-deep",
         f"`#queue-req` > 2000 {OFTEN}",
-        "send fewer at once",
+        "send fewer at once; where it is empty often too, evenly",
         "G1",
         load_rules.queue_deep,
         "less scheduling between two passes",
@@ -327,14 +327,16 @@ _OF_LOAD = (
     *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
     "latency-high",
 )  # fmt: skip
+_OF_CARD = (*_OF_LOAD, "tensor-parallel", "torch-compile")
 SILENCES: dict[str, tuple[str, ...]] = {
-    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", "tensor-parallel", *_OF_LOAD),
-    "oom-graph": ("oom-general", *_OF_LOAD),
-    "oom-prefill": ("oom-general", *_OF_LOAD),
-    "oom-decode": ("oom-general", *_OF_LOAD),
-    "oom-general": _OF_LOAD,
-    "killed": _OF_LOAD,
-    "retractions": ("running-capped", "latency-high"),
+    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_OF_CARD),
+    "oom-graph": ("oom-general", *_OF_CARD),
+    "oom-prefill": ("oom-general", *_OF_CARD),
+    "oom-decode": ("oom-general", *_OF_CARD),
+    "oom-general": _OF_CARD,
+    "killed": (*_OF_LOAD, "host-cache"),
+    "queue-deep": ("queue-empty",),
+    "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
     "running-capped": ("latency-high", "conservative"),
     "memory-tight": _TAKES_MEMORY,
     "cuda-graph": ("long-prompts", "running-low"),
