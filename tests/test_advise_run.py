@@ -108,6 +108,25 @@ def test_what_in_the_client_is_too_slow(
     assert "while rows were left to send" in found.lines()[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"),
+    [
+        ("server", {"tokenizer_worker_num": 1}, "--tokenizer-worker-num 4"),
+        ("server", {}, "`engine: {kind: gateway}`: servers with a front process each"),
+        ("server", {"tokenizer_worker_num": 4}, "`engine: {kind: gateway}`"),
+        ("inprocess", {"tokenizer_worker_num": 1}, "`engine: {kind: gateway}`"),
+    ],
+)
+def test_the_front_process_may_be_too_slow(
+    kind: str, arguments: dict[str, int], expected: str, own: Path
+) -> None:
+    """It is given workers where this version of SGLang has them, and there is one."""
+    with_job(own, engine={"kind": kind})
+    LogWriter().started(**arguments).write(own, "engine-server.log")
+    tell(own / "events.jsonl", queue=0, running=20, in_flight=400)
+    assert changes(advise(str(own)))["queue-empty"].startswith(expected)
+
+
 def test_connections_may_be_what_limits(own: Path) -> None:
     """A window that has all connections that the machine allows cannot grow."""
     facts = json.loads((own / "run.json").read_text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.safer import MORE_CONSERVATIVE, MOST_CONSERVATIVE, as_flag, in_effect
 from batchrunner.care.situation import Finding, command_line
@@ -18,6 +18,8 @@ LESS_CONSERVATIVE = 0.3
 """From the guides."""
 FEWER = 0.9
 """Of what runs, where it is too much for the pool: a step."""
+TOKENIZERS = 4
+"""`--tokenizer-worker-num` where one front process is not enough."""
 MOST_RUNNING = 4096
 """SGLang's own largest default of `max_running_requests`."""
 
@@ -27,7 +29,7 @@ def conservativeness(s: Situation) -> float:
     return s.facts.number("schedule_conservativeness", 1.0) or 1.0
 
 
-def queue_empty(s: Situation, _: Flags) -> Finding | None:
+def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     """Find what in the client is too slow."""
     if not s.load.frequent("empty"):
         return None
@@ -37,19 +39,28 @@ def queue_empty(s: Situation, _: Flags) -> Finding | None:
         change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"
     else:
         change, why = _what_in_it(s.client, keep)
+    args = {} if change else _more_workers(s, flags)
     left = "while rows were left to send: " if s.client else ""
     return Finding(
         f"#queue-req is 0 {s.often('empty')}: {left}{why}",
-        change=change,
-        evidence=s.evidence("empty"),
-        certainty="high" if s.client else "medium",
+        args,
+        change or command_line(args) or "`engine: {kind: gateway}`: servers with a front process each",
+        s.evidence("empty"),
+        "high" if s.client else "medium",
     )
 
 
+def _more_workers(s: Situation, flags: Flags) -> dict[str, Any]:
+    """Give the server's front process workers, if there is one, without them, and the version has them."""
+    has_front = s.client is not None and s.client.kind != "inprocess"
+    few = (s.facts.number("tokenizer_worker_num") or 1) < TOKENIZERS
+    return flags.setting("tokenizer-worker-num", TOKENIZERS) if has_front and few else {}
+
+
 def _what_in_it(client: Client, keep: str) -> tuple[str, str]:
-    """Return what to change in our own client, and why."""
+    """Return what to change in our own client, and why; no change where it is the server that is slow."""
     if 2 * client.on_way > client.dry:
-        remedy = "`tokenize: client`" if client.tokenize == "server" else "--tokenizer-worker-num 4"
+        remedy = "`tokenize: client`" if client.tokenize == "server" else ""
         return remedy, "requests are under way to the scheduler (the server's front process, or the network)"
     if 2 * client.at_window > client.dry:
         if client.window != "auto":
