@@ -571,6 +571,8 @@ def test_no_flag_is_given_two_values(first: str) -> None:
          {"attention-backend", "fp8-cache"}),
         ("L40S", {"attention_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3", "quantization": "fp8"},
          set()),
+        ("B200", {"quantization": "fp8", "kv_cache_dtype": "nvfp4"}, set()),
+        ("H200", {"quantization": "fp8", "kv_cache_dtype": "bfloat16"}, {"fp8-cache"}),
         ("H200", {"attention_backend": "flashinfer", "quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"},
          {"attention-backend"}),
     ],

@@ -300,7 +300,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp8-cache",
-        "the same with a 16-bit KV cache",
+        "the same with a 16-bit KV cache, whatever the weights are",
         "`--kv-cache-dtype fp8_e4m3`",
         "G1",
         setup_rules.fp8_cache,

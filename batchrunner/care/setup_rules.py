@@ -32,6 +32,8 @@ _CHOSEN_FOR = (
 model_config and model_overrides)."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Backends that run on any card; a special one was chosen for a reason."""
+_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
+"""What `--kv-cache-dtype` is where keys and values have 16 bits; others have 8 or 4."""
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
@@ -133,7 +135,7 @@ def fp8_cache(s: Situation, flags: Flags) -> Finding | None:
     args = s.facts.arguments
     if s.facts.architecture not in FP8 or not s.load.frequent("kv_bound"):
         return None
-    if "fp8" in str(args.get("kv_cache_dtype", "")) or not args:
+    if not args or args.get("kv_cache_dtype") not in _OF_16_BITS:
         return None
     return Finding(
         f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers",
