@@ -345,6 +345,10 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         .decode(30, r=100, u=0.5).prefill(new=1024),
         {"conservative": "a max_new_tokens nearer to real outputs"},
     ),
+    "as bold as can be": (
+        LogWriter().started(schedule_conservativeness=0).decode(30, u=0.5),
+        {"conservative": "a max_new_tokens nearer to real outputs"},
+    ),
     "retracting under DP attention": (
         _retracting(LogWriter().started(attn_dp_size=8, schedule_conservativeness=0.9)),
         {"retractions": "--schedule-conservativeness 3.9"},

@@ -26,7 +26,8 @@ MOST_RUNNING = 4096
 
 def conservativeness(s: Situation) -> float:
     """Return the conservativeness that schedulers have: under DP attention it is not the flag's."""
-    return s.facts.number("schedule_conservativeness", 1.0) or 1.0
+    told = s.facts.number("schedule_conservativeness")
+    return 1.0 if told is None else told
 
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
