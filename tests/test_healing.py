@@ -401,6 +401,11 @@ def give_card(directory: Path, monkeypatch: pytest.MonkeyPatch, mib: int) -> Non
         ({"pipeline-parallel-size": 2}, {}, True),
         ({"quantization": "fp8"}, {}, True),
         ({"quantization": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}, False),  # it is already
+        (
+            {"quantization": "fp8"},
+            {"quantization_config": {"quant_method": "fp8"}, "text_config": {"torch_dtype": "bfloat16"}},
+            False,
+        ),
         ({"dtype": "float32", "tp-size": 2}, {}, False),
         ({"cpu-offload-gb": 100}, {}, True),
         ({"quantization": "bitsandbytes"}, {}, True),  # nobody knows: the server is asked

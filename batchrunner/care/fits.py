@@ -80,7 +80,7 @@ def weights_of(directory: Path, args: Mapping[str, Any]) -> Weights | None:
     if any(args.get(name) for name in _OFFLOADS):
         return None
     config = read_json(directory / "config.json")
-    config = config.get("text_config") or config
+    config = {**config, **(config.get("text_config") or {})}
     stored = _stored(directory) or _by_config(config)
     quantisation = args.get("quantization")
     if stored is None or (quantisation and quantisation not in _BYTE_QUANTISATIONS):
