@@ -250,6 +250,12 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
         {"oom-weights": "--tp-size 2"},
     ),
+    "weights on a CPU": (
+        LogWriter().say("server_args={'model_path': '/m', 'tp_size': 1, 'device': 'cpu'}")
+        .say("Load weight begin. avail mem=20.00 GB")
+        .say("RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
+        {"oom-weights": "a machine with more memory, or a quantised model"},
+    ),
     "no room for a pool": (
         LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=1, mem_fraction_static=0.5)")
         .say("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."),

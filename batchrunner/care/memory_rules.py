@@ -100,11 +100,12 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find that the weights, or the weights and any KV pool at all, do not fit."""
     if trouble := _last(s, "pool"):
         where = "before there was a KV pool: the weights take what mem-fraction-static allows"
-        return _ran_out(s, trouble, flags, where, {}, "more GPUs (--tp-size)")
+        return _ran_out(s, trouble, flags, where, {}, "" if s.facts.on_cpu else "more GPUs (--tp-size)")
     if trouble := _last(s, "load"):
-        args = flags.setting("tp-size", 2 * s.facts.tp)
+        args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
         quantised = s.facts.quantised or s.facts.arguments.get("quantization")
-        ways = command_line(args) if quantised else f"{command_line(args)}, or a quantised model"
+        room = command_line(args) or "a machine with more memory"
+        ways = room if quantised else f"{room}, or a quantised model"
         found = _ran_out(s, trouble, flags, "while weights were loaded", {}, ways)
         return replace(found, args=args)
     return None

@@ -135,7 +135,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-weights",
         "out of memory while weights load, or no room for a KV pool",
-        "`--tp-size` doubled, or a quantised model; `--mem-fraction-static` up for the pool",
+        "`--tp-size` doubled (on a CPU more memory), or a quantised model; "
+        "`--mem-fraction-static` up for the pool",
         "SGLang's message",
         memory_rules.oom_weights,
         "the model starts",
