@@ -12,7 +12,7 @@ from batchrunner.care.facts import FP8
 from batchrunner.care.situation import Finding, command_line
 
 if TYPE_CHECKING:
-    from batchrunner.care.facts import Architecture
+    from batchrunner.care.facts import Architecture, Facts
     from batchrunner.care.flags import Flags
     from batchrunner.care.situation import Situation
 
@@ -21,9 +21,13 @@ ROOM_FOR_KV = 0.6
 FEW_PROMPTS = 50
 LONG_ENOUGH = 1024
 """Tokens of a prompt from which keeping its prefix on the host is cheaper than to compute it again."""
-_BEST: dict[Architecture, str] = {
-    "hopper": "fa3", "blackwell": "trtllm_mha", "ampere": "flashinfer", "ada": "flashinfer",
-}  # fmt: skip
+_BACKENDS: dict[Architecture, tuple[str, str]] = {
+    "hopper": ("fa3", "flashinfer"),
+    "blackwell": ("trtllm_mha", "flashinfer"),
+    "ada": ("flashinfer", "triton"),
+    "ampere": ("flashinfer", "triton"),
+}
+"""The guides' attention backend of each generation of cards, and the one to compare it with."""
 _CHOSEN_FOR = (
     "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
     "Inkling", "MiniCPM", "Llama4",
@@ -190,11 +194,8 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
     architecture, now = s.facts.architecture, s.facts.arguments.get("attention_backend")
     if architecture is None or now not in _GENERAL:
         return None
-    if any(name in (s.facts.model or "") for name in _CHOSEN_FOR):
-        return None
-    best = "trtllm_mla" if architecture == "blackwell" and s.facts.is_mla else _BEST[architecture]
-    only_triton = s.facts.is_mla and architecture in {"ampere", "ada"}  # SGLang's own choice for them
-    if now == best or only_triton:
+    best = next(iter(best_backends(architecture, s.facts)), now)
+    if now == best:
         return None
     asked = str(s.facts.arguments.get("launch_command") or "--config")  # of /server_info alone
     given = re.search("attention.backend", asked)
@@ -206,3 +207,15 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
         flags.setting("attention-backend", best),
         certainty="medium" if given else None,
     )
+
+
+def best_backends(architecture: Architecture, facts: Facts) -> tuple[str, ...]:
+    """Return the guides' attention backend for a model on such a card, then the one to compare it with.
+
+    By the model's class in `facts`; empty where the choice is SGLang's own.
+    """
+    if any(name in (facts.model or "") for name in _CHOSEN_FOR):
+        return ()
+    if not facts.is_mla or architecture == "hopper":
+        return _BACKENDS[architecture]
+    return ("trtllm_mla", "flashinfer") if architecture == "blackwell" else ()  # elsewhere triton
