@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from batchrunner.engines.serverlog import clean
+from batchrunner.engines.serverlog import unstamped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class Death:
 def examine(life: Life, told: Facts) -> Death:
     """Tell what a server died of; `told` is what its log says."""
     if last := told.last_trouble:
-        return Death(last.phase, clean(last.what.text)[:300], last.running)
+        return Death(last.phase, unstamped(last.what.text)[:300], last.running)
     if life.oom_kills and (life.code == KILLED or (told.died is not None and told.died.killed)):
         return Death("killed", f"killed by the kernel for want of memory ({life.oom_kills} processes)")
     return Death("crash", f"exit {life.code}")

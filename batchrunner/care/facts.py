@@ -25,8 +25,8 @@ FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 LARGEST = 1e15
 """No argument, limit or memory of a server is larger."""
 KNOWN_CARDS = ", ".join(_ARCHITECTURES)
-_MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "KimiK", "Kimi", "MiniMax", "Grok", "Dbrx")
-_MLA = ("DeepseekV2", "DeepseekV3", "KimiK", "Kimi")
+_MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "Kimi", "MiniMax", "Grok", "Dbrx")
+_MLA = ("DeepseekV2", "DeepseekV3", "Kimi")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.death import Death
+from batchrunner.care.death_rules import LONGEST
 from batchrunner.care.safer import HIGHEST_FRACTION, in_effect, least_fraction, safer
 from batchrunner.care.situation import Finding, command_line
 
@@ -130,7 +131,7 @@ def _ran_out(
     args = safer(Death(trouble.phase, text, trouble.running), s.facts, flags)
     ways = [way for way in (command_line(args), beside) if way] or ["a smaller model, or a larger card"]
     return Finding(
-        f"out of memory{where and ' '}{where}: {text if len(text) < 160 else text[:160] + '…'}",  # noqa: PLR2004
+        f"out of memory{where and ' '}{where}: {text[:LONGEST]}",
         args,
         ", or ".join(ways),
         {**known, "times": times, "running": trouble.running},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from batchrunner.engines.batchlines import clean
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -13,7 +15,6 @@ HEAD_BYTES = 1 << 20
 """Of a log's beginning: the arguments of a server (16 kB a process) and its limits stand there."""
 MOST_LINES = 3
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # sglang_router colours its log, terminal or not
 # for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
 _CAUSE = re.compile(
     r"^(?:- )?([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|[\w. ]+: error: .+|.*out of memory.*"
@@ -31,10 +32,10 @@ def cause_in(log: Path, since: int = 0) -> str:
 
     `since` is where the log of this start begins, in bytes.
     """
-    clean = _lines(log, since)
-    causes = [line for line in clean if _CAUSE.match(line)]
+    lines = _lines(log, since)
+    causes = [line for line in lines if _CAUSE.match(line)]
     best = [line for line in causes if not _CONSEQUENCE.search(line)] or causes
-    chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in clean if line][-MOST_LINES:]
+    chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in lines if line][-MOST_LINES:]
     return " / ".join(line[:300] for line in chosen)
 
 
@@ -56,9 +57,9 @@ def story(log: Path, since: int = 0) -> list[str]:
     return text.decode(errors="replace").splitlines()
 
 
-def clean(line: str) -> str:
-    """Return a line without its time stamp and colours."""
-    return _PREFIX.sub("", _COLOUR.sub("", line).strip()).strip()
+def unstamped(line: str) -> str:
+    """Return a line without its time stamp, and clean: sglang_router colours its log, terminal or not."""
+    return _PREFIX.sub("", clean(line).strip()).strip()
 
 
 def _lines(log: Path, since: int = 0) -> list[str]:
@@ -66,6 +67,6 @@ def _lines(log: Path, since: int = 0) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - TAIL_BYTES))
-            return [clean(line) for line in file.read().decode(errors="replace").splitlines()]
+            return [unstamped(line) for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return []
