@@ -57,7 +57,7 @@ class Track:
         """Count a sample."""
         gap_s = self._gap_s(sample)
         if abs(gap_s) > PAUSE_S:
-            self.settle()
+            self.settle(limits)
             gap_s = 0.0
         self.busy_s += max(0.0, gap_s)
         for name, shows in SIGNS.items():
@@ -71,11 +71,11 @@ class Track:
         self._last = sample
         self._keep(sample)
 
-    def settle(self) -> None:
+    def settle(self, limits: Thresholds) -> None:
         """Take note that work has ended: its drain is no empty queue, unless rows were left to send."""
         if self._queued and self._last is not None and self._last.unsent is None:
-            self.yes["empty"] -= self._dry
             for sign in ("empty", "in_band"):
+                self.yes[sign] -= self._dry if SIGNS[sign](self._last, limits) else 0
                 self.silent[sign] += self._dry
         self._dry, self._queued = 0, False
 
@@ -177,7 +177,7 @@ class Series:
     def settle(self) -> None:
         """Take note that the source has ended."""
         for track in self.tracks.values():
-            track.settle()
+            track.settle(self.limits)
 
     @property
     def counted(self) -> int:

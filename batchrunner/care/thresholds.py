@@ -83,6 +83,8 @@ class Thresholds:
                 raise JobError(f"--threshold {setting}: {value!r} is not a number") from None
             if not 0 <= changes[name] < math.inf:
                 raise JobError(f"--threshold {setting}: give a number from 0 on")
+            if name in _SHARES and changes[name] > 1:
+                raise JobError(f"--threshold {setting}: it is a share: give a number from 0 to 1")
         changed = replace(self, **changes)
         for names in _ASCENDING:
             values = [getattr(changed, name) for name in names]
@@ -92,4 +94,12 @@ class Thresholds:
         return changed
 
 
-_ASCENDING = (("queue_low", "queue_deep"), ("memory_low_gb", "memory_good_gb", "memory_high_gb"))
+_ASCENDING = (
+    ("queue_low", "queue_deep"),
+    ("memory_low_gb", "memory_good_gb", "memory_high_gb"),
+    ("shared", "cached_well"),
+    ("graph_batch", "graph_batch_tp"),
+)
+_SHARES = (
+    "frequent", "usage_good", "peaks", "at_cap", "far_below", "short_output", "shared", "cached_well",
+)  # fmt: skip
