@@ -46,3 +46,24 @@ def test_a_threshold_that_would_silence_is_refused(setting: str, words: str) -> 
     with pytest.raises(JobError, match=words):
         Thresholds().with_values([setting])
     assert Thresholds().with_values(["frequent=1"]).frequent == 1
+
+
+def test_a_scheduler_that_was_thinned_out_weighs_as_much() -> None:
+    """Of the longer log every second sample is kept: each of them counts for two."""
+    series = Series(Thresholds())
+    for at in range(1100):
+        name, usage = ("a", 0.2) if at < 600 else ("b", 0.95)
+        series.add(name, Sample(float(at), running=8, queue=5, usage=usage))
+    assert len(series.tracks["a"].samples) < len(series.tracks["b"].samples)
+    assert series.median("usage") == 0.2
+
+
+@pytest.mark.parametrize(("queues", "middle"), [([1, 3, 9], 3), ([9, 1, 3, 4], 3.5), ([7], 7), ([], 0)])
+def test_a_median_is_in_the_middle(queues: list[int], middle: float) -> None:
+    """It is that of all samples, whatever their order."""
+    assert series_of(queues).median("queue") == middle
+
+
+def test_the_largest_is_not_thinned_away() -> None:
+    """A peak of one sample counts, whether that sample is kept or not."""
+    assert series_of(9000 if at == 301 else 5 for at in range(600)).largest("queue") == 9000

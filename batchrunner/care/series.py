@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
-from statistics import median
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from batchrunner.care.signs import SIGNS, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from batchrunner.care.thresholds import Thresholds
     from batchrunner.engines.batchlines import Batch
 
@@ -28,6 +27,8 @@ WHOLE = 0.9
 """Share of a prefill chunk from which it is full."""
 FEW = 2
 """Prompts that fill it alone."""
+PEAKS = ("queue", "max_running")
+"""Fields of which the largest value is kept."""
 STEPS_A_LINE = 40
 """Decode steps between two lines (`--decode-log-interval`), for logs without times."""
 
@@ -38,6 +39,10 @@ class Track:
 
     samples: list[Sample] = field(default_factory=list)
     """Thinned out evenly, oldest first."""
+    every: int = 1
+    """Of how many samples one is kept."""
+    largest: Counter[str] = field(default_factory=Counter)
+    """Of the fields in PEAKS, over all samples."""
     counted: int = 0
     busy_s: float = 0.0
     """Time under load, pauses left out."""
@@ -48,7 +53,6 @@ class Track:
     silent: Counter[str] = field(default_factory=Counter)
     """Samples that a sign does not apply to."""
     retractions: int = 0
-    _every: int = 1
     _last: Sample | None = None
     _dry: int = 0
     _queued: bool = False
@@ -69,6 +73,8 @@ class Track:
         self._dry = 0 if sample.queue else self._dry + 1
         self._queued |= sample.queue > 0
         self._last = sample
+        for name in PEAKS:
+            self.largest[name] = max(self.largest[name], getattr(sample, name) or 0)
         self._keep(sample)
 
     def settle(self, limits: Thresholds) -> None:
@@ -90,11 +96,11 @@ class Track:
         return gap_s + DAY_S if gap_s < -DAY_S / 2 and last.at < DAY_S else gap_s
 
     def _keep(self, sample: Sample) -> None:
-        if self.counted % self._every == 0:
+        if self.counted % self.every == 0:
             self.samples.append(sample)
             if len(self.samples) > MOST_SAMPLES:
                 self.samples = self.samples[::2]
-                self._every *= 2
+                self.every *= 2
         self.counted += 1
 
 
@@ -215,20 +221,25 @@ class Series:
         return self.enough and self.share(sign) >= self.limits.frequent
 
     def median(self, name: str) -> float:
-        """Return the median of a field of the samples, 0 where none has it."""
-        values = [value for sample in self._samples() if (value := getattr(sample, name)) is not None]
-        return float(median(values)) if values else 0.0
+        """Return the median of a field, where a kept sample stands for those dropped; 0 where none has it."""
+        found = sorted(
+            (value, track.every)
+            for track in self.tracks.values()
+            for sample in track.samples
+            if (value := getattr(sample, name)) is not None
+        )
+        if not found:
+            return 0.0
+        ends = list(accumulate(every for _, every in found))
+        middle = ends[-1] / 2
+        return float(found[bisect_left(ends, middle)][0] + found[bisect_right(ends, middle)][0]) / 2
 
-    def largest(self, name: str) -> float:
-        """Return a field's largest value among the samples kept."""
-        return max((getattr(sample, name) or 0 for sample in self._samples()), default=0)
+    def largest(self, name: str) -> int:
+        """Return the largest value of a field in PEAKS."""
+        return max((track.largest[name] for track in self.tracks.values()), default=0)
 
     def over(self) -> str:
         """Say how many samples there are, and of how long."""
         several = f" of {len(self.tracks)} schedulers" if len(self.tracks) > 1 else ""
         timed = any(track.timed for track in self.tracks.values())
         return f"{self.counted} samples{several} over {'' if timed else 'about '}{self.busy_s:.0f} s"
-
-    def _samples(self) -> Iterator[Sample]:
-        for track in self.tracks.values():
-            yield from track.samples

@@ -89,7 +89,7 @@ class Situation:
     @property
     def max_running(self) -> int | None:
         """`max_running_requests` of a scheduler."""
-        return self.facts.max_running or int(self.load.largest("max_running")) or None
+        return self.facts.max_running or self.load.largest("max_running") or None
 
     @property
     def memory_band(self) -> MemoryBand:
