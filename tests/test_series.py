@@ -9,6 +9,7 @@ import pytest
 from batchrunner.care.series import Series
 from batchrunner.care.signs import Sample
 from batchrunner.care.thresholds import Thresholds
+from batchrunner.engines.batchlines import Batch
 from batchrunner.errors import JobError
 
 if TYPE_CHECKING:
@@ -67,3 +68,32 @@ def test_a_median_is_in_the_middle(queues: list[int], middle: float) -> None:
 def test_the_largest_is_not_thinned_away() -> None:
     """A peak of one sample counts, whether that sample is kept or not."""
     assert series_of(9000 if at == 301 else 5 for at in range(600)).largest("queue") == 9000
+
+
+LONG, TWO = (1, 2000), (2, 2000)
+DECODES = None
+
+
+@pytest.mark.parametrize(
+    ("passes", "mean"),
+    [
+        ([("a", LONG)] * 8, 16_000),
+        ([("a", TWO)] * 8, 2000),
+        ([("a", TWO), ("a", LONG), ("a", LONG)] * 8, 6000),
+        ([("a", LONG), ("a", LONG), ("a", DECODES)] * 8, 4000),
+        ([("a", LONG), ("b", LONG), ("a", LONG), ("b", LONG), ("a", DECODES), ("b", DECODES)] * 8, 4000),
+        ([("a", LONG), ("a", LONG), ("a", (9, 2000))] * 8, 4000),
+    ],
+)
+def test_passes_of_one_prompt_follow_each_other(
+    passes: list[tuple[str, tuple[int, int] | None]], mean: float
+) -> None:
+    """Other prompts, a decode batch and another scheduler's passes are not part of a long prompt."""
+    series = Series(Thresholds())
+    for at, (scheduler, prompts) in enumerate(passes):
+        if prompts:
+            batch = Batch(False, 8, 5, 0.5, new_seqs=prompts[0], new_tokens=prompts[1])
+            series.prefills.add(batch, 2048, scheduler)
+        else:
+            series.add(scheduler, Sample(float(at), running=8, queue=5, usage=0.5))
+    assert series.prefills.mean_streak == mean

@@ -117,12 +117,14 @@ class Prefills:
     few_long: int = 0
     """… which was one or two prompts; of these …"""
     streaks: int = 0
-    """… how many began, where the pass before was another: a long prompt takes one pass after another."""
+    """… how many began, where the pass before was another: a long prompt takes one pass after another, and
+    alone but for the first."""
     long_tokens: int = 0
     """Tokens of all of these passes."""
-    _in_streak: bool = False
+    _in_streak: set[str] = field(default_factory=set)
+    """Schedulers whose last pass it was."""
 
-    def add(self, batch: Batch, chunk: int | None) -> None:
+    def add(self, batch: Batch, chunk: int | None, scheduler: str = "") -> None:
         """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
         self.passes += 1
         self.prompts += batch.new_seqs
@@ -132,9 +134,13 @@ class Prefills:
         few = full and batch.new_seqs <= FEW
         self.filled += full
         self.few_long += few
-        self.streaks += few and not self._in_streak
+        self.streaks += few and not (batch.new_seqs == 1 and scheduler in self._in_streak)
         self.long_tokens += batch.new_tokens if few else 0
-        self._in_streak = few
+        (self._in_streak.add if few else self._in_streak.discard)(scheduler)
+
+    def decoded(self, scheduler: str) -> None:
+        """Take note of a decode batch: a prompt's passes come one after the other."""
+        self._in_streak.discard(scheduler)
 
     @property
     def cached_share(self) -> float:
@@ -179,6 +185,8 @@ class Series:
     def add(self, scheduler: str, sample: Sample) -> None:
         """Count a sample."""
         self.track(scheduler).add(sample, self.limits)
+        if not sample.prefill:
+            self.prefills.decoded(scheduler)
 
     def settle(self) -> None:
         """Take note that the source has ended."""
