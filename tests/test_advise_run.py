@@ -198,6 +198,18 @@ def test_retractions_of_all_starts_count(own: Path) -> None:
     assert set(changes(found)) == {"retractions"}
 
 
+@pytest.mark.parametrize(("told", "per_min"), [([30, 0], 30), ([None, None], 15), ([20, None], 20)])
+def test_retractions_count_where_they_were(told: list[int | None], per_min: float, own: Path) -> None:
+    """Replicas of which it is known have their own; only what is nobody's is shared out."""
+    load = {"running": 100, "queue": 300, "token_usage": 0.95, "max_running": 256}
+    signals = [
+        {**load, "scheduler": name} | ({} if count is None else {"retractions": count})
+        for name, count in zip("ab", told, strict=True)
+    ]
+    tell(own / "events.jsonl", samples=61, retractions=sum(filter(None, told)) or 30, signals=signals)
+    assert advise(str(own)).situation.retractions_per_min == per_min
+
+
 @pytest.mark.parametrize("order", ["auto", "input"])
 def test_our_own_order_is_advised(order: str, own: Path) -> None:
     """Rows that begin alike are our own order's business, never lpm's."""

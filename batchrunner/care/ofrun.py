@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.care.logfile import LogReader
-from batchrunner.care.series import Series
+from batchrunner.care.series import Series, spread
 from batchrunner.care.signs import Sample
 from batchrunner.care.situation import Client, Situation
 from batchrunner.checkpoint import read_run_json
@@ -39,7 +39,7 @@ def read_run(run: Path, limits: Thresholds) -> Situation:
     client = _client(facts)
     load, log = Series(limits), LogReader(limits)
     for own in {task.own: task for task in (run_dir, *run_dir.all_tasks())}.values():
-        _read_events(own, load, client)
+        _Task(own.task, load, client).read(own.events)
         for path in sorted(own.own.glob("engine*.log")):
             log.source = f"{own.task} {path.stem}"
             with contextlib.suppress(InputError):  # the gateway's, or of one that never started
@@ -69,40 +69,61 @@ def _client(facts: Mapping[str, Any]) -> Client:
     )
 
 
-def _read_events(task: RunDir, load: Series, client: Client) -> None:
-    retractions: list[int] = [0]  # of each start
-    for event in read_events(task.events):
-        if event["event"] == "start":
-            retractions.append(0)
-        elif event["event"] == "tokenize":
-            client.tokenize = event.get("where")
-        elif event["event"] == "sample":
-            retractions[-1] = event.get("retractions", 0)
-            _read_sample(event, task.task, load, client)
-    schedulers = [track for name, track in load.tracks.items() if name.startswith(f"{task.task} ")]
-    for number, track in enumerate(schedulers):  # whose they were is not known
-        track.retractions = (sum(retractions) + number) // len(schedulers)
+class _Task:
+    """Adds what a task's events tell to what is known of the tasks before it."""
 
+    def __init__(self, name: str, load: Series, client: Client) -> None:
+        self._name = name
+        self._load = load
+        self._client = client
+        self._retractions: dict[str, int] = {}
+        """Of this start so far, by scheduler; "" for all."""
+        self._unplaced = 0
+        """Retractions of which it is not known whose they were."""
 
-def _read_sample(event: Mapping[str, Any], task: str, load: Series, client: Client) -> None:
-    in_flight, window = event["in_flight"], event["window"]
-    unsent = max(0, event["rows_total"] - event["rows_done"] - in_flight)
-    client.widest = max(client.widest, in_flight)
-    signals = event["signals"]
-    if not in_flight or not signals:
-        return
-    for told in signals:
-        sample = Sample(
-            event["time"], told["running"], told["queue"], told["token_usage"], told.get("max_running"),
-            rate=event["output_tokens_per_s"] / len(signals), unsent=unsent,
-        )  # fmt: skip
-        load.add(f"{task} {told['scheduler']}", sample)
-    if unsent and not any(told["queue"] for told in signals):
-        client.dry += 1
-        full = in_flight >= FULL * window
-        client.at_window += full
-        client.on_way += full and 2 * sum(told["running"] for told in signals) < in_flight
-        client.resting += not full and event.get("resting", 0) > 0
+    def read(self, path: Path) -> None:
+        """Read the task's event log to its end."""
+        for event in read_events(path):
+            match event["event"]:
+                case "start":
+                    self._retractions = {}
+                case "tokenize":
+                    self._client.tokenize = event.get("where")
+                case "sample":
+                    self._count_retractions(event)
+                    self._add(event)
+        tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
+        spread(self._unplaced, tracks)
+
+    def _count_retractions(self, sample: Mapping[str, Any]) -> None:
+        told = {s["scheduler"]: s["retractions"] for s in sample["signals"] if "retractions" in s}
+        told[""] = sample.get("retractions", 0)
+        new = {who: count - self._retractions.get(who, 0) for who, count in told.items()}
+        self._retractions |= told
+        self._unplaced += new.pop("") - sum(new.values())
+        for who, count in new.items():
+            if count:
+                self._load.track(f"{self._name} {who}").retractions += count
+
+    def _add(self, sample: Mapping[str, Any]) -> None:
+        client, signals = self._client, sample["signals"]
+        in_flight, window = sample["in_flight"], sample["window"]
+        unsent = max(0, sample["rows_total"] - sample["rows_done"] - in_flight)
+        client.widest = max(client.widest, in_flight)
+        if not in_flight or not signals:
+            return
+        for told in signals:
+            look = Sample(
+                sample["time"], told["running"], told["queue"], told["token_usage"], told.get("max_running"),
+                rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
+            )  # fmt: skip
+            self._load.add(f"{self._name} {told['scheduler']}", look)
+        if unsent and not any(told["queue"] for told in signals):
+            client.dry += 1
+            full = in_flight >= FULL * window
+            client.at_window += full
+            client.on_way += full and 2 * sum(told["running"] for told in signals) < in_flight
+            client.resting += not full and sample.get("resting", 0) > 0
 
 
 def _lengths(run_dir: RunDir, client: Client) -> None:

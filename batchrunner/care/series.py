@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from batchrunner.care.signs import SIGNS, Sample
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from batchrunner.care.thresholds import Thresholds
     from batchrunner.engines.batchlines import Batch
 
@@ -102,6 +104,12 @@ class Track:
                 self.samples = self.samples[::2]
                 self.every *= 2
         self.counted += 1
+
+
+def spread(retractions: int, tracks: Collection[Track]) -> None:
+    """Count retractions of which it is not known whose they were evenly."""
+    for number, track in enumerate(tracks):
+        track.retractions += (retractions + number) // len(tracks)
 
 
 @dataclass(slots=True)
