@@ -198,6 +198,38 @@ def test_retractions_of_all_starts_count(own: Path) -> None:
     assert set(changes(found)) == {"retractions"}
 
 
+@pytest.mark.parametrize(
+    ("start", "samples"),
+    [
+        ({"engine": {"max_running": 64, "max_total_tokens": 100_000}}, 120),
+        ({"engine": {"max_running": 64, "max_total_tokens": 100_900}}, 120),
+        ({"engine": {"max_running": 320, "max_total_tokens": 100_000}}, 60),
+        ({"engine": {"max_running": 64, "max_total_tokens": 130_000}}, 60),
+        ({"args": {"schedule-conservativeness": 0.3}}, 60),
+        ({"event": "engine_healed"}, 60),
+    ],
+)
+def test_what_servers_with_other_flags_did_is_forgotten(
+    start: dict[str, Any], samples: int, own: Path
+) -> None:
+    """A run that was resumed or healed with other flags is judged by the server that its log describes."""
+    engine = {"max_running": 64, "max_total_tokens": 100_000}
+    tell(own / "events.jsonl", queue=0)
+    first, *looks = map(orjson.loads, (own / "events.jsonl").read_bytes().splitlines())
+    later = [{**look, "time": look["time"] + 1000} for look in looks]
+    events = [{"engine": engine} | first, *looks, {"engine": engine} | first | start, *later]
+    (own / "events.jsonl").write_bytes(b"\n".join(map(orjson.dumps, events)))
+    situation = advise(str(own)).situation
+    assert situation.load.counted == samples
+    assert situation.client is not None
+    assert situation.client.dry == samples
+    (own / "tasks" / "0").mkdir(parents=True)
+    (own / "tasks" / "1").mkdir()
+    tell(own / "tasks" / "0" / "events.jsonl", queue=0)
+    (own / "events.jsonl").rename(own / "tasks" / "1" / "events.jsonl")
+    assert advise(str(own)).situation.load.counted == 60 + samples  # what other tasks did is not
+
+
 @pytest.mark.parametrize(("told", "per_min"), [([30, 0], 30), ([None, None], 15), ([20, None], 20)])
 def test_retractions_count_where_they_were(told: list[int | None], per_min: float, own: Path) -> None:
     """Replicas of which it is known have their own; only what is nobody's is shared out."""

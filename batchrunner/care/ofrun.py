@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -28,6 +30,10 @@ MOST_PARTS = 20
 """Of the newest, looked at for the lengths of outputs."""
 FULL = 0.9
 """Share of the window in flight from which it is full."""
+FLAGS = ("version", "card", "max_running", "prefill_tokens")
+"""What a start says of its engine that servers with the same flags have alike …"""
+SAME_POOL = 0.02
+"""… and by which share their KV pools differ at most: each takes the memory that it finds."""
 
 
 def read_run(run: Path, limits: Thresholds) -> Situation:
@@ -39,7 +45,9 @@ def read_run(run: Path, limits: Thresholds) -> Situation:
     client = _client(facts)
     load, log = Series(limits), LogReader(limits)
     for own in {task.own: task for task in (run_dir, *run_dir.all_tasks())}.values():
-        _Task(own.task, load, client).read(own.events)
+        task = _Task(own.task, load, client)
+        task.read(own.events)
+        client = task.client
         for path in sorted(own.own.glob("engine*.log")):
             log.source = f"{own.task} {path.stem}"
             with contextlib.suppress(InputError):  # the gateway's, or of one that never started
@@ -70,12 +78,15 @@ def _client(facts: Mapping[str, Any]) -> Client:
 
 
 class _Task:
-    """Adds what a task's events tell to what is known of the tasks before it."""
+    """Adds what a task's events tell, since its servers have the flags of now, to the tasks before it."""
 
     def __init__(self, name: str, load: Series, client: Client) -> None:
+        self.client = client
+        """What our side did in all of these tasks."""
         self._name = name
         self._load = load
-        self._client = client
+        self._before = dict(load.tracks), replace(client)
+        self._start: Mapping[str, Any] | None = None
         self._retractions: dict[str, int] = {}
         """Of this start so far, by scheduler; "" for all."""
         self._unplaced = 0
@@ -86,14 +97,25 @@ class _Task:
         for event in read_events(path):
             match event["event"]:
                 case "start":
-                    self._retractions = {}
+                    if self._start and not _alike(self._start, event):
+                        self._begin_anew()
+                    self._start, self._retractions = event, {}
+                case "engine_healed":
+                    self._begin_anew()
                 case "tokenize":
-                    self._client.tokenize = event.get("where")
+                    self.client.tokenize = event.get("where")
                 case "sample":
                     self._count_retractions(event)
                     self._add(event)
         tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
         spread(self._unplaced, tracks)
+
+    def _begin_anew(self) -> None:
+        """Forget what was seen: it was of servers with other flags."""
+        tracks, client = self._before
+        self._load.tracks = dict(tracks)
+        self.client = replace(client, tokenize=self.client.tokenize)
+        self._unplaced = 0
 
     def _count_retractions(self, sample: Mapping[str, Any]) -> None:
         told = {s["scheduler"]: s["retractions"] for s in sample["signals"] if "retractions" in s}
@@ -106,7 +128,7 @@ class _Task:
                 self._load.track(f"{self._name} {who}").retractions += count
 
     def _add(self, sample: Mapping[str, Any]) -> None:
-        client, signals = self._client, sample["signals"]
+        client, signals = self.client, sample["signals"]
         in_flight, window = sample["in_flight"], sample["window"]
         unsent = max(0, sample["rows_total"] - sample["rows_done"] - in_flight)
         client.widest = max(client.widest, in_flight)
@@ -124,6 +146,14 @@ class _Task:
             client.at_window += full
             client.on_way += full and 2 * sum(told["running"] for told in signals) < in_flight
             client.resting += not full and sample.get("resting", 0) > 0
+
+
+def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether the servers of two starts had the same flags, by what is known of them."""
+    one, two = start.get("engine") or {}, other.get("engine") or {}
+    pools = [engine.get("max_total_tokens") or 0 for engine in (one, two)]
+    alike = all(one.get(name) == two.get(name) for name in FLAGS) and math.isclose(*pools, rel_tol=SAME_POOL)
+    return alike and start.get("args") == other.get("args")
 
 
 def _lengths(run_dir: RunDir, client: Client) -> None:
