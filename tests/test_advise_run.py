@@ -242,6 +242,16 @@ def test_retractions_count_where_they_were(told: list[int | None], per_min: floa
     assert advise(str(own)).situation.retractions_per_min == per_min
 
 
+def test_a_server_that_was_started_again_is_one_scheduler(own: Path) -> None:
+    """Each start has its own port: a run's replicas are as many as one start has."""
+    tell(own / "events.jsonl", queue=3000, scheduler="http://127.0.0.1:40001")
+    once = (own / "events.jsonl").read_bytes()
+    (own / "events.jsonl").write_bytes(
+        once + once.replace(b'"time":1', b'"time":2').replace(b"40001", b"40002")
+    )
+    assert "in 100% of 120 samples over 118 s" in advise(str(own)).lines()[1]
+
+
 @pytest.mark.parametrize("order", ["auto", "input"])
 def test_our_own_order_is_advised(order: str, own: Path) -> None:
     """Rows that begin alike are our own order's business, never lpm's."""

@@ -87,6 +87,8 @@ class _Task:
         self._load = load
         self._before = dict(load.tracks), replace(client)
         self._start: Mapping[str, Any] | None = None
+        self._tracks: dict[str, str] = {}
+        """Of this start's schedulers, by their place in it: a server of ours has a new port at each start."""
         self._retractions: dict[str, int] = {}
         """Of this start so far, by scheduler; "" for all."""
         self._unplaced = 0
@@ -99,7 +101,7 @@ class _Task:
                 case "start":
                     if self._start and not _alike(self._start, event):
                         self._begin_anew()
-                    self._start, self._retractions = event, {}
+                    self._start, self._tracks, self._retractions = event, {}, {}
                 case "engine_healed":
                     self._begin_anew()
                 case "tokenize":
@@ -117,6 +119,9 @@ class _Task:
         self.client = replace(client, tokenize=self.client.tokenize)
         self._unplaced = 0
 
+    def _track(self, scheduler: str) -> str:
+        return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
+
     def _count_retractions(self, sample: Mapping[str, Any]) -> None:
         told = {s["scheduler"]: s["retractions"] for s in sample["signals"] if "retractions" in s}
         told[""] = sample.get("retractions", 0)
@@ -125,7 +130,7 @@ class _Task:
         self._unplaced += new.pop("") - sum(new.values())
         for who, count in new.items():
             if count:
-                self._load.track(f"{self._name} {who}").retractions += count
+                self._load.track(self._track(who)).retractions += count
 
     def _add(self, sample: Mapping[str, Any]) -> None:
         client, signals = self.client, sample["signals"]
@@ -139,7 +144,7 @@ class _Task:
                 sample["time"], told["running"], told["queue"], told["token_usage"], told.get("max_running"),
                 rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
             )  # fmt: skip
-            self._load.add(f"{self._name} {told['scheduler']}", look)
+            self._load.add(self._track(told["scheduler"]), look)
         if unsent and not any(told["queue"] for told in signals):
             client.dry += 1
             full = in_flight >= FULL * window
