@@ -313,6 +313,33 @@ def test_several_replicas_are_drawn_apart(tmp_path: Path) -> None:
         assert legend[:2] == sorted(url.removeprefix("http://") for url in (one.url, two.url))
 
 
+def replicas(ports: list[int], began: float, most: int, log: str | None) -> Iterator[dict[str, Any]]:
+    """Yield a start whose servers have these ports and run so many requests at most."""
+    yield {"event": "start", "time": began, "engine": {"log": log}}
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    signals = [
+        {"scheduler": f"{url}#dp1", "queue": 5, "token_usage": 0.5, "max_running": most} for url in urls
+    ]
+    for at in range(20):
+        bands = {url: [most // 10, most] for url in urls}
+        yield {"event": "sample", "time": began + at, "signals": signals, "bands": bands}
+    yield {"event": "engine_out", "time": began + 20, "who": urls[-1]}
+
+
+def test_servers_that_were_started_again_keep_their_lines() -> None:
+    """Ours have new ports at each start: their number tells them apart, and the newest limits count."""
+    starts = [*replicas([4001, 4002], 1000, 64, "a.log"), *replicas([5001, 5002], 2000, 320, "a.log")]
+    starts.append({"event": "start", "time": 3000.0, "engine": {"log": "a.log"}})  # it dies at once
+    story = tell("main", starts)
+    timeline = make_timeline([story])
+    assert list(timeline.schedulers["queue"]) == ["replica 0#dp1", "replica 1#dp1"]
+    assert [incident.who for incident in story.incidents] == ["replica 1", "replica 1"]
+    assert [tuple(band) for band in story.bands.values()] == [(32, 320)] * 2
+    assert set(story.max_running.values()) == {320}
+    theirs = make_timeline([tell("main", replicas([30_000], 1000, 64, None))])
+    assert list(theirs.schedulers["queue"]) == ["http://127.0.0.1:30000#dp1"]
+
+
 def test_many_schedulers_share_a_line() -> None:
     """Of more schedulers than can be told apart the mean, the range and the two extremes are drawn."""
     story = tell("main", [sample(1000 + at, queue=at) for at in range(10)])

@@ -101,14 +101,17 @@ class Story:
     """Why windows were changed, with the numbers left out."""
     leads: int = 0
     bands: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of each scheduler the healthy `#queue-req`, as it was last."""
+    """Of each scheduler the healthy `#queue-req`, as it was last: of the newest start, like max_running."""
     max_running: dict[str, int] = field(default_factory=dict)
+    _ours: dict[str, str] | None = None
+    """What the servers of a start are called where we started them: each has a new port every time."""
     _cells: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
         """Take the next event; one of an unknown kind only moves the end of its start."""
         if event["event"] == "start" or not self.spans:
             self.spans.append(Span(event["time"], event["time"]))
+            self._ours = {} if (event.get("engine") or {}).get("log") else None
         self.spans[-1].ended = max(self.spans[-1].ended, event["time"])
         self.rows_total = event.get("rows_total", self.rows_total)
         match event["event"]:
@@ -130,6 +133,7 @@ class Story:
                 self._note(Incident(event["time"], "takeover", _short(event.get("task")), why))
             case what if what.startswith("engine_"):
                 who, why = _short(event.get("who")), _short(event.get("why"))
+                who = (self._ours or {}).get(who, who)
                 self._note(Incident(event["time"], what.removeprefix("engine_"), who, why))
 
     def coarsen(self, width_s: float) -> None:
@@ -142,12 +146,14 @@ class Story:
         span = self.spans[-1]
         at = int(sample["time"] / self.width_s)
         before = len(span.cells)
+        if not before:
+            self.bands, self.max_running = {}, {}
         cell = span.cells.setdefault(at, {})
         for name in OF_TASK:
             _measure(cell, (name, ""), sample.get(name))
         retracted = {"": sample.get(RETRACTIONS) or 0}
         for signal in sample.get("signals") or ():
-            who = signal["scheduler"]
+            who = self._called(signal["scheduler"])
             for name in OF_SCHEDULER:
                 _measure(cell, (name, who), signal.get(name))
             if signal.get("max_running"):
@@ -162,6 +168,12 @@ class Story:
         self._cells += len(span.cells) - before
         if self._cells > MOST_CELLS:
             self.coarsen(2 * self.width_s)
+
+    def _called(self, scheduler: str) -> str:
+        if self._ours is None:
+            return scheduler
+        server, dp, rank = scheduler.partition("#")
+        return self._ours.setdefault(server, f"replica {len(self._ours)}") + dp + rank
 
     def _note(self, incident: Incident) -> None:
         if len(self.incidents) < MOST_INCIDENTS:
