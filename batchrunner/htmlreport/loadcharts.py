@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchrunner.care.thresholds import Thresholds
 from batchrunner.htmlreport.charts import Mark, Zone, draw_lines, number
 from batchrunner.htmlreport.story import RETRACTIONS
 
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from batchrunner.htmlreport.story import Incident, Story
     from batchrunner.htmlreport.timeline import Line, Timeline
 
-GOOD_USAGE = 0.9
-"""Of the KV pool: with less in use while requests wait the server is too cautious (the tuning guides)."""
+GOOD_USAGE = Thresholds().usage_good
 _BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}
 
 
@@ -58,7 +58,7 @@ def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence
         ),
         draw(
             "usage", "Token usage",
-            "Of the KV pool. Below 0.9 while requests wait: the server is too cautious.",
+            f"Of the KV pool. Below {GOOD_USAGE} while requests wait: the server is too cautious.",
             _labelled(timeline, "token_usage", "token usage"),
             Zone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}"), top=1.0,
         ),
