@@ -280,18 +280,18 @@ def test_retractions_are_counted_by_the_minute() -> None:
 
 
 def test_each_replica_has_its_part() -> None:
-    """Retractions are told apart by replica; one that was not heard of begins anew, with no leap."""
+    """Retractions are told apart by replica, from its first sample on, and while it is not heard of."""
 
     def events() -> Iterator[dict[str, Any]]:
         for at in range(0, 600, 2):
-            counts = {"a": at // 60, "b": 0} if not 300 <= at < 400 else {"b": 0}
+            counts = {"a": 1 + at // 60, "b": 0} if not 300 <= at < 400 else {"b": 0}
             signals = [{"scheduler": who, "retractions": count} for who, count in counts.items()]
-            yield {"event": "sample", "time": 6000.0 + at, "retractions": at // 60, "signals": signals}
+            yield {"event": "sample", "time": 6000.0 + at, "retractions": 1 + at // 60, "signals": signals}
 
     timeline = make_timeline([tell("main", events())])
     lines = timeline.of_schedulers("retractions")
-    assert timeline.retractions == 9
-    assert {value.mean for value in lines["a"] if value} == {0.0, 1.0}
+    assert timeline.retractions == 10
+    assert [value.mean for value in lines["a"][15::30] if value] == [1, 1, 1, 1, 1, 0, 2, 1, 1, 1]
     assert {value.mean for value in lines["b"] if value} == {0.0}
 
 

@@ -71,7 +71,7 @@ class Span:
     cells: dict[int, Cell] = field(default_factory=dict)
     """By their number since the epoch, which is a cell's time in widths of a cell."""
     retracted: dict[str, int] = field(default_factory=dict)
-    """As the last sample counts them, by scheduler; "" for all."""
+    """So far, by scheduler; "" for all."""
 
 
 class Incident(NamedTuple):
@@ -161,9 +161,8 @@ class Story:
             if RETRACTIONS in signal:
                 retracted[who] = signal[RETRACTIONS]
         for who, count in retracted.items():
-            new = count - span.retracted.get(who, count if who else 0)
-            _measure(cell, (RETRACTIONS, who), max(0, new))
-        span.retracted = retracted
+            _measure(cell, (RETRACTIONS, who), max(0, count - span.retracted.get(who, 0)))
+        span.retracted |= retracted
         self.bands.update(sample.get("bands") or {})
         self._cells += len(span.cells) - before
         if self._cells > MOST_CELLS:
