@@ -30,6 +30,8 @@ from tests.sglang_logs import LogWriter
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from aiohttp import web
+
 QUICK = Thresholds(span_s=0.2, samples=3)
 """For servers that a test watches: it has no ten seconds."""
 
@@ -365,6 +367,21 @@ def test_a_server_that_tells_its_load_by_metrics_only() -> None:
         found = advise(server.url, Thresholds(span_s=1, samples=2), span_s=4)
     assert set(changes(found)) == {"retractions"}
     assert found.situation.load.median("queue") == 400
+
+
+class Slow(FakeSGLang):
+    """A server that never says what its model is."""
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        await self._over.wait()
+        return await super()._model_info(request)
+
+
+def test_what_a_server_says_of_its_model_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to answer what does not matter is watched all the same."""
+    monkeypatch.setattr("batchrunner.care.live.TIMEOUT_S", 0.3)
+    with Slow(max_running=4, others=40) as server:
+        assert set(changes(advise(server.url, QUICK, span_s=1.5))) == {"running-capped"}
 
 
 def with_gpus(own: Path, gpus: int, **arguments: Any) -> Judgement:

@@ -95,8 +95,9 @@ class _Server:
         self._facts.ready = _limits(info, state, memory)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        about = await self._json("/model_info") or {}
-        self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # one can do without
+            about = await self._json("/model_info") or {}
+            self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
 
     async def look(self) -> None:
         """Take one sample of each scheduler; a poll that fails is left out."""
