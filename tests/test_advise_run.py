@@ -369,6 +369,27 @@ def test_a_server_that_tells_its_load_by_metrics_only() -> None:
     assert found.situation.load.median("queue") == 400
 
 
+def test_counters_of_several_ranks_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What /metrics counts is summed over data-parallel ranks, and a sample is of one of them."""
+    monkeypatch.setattr("batchrunner.care.live.METRICS_S", 0.2)
+    looks = count()
+
+    def metrics() -> str:
+        values = {"num_running_reqs": 100, "num_queue_reqs": 9, "token_usage": 0.95, "gen_throughput": 400}
+        return "".join(
+            f'# TYPE sglang:{name} gauge\nsglang:{name}{{tp_rank="0",dp_rank="{rank}"}} {value}\n'
+            for name, value in (values | {"num_retracted_requests_total": 4 * next(looks)}).items()
+            for rank in range(8)
+        )
+
+    with FakeSGLang() as server:
+        server.polls, server.metrics = "gone", metrics
+        load = advise(server.url, QUICK, span_s=1.5).situation.load
+    assert load.median("rate") == 400
+    assert load.share("slow") == 1  # 100 requests have 400 tokens a second
+    assert 0 < load.retractions_per_min == load.retractions / 8
+
+
 class Slow(FakeSGLang):
     """A server that never says what its model is."""
 

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from batchrunner.care.facts import Facts, number
-from batchrunner.care.series import Series
+from batchrunner.care.series import Series, spread
 from batchrunner.care.signs import Sample
 from batchrunner.care.situation import Situation
 from batchrunner.engines.batchlines import Ready
@@ -73,6 +73,8 @@ class _Server:
         self._seen: dict[str, float | None] = {}
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._summed = 1
+        """Schedulers whose counters these are."""
         self._next_metrics = 0.0
 
     async def ask_arguments(self) -> None:
@@ -114,9 +116,8 @@ class _Server:
         prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
         prefills.new_tokens = max(0, int(prompt) - prefills.cached_tokens)
         prefills.prompts = int(grown.get("num_requests_total", 0))
-        if self._series.tracks:
-            first = next(iter(self._series.tracks.values()))
-            first.retractions = int(grown.get("num_retracted_requests_total", 0))
+        tracks = list(self._series.tracks.values())[: self._summed]
+        spread(int(grown.get("num_retracted_requests_total", 0)), tracks)
         self._series.settle()
         self._facts.mute = not self._seen
         return Situation(self._series, self._series, self._facts)
@@ -130,6 +131,7 @@ class _Server:
             return None
         self._last = counters_in(text)
         self._first = self._first or self._last
+        self._summed = len(from_metrics(text, self._url)) or 1
         return text
 
     async def _loads(self, metrics: str | None) -> Sequence[Signals]:
@@ -142,7 +144,7 @@ class _Server:
         return []
 
     def _add(self, signals: Sequence[Signals]) -> None:
-        graph = self._last.get("is_cuda_graph")
+        graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
         for told in signals:
             new = told.taken_at is None or self._seen.get(told.scheduler) != told.taken_at
             self._seen[told.scheduler] = told.taken_at
@@ -150,7 +152,7 @@ class _Server:
                 sample = Sample(
                     time.monotonic(), told.running, told.queue, told.token_usage, told.max_running,
                     None if graph is None or not told.running else bool(graph),
-                    self._last.get("gen_throughput"),
+                    rate and rate / self._summed,
                 )  # fmt: skip
                 self._series.add(told.scheduler, sample)
 
