@@ -114,7 +114,7 @@ class Situation:
 
     @property
     def retractions_per_min(self) -> float:
-        """The same a minute of work."""
+        """A minute of work, of the scheduler that has most."""
         told = self.log if self.log.retractions else self.load
         return told.retractions_per_min
 
