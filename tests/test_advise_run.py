@@ -190,6 +190,15 @@ def test_the_engines_log_is_part_of_the_run(own: Path) -> None:
     assert found == ["retractions", "memory-left"]
 
 
+def test_flags_are_known_without_advice(own: Path) -> None:
+    """Machines are told of whose flags it is, also where there is nothing to change."""
+    tell(own / "events.jsonl")
+    LogWriter().started().write(own, "engine-server.log")
+    found = advise(str(own)).as_dict()
+    assert found["healthy"]
+    assert (found["version"], found["flags_known"]) == ("0.5.23", True)
+
+
 def test_retractions_of_all_starts_count(own: Path) -> None:
     """Each start counts from nothing: their sum is over the time of all."""
     tell(own / "events.jsonl", retractions=4)

@@ -109,8 +109,8 @@ def advise(
         raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
     situation = _look(source, limits or Thresholds(), span_s)
     situation.facts.card = card or situation.facts.card
-    advice = apply_all(situation, Flags())
-    flags = _flags(situation, python) if any(found.args for found in advice) else Flags()
+    names_flags = any(found.args for found in apply_all(situation, Flags()))
+    flags = _flags(situation, python, ask=names_flags)
     return Judgement(source, situation, apply_all(situation, flags), flags)
 
 
@@ -139,10 +139,10 @@ def _look(source: str, limits: Thresholds, span_s: float) -> Situation:
     return Situation(log.series, log.series, log.facts)
 
 
-def _flags(situation: Situation, python: str | None) -> Flags:
-    """Return the flags of the server that was looked at; of the installed one where that may be it."""
+def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
+    """Return the flags of the server that was looked at; to `ask`, of the installed one if that may be it."""
     facts = situation.facts
     if facts.arguments:
         return of_arguments(facts.version, facts.arguments)
-    here = installed(python)
+    here = installed(python) if ask else Flags()
     return here if facts.version in {None, here.version} else Flags(facts.version)
