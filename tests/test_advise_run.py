@@ -217,7 +217,9 @@ def test_retractions_of_all_starts_count(own: Path) -> None:
         ({"engine": {"max_running": 320, "max_total_tokens": 100_000}}, 60),
         ({"engine": {"max_running": 64, "max_total_tokens": 130_000}}, 60),
         ({"args": {"schedule-conservativeness": 0.3}}, 60),
-        ({"event": "engine_healed"}, 60),
+        ({"event": "engine_healed", "new": {"mem-fraction-static": 0.8}}, 60),
+        ({"event": "engine_recalled", "new": {"schedule-conservativeness": 1.3}}, 60),
+        ({"event": "engine_recalled", "new": {"chunked-prefill-size": 4096}}, 120),
     ],
 )
 def test_what_servers_with_other_flags_did_is_forgotten(
@@ -228,7 +230,8 @@ def test_what_servers_with_other_flags_did_is_forgotten(
     tell(own / "events.jsonl", queue=0)
     first, *looks = map(orjson.loads, (own / "events.jsonl").read_bytes().splitlines())
     later = [{**look, "time": look["time"] + 1000} for look in looks]
-    events = [{"engine": engine} | first, *looks, {"engine": engine} | first | start, *later]
+    recalled = {**first, "event": "engine_recalled", "new": {"chunked-prefill-size": 4096}}
+    events = [{"engine": engine} | first, recalled, *looks, {"engine": engine} | first | start, *later]
     (own / "events.jsonl").write_bytes(b"\n".join(map(orjson.dumps, events)))
     situation = advise(str(own)).situation
     assert situation.load.counted == samples

@@ -87,6 +87,8 @@ class _Task:
         self._load = load
         self._before = dict(load.tracks), replace(client)
         self._start: Mapping[str, Any] | None = None
+        self._learned: dict[str, Any] = {}
+        """Flags that the servers have over the job's."""
         self._tracks: dict[str, str] = {}
         """Of this start's schedulers, by their place in it: a server of ours has a new port at each start."""
         self._retractions: dict[str, int] = {}
@@ -102,7 +104,8 @@ class _Task:
                     if self._start and not _alike(self._start, event):
                         self._begin_anew()
                     self._start, self._tracks, self._retractions = event, {}, {}
-                case "engine_healed":
+                case "engine_recalled" | "engine_healed" if not event["new"].items() <= self._learned.items():
+                    self._learned |= event["new"]
                     self._begin_anew()
                 case "tokenize":
                     self.client.tokenize = event.get("where")
@@ -110,7 +113,7 @@ class _Task:
                     self._count_retractions(event)
                     self._add(event)
         tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
-        spread(self._unplaced, tracks)
+        spread(max(0, self._unplaced), tracks)  # of one that was forgotten some may be told later
 
     def _begin_anew(self) -> None:
         """Forget what was seen: it was of servers with other flags."""
