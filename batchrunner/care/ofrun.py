@@ -113,7 +113,7 @@ class _Task:
                     self._count_retractions(event)
                     self._add(event)
         tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
-        spread(max(0, self._unplaced), tracks)  # of one that was forgotten some may be told later
+        spread(max(0, self._unplaced), tracks)  # whose some were may be told only after a new beginning
 
     def _begin_anew(self) -> None:
         """Forget what was seen: it was of servers with other flags."""
