@@ -163,7 +163,7 @@ class SamplingSpec(_Spec):
     """SGLang's sampling parameters, by SGLang's names. Each may be `{column: NAME}`."""
 
     max_new_tokens: PerRow[Annotated[int, Field(ge=1)]] = 1024
-    """Longest output in tokens. (SGLang's own default of 128 cuts most answers short.)"""
+    """Longest output in tokens; of a null in a column the default. (SGLang's 128 cuts most answers short.)"""
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
     """Shortest output in tokens."""
     n: Annotated[int, Field(ge=1)] = 1

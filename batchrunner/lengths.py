@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 MOST_KINDS = 1024
 LEAST_ROWS = 8
 """Below, a kind's average says little."""
-NO_LIMIT = 1 << 30
-"""Tokens of an output without a limit: more than any model gives."""
 
 
 class Lengths:
@@ -28,7 +26,7 @@ class Lengths:
 
     def expected(self, work: Work) -> float:
         """Return the tokens that a row's output will have; what is not known is the same for all."""
-        most = work.request.sampling.get("max_new_tokens") or NO_LIMIT
+        most = work.request.sampling["max_new_tokens"]
         if work.request.sampling.get("ignore_eos"):
             return float(most)
         rows, tokens = self._sums.get(work.kind, (0, 0))

@@ -108,7 +108,7 @@ def _sendable(name: str, value: Any) -> Any:
     """Return a row's own value as it is sent; raises RowRefusedError for a number that cannot be."""
     if not isinstance(value, float):
         return value
-    if not math.isfinite(value):  # JSON has no word for it
+    if not math.isfinite(value) or (name in _WHOLE and abs(value) >= 1 << 63):  # JSON has no word for it
         raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
     if name not in _WHOLE:
         return value
@@ -246,15 +246,16 @@ def _split_sampling(
     """Part what is the same for all rows from what a column brings."""
     fixed: dict[str, Any] = {}
     per_row: dict[str, str] = {}
-    for name in type(sampling).model_fields:
+    for name, field in type(sampling).model_fields.items():
         value = getattr(sampling, name)
         if isinstance(value, FromColumn):
             _check_value(name, dataset.field(value.column, where=f"sampling.{name}"))
-        if value is None or name == "lora_path":
+        if name == "lora_path":
             continue
         if isinstance(value, FromColumn):
             per_row[name] = value.column
-        else:
+            value = field.default  # what a null stands for
+        if value is not None:
             fixed[name] = value
     if isinstance(fixed.get("json_schema"), dict):
         fixed["json_schema"] = orjson.dumps(fixed["json_schema"]).decode()

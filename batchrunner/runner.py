@@ -223,6 +223,7 @@ class _Run:
                 rows_total=self._source.total,
                 rows_done=len(self._done.rows),
                 engine=asdict(self._info),
+                args=_without_secrets(self._job)["engine"].get("args", {}),
             )
             kind = self._prepared.renderer.kind
             self._prompts = Prompts(self._job, self._engine, self._info, kind, self._events.write)

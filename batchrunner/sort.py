@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from batchrunner.deal import Buckets
 from batchrunner.job import FromColumn
 from batchrunner.keysort import KeySort, SortKey
-from batchrunner.lengths import NO_LIMIT
 from batchrunner.order import ABOUT
 from batchrunner.plan import MOST_LEASE_ROWS, lease_rows
 from batchrunner.prefixes import common, prefix_of, sort_key
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from batchrunner.prepare import Prepared
     from batchrunner.records import Outcome
 
+LARGEST = 1 << 30
+"""Tokens of an output: more than any model gives."""
 MOST_GROUP_BYTES = 32 << 20
 """Of a row group, roughly, however few rows that are."""
 BUCKET_BYTES = 48 << 20
@@ -88,9 +89,9 @@ def _key(item: Request | Outcome, size: int, *, longest_first: bool, by_column: 
 
 
 def _longest_output(sampling: Mapping[str, Any]) -> int:
-    """Return the tokens that an output may have; a column may hold none, or more than a key can."""
-    most = sampling.get("max_new_tokens")
-    return NO_LIMIT if most is None else int(max(0, min(most, NO_LIMIT)))
+    """Return the tokens that an output may have; a column may hold more than a key can."""
+    most: int = sampling["max_new_tokens"]
+    return max(0, min(most, LARGEST))
 
 
 def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[tuple[int, int]]:

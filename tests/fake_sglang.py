@@ -95,6 +95,7 @@ class FakeSGLang:
         self.others = others
         """Requests of other clients, which never end."""
         self.delay_s = delay_s
+        self.refusal_s = 0.0
         """Time that an answer takes; with one, `max_running` are answered at once and the others wait."""
         self.port = port
         self.arguments = arguments or {}
@@ -264,6 +265,8 @@ class FakeSGLang:
             if self.delay_s and what == "answer":
                 async with self._slots:
                     await asyncio.sleep(self.delay_s)
+            elif what in REFUSALS:
+                await asyncio.sleep(self.refusal_s)
             return await self._react(request, sent, what)
         finally:
             self._in_flight -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,10 +13,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
 import batchrunner
 from batchrunner.engines.sockets import free_port
+from batchrunner.errors import EngineLostError
 from tests.conftest import events_of, eventually, job_of, results_of
 from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -74,6 +77,70 @@ def test_a_server_that_refuses_for_a_while(tmp_path: Path, server: FakeSGLang) -
     assert (report.exit_code, report.rows_failed) == (0, 0)
     assert report.retries > 0
     assert all_answered(job, 200)
+
+
+def test_refusals_that_take_their_time(tmp_path: Path, server: FakeSGLang) -> None:
+    """A proxy before a server that is gone says so after a while: the run ends all the same."""
+    server.script, server.refusal_s = (lambda _: "busy 503"), 0.6
+    job = job_of(tmp_path, server, rows=500, window=4, limits={"max_attempts": 1, "engine_wait": 2})
+    with pytest.raises(EngineLostError, match="the engine took no row for 2 s") as lost:
+        batchrunner.run(job)
+    assert lost.value.report is not None
+    assert lost.value.report.rows_failed == 0
+
+
+def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) -> None:
+    """While the engine has one, it may refuse all others for longer than `engine_wait`."""
+    began = time.monotonic()
+
+    def script(_: Sent) -> Behaviour:
+        return "answer" if len(server.sent) == 1 or time.monotonic() - began > 4 else "busy 503"
+
+    server.script, server.delay_s = script, 4
+    job = job_of(tmp_path, server, rows=4, window=4, limits={"max_attempts": 1, "engine_wait": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_failed) == (0, 0)
+    assert report.retries > 0
+
+
+def vanish(port: int, stack: contextlib.ExitStack) -> None:
+    """Have a port drop connections, as a host does that is gone: the queue for them is full."""
+    listener = stack.enter_context(socket.socket())
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def is_bound() -> bool:
+        with contextlib.suppress(OSError):  # the server is still on it
+            listener.bind(("127.0.0.1", port))
+            return True
+        return False
+
+    eventually(is_bound)
+    listener.listen(0)
+    for _ in range(4):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(("127.0.0.1", port))
+
+
+def test_a_host_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection comes about and none is refused: no row is blamed, and `engine_wait` ends the run."""
+    monkeypatch.setattr("batchrunner.engines.http._NO_TIMER", aiohttp.ClientTimeout(sock_connect=0.3))
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        gone = threading.Thread(target=vanish, args=(port, stack))
+
+        def script(_: Sent) -> Behaviour:
+            if len(mortal.sent) == 8:
+                gone.start()
+            return "die" if len(mortal.sent) >= 8 else "answer"
+
+        mortal = stack.enter_context(FakeSGLang(script, port=port))
+        job = job_of(tmp_path, mortal, rows=40, window=4, limits={"max_attempts": 1, "engine_wait": 2})
+        with pytest.raises(EngineLostError, match="no connection to") as lost:
+            batchrunner.run(job)
+        gone.join()
+    assert lost.value.report is not None
+    assert lost.value.report.rows_failed == 0
 
 
 def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -> None:

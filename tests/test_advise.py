@@ -326,6 +326,9 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(tp_size=8, gpu_gb=5.1).decode(30, r=700, g=False),
         {"cuda-graph": "--cuda-graph-max-bs 768 --mem-fraction-static 0.81"},
     ),
+    "graphs too small for what is too large for them": (
+        LogWriter().started(most=2048).decode(70, r=100).decode(30, r=600, g=False), {},
+    ),
     "graphs disabled": (
         LogWriter().started(disable_cuda_graph=True).decode(30, g=False),
         {"cuda-graph": "without --disable-cuda-graph"},

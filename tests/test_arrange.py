@@ -30,7 +30,9 @@ INFO = EngineInfo(kind="test", model="m", max_total_tokens=100_000, prefill_toke
 
 
 def request(row: int, text: str, **sampling: Any) -> Request:
-    return Request(RowRef(row, CARRIED, row), "text", text, {"temperature": 0, **sampling})
+    return Request(
+        RowRef(row, CARRIED, row), "text", text, {"temperature": 0, "max_new_tokens": 64, **sampling}
+    )
 
 
 def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Arranger:
@@ -230,6 +232,12 @@ def test_memory_stays_bounded_with_long_beginnings() -> None:
     batches: Iterable[list[Request | Outcome]] = ([request(row, prefix + str(row))] for row in range(1000))
     held = max(by.held for _ in by.arrange(batches, lambda: 100_000))
     assert held * len(prefix) <= MOST_HELD_BYTES + WINDOW_BYTES + len(prefix)
+
+
+def test_what_is_read_ahead_is_bounded_in_input_order_too() -> None:
+    """A row has its size there, by which the submitter counts what waits to be sent."""
+    works, _, _ = arranged(Arranger(None, None, dedupe=False), [[request(0, "x" * 5000)]])
+    assert works[0].size >= 5000
 
 
 def test_rows_do_not_wait_for_a_source_that_waits() -> None:

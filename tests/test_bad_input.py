@@ -19,6 +19,8 @@ import yaml
 
 import batchrunner
 from batchrunner.errors import InputError, JobError
+from batchrunner.job import Job
+from batchrunner.prepare import prepare
 from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
 from tests.fake_sglang import FakeSGLang
 
@@ -116,6 +118,21 @@ def test_no_row_selected(tmp_path: Path, server: FakeSGLang) -> None:
     message = refusal(job_of(tmp_path, server, input={"filter": "id > 50"}), tmp_path)
     told(message, "input.filter: true for none of the 10 rows: id > 50")
     assert server.sent == []
+
+
+def test_reading_the_filter_can_be_stopped(tmp_path: Path) -> None:
+    """It may take half an hour: a signal is heard after every batch."""
+    write_rows(tmp_path / "input.parquet", 3000)
+    job = Job.model_validate(job_of(tmp_path, input={"filter": "id > 5"}))
+
+    class StopError(Exception):
+        pass
+
+    def look() -> None:
+        raise StopError
+
+    with pytest.raises(StopError):
+        prepare(job).selected(look)
 
 
 def test_unreadable_file(tmp_path: Path) -> None:

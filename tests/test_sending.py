@@ -33,6 +33,18 @@ def length_of(sent: Sent) -> int:
     return int(sent.body["sampling_params"]["max_new_tokens"])
 
 
+def test_whole_numbers_in_a_column_of_floats(tmp_path: Path, server: FakeSGLang) -> None:
+    """What pandas makes of whole numbers and a null; SGLang takes no 24.0, and 24.5 is the row's fault."""
+    path = tmp_path / "input.parquet"
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "most": [24.0, None, 24.5]}), path)
+    job = job_of(tmp_path, server, sampling={"max_new_tokens": {"column": "most"}})
+    assert batchrunner.run(job).exit_code == 3
+    lengths = [sent.body["sampling_params"]["max_new_tokens"] for sent in server.sent]
+    assert sorted((length, type(length)) for length in lengths) == [(24, int), (1024, int)]
+    errors = [row["error"] for row in results_of(job)]
+    assert errors[2] == "sampling.max_new_tokens: 24.5 is not a whole number"
+
+
 def test_equal_rows_are_sent_once(tmp_path: Path, server: FakeSGLang) -> None:
     """Each of them gets the answer, marked as not sent; no token of it counts twice."""
     texts = [f"text {row % 10}" for row in range(40)]

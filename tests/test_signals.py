@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.signals import from_loads, from_metrics
+from batchrunner.engines.signals import counters_in, from_loads, from_metrics
 from batchrunner.records import Signals
 
 URL = "http://127.0.0.1:30000"
@@ -76,6 +76,21 @@ def metrics(rank: int, running: int, queue: int) -> str:
             "",
         ]
     )
+
+
+def test_metrics_under_dp_attention() -> None:
+    """Each DP rank is another tensor-parallel rank there, and each tells of a scheduler of its own."""
+    text = "\n".join(
+        f"# TYPE sglang:{name} {kind}\n"
+        + "\n".join(f'sglang:{name}{{tp_rank="{n}",dp_rank="{n}"}} {value + n}' for n in range(3))
+        for name, kind, value in [
+            ("num_running_reqs", "gauge", 10),
+            ("num_queue_reqs", "gauge", 100),
+            ("num_retracted_requests_total", "counter", 1),
+        ]
+    )
+    assert [(s.running, s.queue) for s in from_metrics(text + "\n", URL)] == [(10, 100), (11, 101), (12, 102)]
+    assert counters_in(text + "\n")["num_retracted_requests_total"] == 1 + 2 + 3
 
 
 def test_metrics_of_one_scheduler() -> None:

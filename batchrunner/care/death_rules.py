@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING
 
 from batchrunner.care.death import Death
 from batchrunner.care.safer import safer
-from batchrunner.care.situation import Finding, command_line
+from batchrunner.care.situation import LONGEST, Finding, command_line
 
 if TYPE_CHECKING:
     from batchrunner.care.flags import Flags
     from batchrunner.care.situation import Situation
-
-LONGEST = 160
-"""Characters of a log's line that are shown."""
 
 
 def killed(s: Situation, flags: Flags) -> Finding | None:

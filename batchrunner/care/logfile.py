@@ -141,7 +141,7 @@ class LogReader:
             self._prefills.add(
                 scheduler, Sample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
             )
-            self.series.prefills.add(batch, self.facts.chunk)
+            self.series.prefills.add(batch, self.facts.chunk, scheduler)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
         """Return the scheduler that a line is about and when; None where another rank speaks for it."""

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.care.death import Death
-from batchrunner.care.death_rules import LONGEST
 from batchrunner.care.safer import HIGHEST_FRACTION, in_effect, least_fraction, safer
-from batchrunner.care.situation import Finding, command_line
+from batchrunner.care.situation import LONGEST, Finding, command_line
 
 if TYPE_CHECKING:
     from batchrunner.care.facts import Trouble

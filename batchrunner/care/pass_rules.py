@@ -65,10 +65,12 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding runs without CUDA graphs at batch sizes where they matter."""
-    if s.facts.on_cpu or not s.log.frequent("no_graph"):
+    large = s.facts.tp >= LARGE_TP
+    sign = "no_graph_tp" if large else "no_graph"
+    if s.facts.on_cpu or not s.log.frequent(sign):
         return None
     running, captured = s.log.median("running"), s.facts.graph_max_bs
-    target = int(s.limits.graph_batch_tp if s.facts.tp >= LARGE_TP else s.limits.graph_batch)
+    target = int(s.limits.graph_batch_tp if large else s.limits.graph_batch)
     if s.facts.graph_disabled:
         args, why = _graph_on(s, flags), "the server's arguments switch them off"
     elif running <= target and not (captured and captured >= target):
@@ -79,7 +81,7 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         why = f"they are captured up to {captured or 'some 160-256'}"
     else:
         return None
-    share = s.log.share("no_graph")
+    share = s.log.share(sign)
     return Finding(
         f"cuda graph: False in {share:.0%} of {s.log.over()}, at {running:.0f} running: {why}",
         args,

@@ -132,7 +132,7 @@ class Prefills:
     _in_streak: set[str] = field(default_factory=set)
     """Schedulers whose last pass it was."""
 
-    def add(self, batch: Batch, chunk: int | None, scheduler: str = "") -> None:
+    def add(self, batch: Batch, chunk: int | None, scheduler: str) -> None:
         """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
         self.passes += 1
         self.prompts += batch.new_seqs

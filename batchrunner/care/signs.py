@@ -52,6 +52,10 @@ def _far_below(sample: Sample, limit: Thresholds) -> bool | None:
     return sample.queue > 0 and below and sample.usage < limit.usage_good
 
 
+def _no_graph(sample: Sample, most: float) -> bool | None:
+    return None if sample.graph is None or sample.running > most else not sample.graph
+
+
 def _at_cap(sample: Sample, limit: Thresholds) -> bool:
     return bool(sample.max_running) and sample.running >= limit.at_cap * (sample.max_running or 0)
 
@@ -65,7 +69,8 @@ SIGNS: dict[str, Callable[[Sample, Thresholds], bool | None]] = {
     "far_below": _far_below,
     "full": lambda s, limit: s.usage >= limit.usage_good,
     "kv_bound": lambda s, limit: s.usage >= limit.usage_good and s.queue > 0 and not _at_cap(s, limit),
-    "no_graph": lambda s, limit: None if s.graph is None or s.running > limit.graph_batch_tp else not s.graph,
+    "no_graph": lambda s, limit: _no_graph(s, limit.graph_batch),
+    "no_graph_tp": lambda s, limit: _no_graph(s, limit.graph_batch_tp),
     "slow": lambda s, limit: None if not s.rate else s.running / s.rate > limit.latency_s,
     "small_batch": lambda s, limit: None if s.prefill else s.running <= limit.small_batch,
 }

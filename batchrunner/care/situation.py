@@ -23,6 +23,10 @@ CHUNK_GB_A_TOKEN = 1.5 / 1024
 """What SGLang's memory_hook reserves for activations of a prefill chunk."""
 
 
+LONGEST = 160
+"""Characters of a log's line that are shown."""
+
+
 class MemoryBand(NamedTuple):
     """What is to be left of a card when the server is ready, GB."""
 
@@ -94,13 +98,7 @@ class Situation:
     @property
     def memory_band(self) -> MemoryBand:
         """The guides' figures for this card and its prefill chunk."""
-        limits, chunk = self.limits, in_effect(self.facts, "chunked-prefill-size") or 0
-        scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
-        more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
-        return MemoryBand(
-            scale * limits.memory_low_gb, scale * limits.memory_good_gb + more,
-            scale * limits.memory_high_gb + more,
-        )  # fmt: skip
+        return memory_band(self.facts, self.limits)
 
     @property
     def fills_up(self) -> bool:
@@ -165,3 +163,14 @@ def _option(name: str, value: Any) -> str:
     if value is None:
         return f"without --{name}"
     return f"--{name}" if value is True else f"--{name} {value}"
+
+
+def memory_band(facts: Facts, limits: Thresholds) -> MemoryBand:
+    """Return the guides' figures for a card and a prefill chunk."""
+    chunk = in_effect(facts, "chunked-prefill-size") or 0
+    scale = min(1.0, (facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
+    more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
+    return MemoryBand(
+        scale * limits.memory_low_gb, scale * limits.memory_good_gb + more,
+        scale * limits.memory_high_gb + more,
+    )  # fmt: skip

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.records import Signals
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+PREFIX = "sglang:"
 
 
 def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[Signals]:
@@ -42,15 +44,9 @@ def from_metrics(text: str, url: str, route: str | None = None) -> list[Signals]
 
     Raises ValueError where the text is not Prometheus's; empty where SGLang's gauges are not in it.
     """
-    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
-
     gauges: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for family in text_string_to_metric_families(text):
-        name = family.name.removeprefix("sglang:")
-        if name != family.name:
-            for sample in family.samples:
-                if sample.labels.get("tp_rank", "0") in {"0", ""}:
-                    gauges[sample.labels.get("dp_rank", "")][name] = sample.value
+    for rank, name, value in _told(text):
+        gauges[rank][name] = value
     ranks = {rank: g for rank, g in gauges.items() if "num_running_reqs" in g and "num_queue_reqs" in g}
     return [
         Signals(
@@ -73,15 +69,31 @@ def counters_in(text: str) -> dict[str, float]:
 
     Raises ValueError where the text is not Prometheus's.
     """
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, name, value in _told(text):
+        found[name] += value
+    return dict(found)
+
+
+def _told(text: str) -> Iterator[tuple[str, str, float]]:
+    """Yield SGLang's counters and gauges: the DP rank, the name without `sglang:`, the value.
+
+    All tensor-parallel ranks of a DP rank say the same: the first speaks. With DP attention it is not 0.
+    """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
-    found: defaultdict[str, float] = defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        if family.type in {"counter", "gauge"}:
-            for sample in family.samples:
-                if sample.labels.get("tp_rank", "0") in {"0", ""}:
-                    found[sample.name.removeprefix("sglang:")] += sample.value
-    return dict(found)
+    samples = [
+        (sample.labels.get("dp_rank", ""), int(sample.labels.get("tp_rank") or 0), sample)
+        for family in text_string_to_metric_families(text)
+        if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX)
+        for sample in family.samples
+    ]
+    first: dict[str, int] = {}
+    for dp, tp, _ in samples:
+        first[dp] = min(tp, first.get(dp, tp))
+    for dp, tp, sample in samples:
+        if tp == first[dp]:
+            yield dp, sample.name.removeprefix(PREFIX), sample.value
 
 
 def _work(load: Mapping[str, Any]) -> float | None:

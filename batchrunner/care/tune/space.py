@@ -16,9 +16,8 @@ from batchrunner.care.load_rules import LESS_CONSERVATIVE
 from batchrunner.care.memory_rules import STEP
 from batchrunner.care.pass_rules import LARGEST_CHUNK
 from batchrunner.care.safer import MORE_CONSERVATIVE, MOST_CONSERVATIVE
-from batchrunner.care.series import Series
-from batchrunner.care.setup_rules import attention_backend
-from batchrunner.care.situation import Situation
+from batchrunner.care.setup_rules import best_backends
+from batchrunner.care.situation import memory_band
 from batchrunner.care.tune.measure import GUIDES
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ GRAPH_SIZES = (256, 512, 768, 1024)
 GRAPH_OFF_OFTEN = 0.1
 MOST_RAISE = 32
 """Of max-running-requests, at once."""
-GENERAL_BACKENDS = ("flashinfer", "triton")
-"""Attention backends of any card: the guides' own for a card is compared with the first that is another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,8 @@ def _fraction(now: Now) -> Moves:
     value = now.value("mem-fraction-static", signs.mem_fraction)
     if value is None or spare is None:
         return "the log tells neither mem_fraction_static nor available_gpu_mem"
-    band = _advised(now, chunked_prefill_size=signs.prefill_limit).memory_band
+    arguments = {"chunked_prefill_size": signs.prefill_limit}
+    band = memory_band(Facts(card_gb=now.machine.card_gb or None, arguments=arguments), GUIDES)
     if spare < band.low:
         return f"{spare:.1f} GB are left of the card: the edge"
     steps = [STEP]
@@ -225,20 +223,11 @@ def _policy(now: Now) -> Moves:
 def _attention(now: Now) -> Moves:
     if now.machine.architecture is None:
         return "no choice of backend for this device"
-    best = _best_backend(now)
-    if best is None:
+    backends = best_backends(now.machine.architecture, Facts(model=now.signs.model))
+    if not backends:
         return f"SGLang chooses it for {now.signs.model}"
-    backends = best, next(other for other in GENERAL_BACKENDS if other != best)
     current = now.value("attention-backend", now.signs.attention_backend)
     return [Move({"attention-backend": v}, f"it is {current}") for v in backends if v != current]
-
-
-def _best_backend(now: Now) -> str | None:
-    """Return the guides' backend for a card and a model; None where SGLang's own choice is to stand."""
-    # what the rule says of a server that was asked for one that is the best nowhere, of any version
-    asked = _advised(now, attention_backend="torch_native", launch_command="--attention-backend")
-    found = attention_backend(asked, Flags())
-    return found.args["attention-backend"] if found else None
 
 
 def _compile(now: Now) -> Moves:
@@ -266,13 +255,6 @@ def _parallel(now: Now) -> Moves:
     if (replicas := cards // tp) < 2:  # noqa: PLR2004
         return f"engine: {{kind: gateway}} with a tp under {tp} is faster, where the weights fit so few GPUs"
     return f"engine: {{kind: gateway, tp: {tp}}} has {replicas} replicas on {cards} GPUs, each about as fast"
-
-
-def _advised(now: Now, **arguments: Any) -> Situation:
-    """Return the card, the model and these arguments as the rules of advice look at them."""
-    card_gb = now.machine.card_gb or None
-    facts = Facts(card=now.machine.card, card_gb=card_gb, model=now.signs.model, arguments=arguments)
-    return Situation(Series(GUIDES), Series(GUIDES), facts)
 
 
 def _not_admission(signs: Signs) -> str:
