@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from datetime import timedelta
 from pathlib import Path
@@ -124,6 +125,14 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
     assert any("up to about one a minute is fine" in line for line in rare.lines())
     often = judged(f"{line}\n{line}\n{RETRACTIONS[guide]}\n" * 20, tmp_path)
     assert changes(often) == {"retractions": "--schedule-conservativeness 1.3"}
+
+
+def test_what_retractions_cost_is_told() -> None:
+    """Newer releases say how many tokens the retracted requests had in the pool."""
+    log = Path(__file__).parent / "logs" / "real_retractions.log"
+    gained = sum(map(int, re.findall(r"#new_tokens_gained: (\d+)", log.read_text())))
+    found = next(advice for advice in advise(str(log)).advice if advice.rule == "retractions")
+    assert f"{gained:,} tokens are computed again, {gained / 79:.0f} a second beside" in found.sign
 
 
 def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ class LogReader:
                 scheduler, _ = self._speaker(line)
                 if scheduler is not None:
                     self.series.track(scheduler).retractions += 1
+                    self.series.prefills.retracted_tokens += record.tokens
             case Arguments():
                 self._started(record)
             case Ready():

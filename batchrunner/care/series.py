@@ -120,6 +120,8 @@ class Prefills:
     prompts: int = 0
     new_tokens: int = 0
     cached_tokens: int = 0
+    retracted_tokens: int = 0
+    """Those that were computed, and lost to a retraction."""
     filled: int = 0
     """Passes that took a whole chunk …"""
     few_long: int = 0

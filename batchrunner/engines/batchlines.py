@@ -41,6 +41,8 @@ class Retraction(NamedTuple):
     """The KV pool was full: running requests went back to the queue."""
 
     requests: int
+    tokens: int = 0
+    """What they had in the pool, and have to have computed again; 0 in releases that do not say."""
 
 
 class Ready(NamedTuple):
@@ -146,6 +148,7 @@ _READY = re.compile(
 )
 _GPU_GB = re.compile(rf"available_gpu_mem={_NUMBER}")
 _RETRACTED = re.compile(rf"#retracted_reqs: {_COUNT}")
+_GAINED = re.compile(rf"#new_tokens_gained: {_COUNT}")
 _WEIGHTS = re.compile(rf"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem={_NUMBER} ?GB")
 _QUANTISED = re.compile(r"\bquant=([\w-]+)")
 _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
@@ -220,7 +223,7 @@ def _record(line: str) -> Record | None:
     if " batch" in line and (record := _batch(line)):
         return record
     if "etract" in line and (found := _RETRACTED.search(line)) and "#running-req" not in line:
-        return Retraction(int(found[1]))
+        return Retraction(int(found[1]), _count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
     return _rare(line) if any(word in line for word in _RARE) else None
