@@ -201,7 +201,7 @@ def _scheduler(tmp_path: Path) -> int:
 
 def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: Path) -> None:
     """SIGKILL of the runner ends the server; the next start sends what is missing; no file has the key."""
-    command = _tiny_job(tmp_path, tiny, rows=600, tokens=100)
+    command = _tiny_job(tmp_path, tiny, rows=200, tokens=100)
     marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
     environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
     parts = tmp_path / "run" / "parts"
@@ -219,17 +219,17 @@ def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: 
         [*command, "--json"], env=environ, capture_output=True, text=True, timeout=START_S, check=True
     )
     report = json.loads(done.stdout)
-    assert (report["rows_ok"], report["starts"]) == (600, 2)
-    assert kept <= report["rows_resumed"] < 600  # those in the journal too
+    assert (report["rows_ok"], report["starts"]) == (200, 2)
+    assert kept <= report["rows_resumed"] < 200  # those in the journal too
     rows = pq.read_table(parts)["row"].to_pylist()
-    assert sorted(rows) == list(range(600))
+    assert sorted(rows) == list(range(200))
     log = (tmp_path / "run" / "engine-server.log").read_text(errors="replace")
     assert "api_key='***'" in log or '"***"' in log or "***" in log
 
 
 def test_engine_that_dies_is_started_again(tmp_path: Path, tiny: Path) -> None:
     """A scheduler that is killed in mid-run takes its server along; both come back, and no row is lost."""
-    command = _tiny_job(tmp_path, tiny, rows=400)
+    command = _tiny_job(tmp_path, tiny, rows=120, tokens=100)
     environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
     parts = tmp_path / "run" / "parts"
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
@@ -239,7 +239,7 @@ def test_engine_that_dies_is_started_again(tmp_path: Path, tiny: Path) -> None:
     assert process.returncode == 0, errors[-2000:]
     assert "the engine died" in errors
     assert "the engine is back" in errors
-    assert sorted(pq.read_table(parts)["row"].to_pylist()) == list(range(400))
+    assert sorted(pq.read_table(parts)["row"].to_pylist()) == list(range(120))
     assert set(pq.read_table(parts)["error"].to_pylist()) == {None}
 
 
