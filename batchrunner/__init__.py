@@ -16,6 +16,7 @@ The map; a file imports only from lines above its own (this one excepted), and a
     tokens           prompts → token ids, as SGLang makes them
     rows             sets of rows, by their ordinals
     deal             rows → the order of a column of theirs, in bounded memory
+    discover         input paths → files, and the columns that stand in their paths
     dataset          Parquet → rows with stable ordinals
     prompt           rows → requests
     prefixes         what prompts have in common at their beginning

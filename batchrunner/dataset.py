@@ -7,21 +7,18 @@ at every start.
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
+from batchrunner.discover import discover, hive_partitions, partition_types
+from batchrunner.discover import first_line as first_line  # noqa: PLC0414 - for `order`
 from batchrunner.errors import InputError
 from batchrunner.rows import between
 from batchrunner.templates import unknown_column
@@ -37,7 +34,6 @@ READ_BUFFER_BYTES = 1 << 20
 """Column chunks are streamed through buffers of this size instead of being loaded whole."""
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
 """A fingerprint reads at most this many blocks of a file, and all of a file of up to their sum (1 MiB)."""
-HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class Dataset:
         Raises InputError, with the file and what to do, where one is missing, unreadable, not Parquet,
         or where there is no row at all.
         """
-        self._fs, paths = _discover([path] if isinstance(path, str) else list(path))
+        self._fs, paths = discover([path] if isinstance(path, str) else list(path))
         with ThreadPoolExecutor(max_workers=8) as pool:
             footers = list(pool.map(self._footer, paths))
         starts = [0, *accumulate(metadata.num_rows for metadata, _, _ in footers)]
@@ -87,13 +83,13 @@ class Dataset:
                     (metadata.row_group(i).num_rows, metadata.row_group(i).total_byte_size)
                     for i in range(metadata.num_row_groups)
                 ),
-                partitions=_hive_partitions(name),
+                partitions=hive_partitions(name),
                 digest=digest,
             )
             for name, start, (metadata, _, digest) in zip(paths, starts, footers, strict=False)
         ]
         self._schemas = [schema for _, schema, _ in footers]
-        self._partition_types = _partition_types(self.files)
+        self._partition_types = partition_types([file.partitions for file in self.files])
         first = self._schemas[0]
         extra = [pa.field(k, t) for k, t in self._partition_types.items() if k not in first.names]
         self.schema = pa.schema([*first, *extra])
@@ -271,74 +267,6 @@ def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:
     return Batch(rows, data.take(pa.array([row - start for row in rows])))
 
 
-def _discover(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
-    if any("://" in path for path in paths):
-        return _discover_remote(paths)
-    found: set[str] = set()
-    for given in paths:
-        try:
-            found |= _local_files(given)
-        except OSError as failure:  # a name that is too long, a directory that may not be entered
-            raise InputError(f"{given}: {failure.strerror}") from None
-    return pafs.LocalFileSystem(), sorted(found)
-
-
-def _local_files(given: str) -> set[str]:
-    path = Path(given).expanduser()
-    if path.is_dir():
-        files = {str(p) for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))}
-        if not files:
-            raise InputError(f"{given}: no *.parquet file in this directory")
-    elif path.exists():
-        files = {str(path)}
-    elif glob.has_magic(given):
-        files = {p for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}  # noqa: PTH207 - `given` may be absolute
-        if not files:
-            raise InputError(f"{given}: no file matches")
-    else:
-        raise InputError(f"{given}: no such file or directory")
-    return files
-
-
-def _discover_remote(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
-    found: set[str] = set()
-    for given in paths:
-        try:
-            fs, path = pafs.FileSystem.from_uri(given)
-            info = fs.get_file_info(path)
-            if info.type == pafs.FileType.Directory:
-                entries = fs.get_file_info(pafs.FileSelector(path, recursive=True))
-                files = {e.path for e in entries if e.path.endswith(".parquet") and e.is_file}
-            else:
-                files = {path} if info.type == pafs.FileType.File else set()
-        except (OSError, pa.ArrowException) as failure:
-            raise InputError(f"{given}: cannot be opened: {first_line(failure)}") from None
-        if not files:
-            raise InputError(f"{given}: no Parquet file there")
-        found |= files
-    return fs, sorted(found)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
-
-
-def _hive_partitions(path: str) -> dict[str, str | None]:
-    pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if "=" in part)
-    return {unquote(key): None if value == HIVE_NULL else unquote(value) for key, value in pairs}
-
-
-def _partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
-    """Columns that every file has a partition value for: int64 where all are whole numbers, else string."""
-    names = set(files[0].partitions).intersection(*(file.partitions for file in files))
-    types: dict[str, pa.DataType] = {}
-    for name in sorted(names):
-        values = [value for file in files if (value := file.partitions[name]) is not None]
-        whole = bool(values) and all(re.fullmatch(r"-?\d{1,18}", value) for value in values)
-        types[name] = pa.int64() if whole else pa.string()
-    return types
-
-
 def _digest(source: pa.NativeFile, size: int) -> str:
     digest = hashlib.sha256(str(size).encode())
     if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
@@ -349,13 +277,3 @@ def _digest(source: pa.NativeFile, size: int) -> str:
             source.seek((size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
             digest.update(source.read(SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def first_line(failure: BaseException) -> str:
-    """Say what went wrong without the stack that Arrow may add."""
-    return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-
-
-def shown(path: Any) -> str:
-    """Write an input path, or a list of them, as a person did."""
-    return path if isinstance(path, str) else ", ".join(path)

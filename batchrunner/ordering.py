@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from batchrunner.checkpoint import check_same_run, fingerprint
-from batchrunner.dataset import first_line
+from batchrunner.discover import first_line
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.gain import Choice, choose
 from batchrunner.order import InputOrder, SortedCopy

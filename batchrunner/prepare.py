@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_done, read_run_json
 from batchrunner.claim import Claim
-from batchrunner.dataset import Dataset, shown
+from batchrunner.dataset import Dataset
+from batchrunner.discover import shown
 from batchrunner.errors import InputError, OutputError, ResumeError
 from batchrunner.plan import selected_rows
 from batchrunner.prompt import Renderer
