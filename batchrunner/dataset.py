@@ -89,10 +89,13 @@ class Dataset:
             for name, start, (metadata, _, digest) in zip(paths, starts, footers, strict=False)
         ]
         self._schemas = [schema for _, schema, _ in footers]
-        self._partition_types = partition_types([file.partitions for file in self.files])
-        first = self._schemas[0]
-        extra = [pa.field(k, t) for k, t in self._partition_types.items() if k not in first.names]
-        self.schema = pa.schema([*first, *extra])
+        stored = {name for schema in self._schemas for name in schema.names}
+        in_paths = partition_types([file.partitions for file in self.files])
+        # some writers keep a partition's column, and any directory may have a "=" in its name
+        self._partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
+        self.schema = pa.schema(
+            [*self._schemas[0], *(pa.field(*item) for item in self._partition_types.items())]
+        )
 
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""

@@ -332,6 +332,20 @@ def test_only_partitions_are_needed(tmp_path: Path, server: FakeSGLang) -> None:
     assert sorted(server.prompts) == ["In 2023?"] * 2 + ["In 2024?"] * 2
 
 
+def test_a_stored_column_wins_over_the_path(tmp_path: Path, server: FakeSGLang) -> None:
+    """What the file says counts: a writer may keep a partition's column, as a text, or not mean the path."""
+    write_rows(tmp_path / "lang=3" / "zip=123" / "x.parquet", 2, zip=["0123"] * 2, lang=["en", "de"])
+    job = job_of(
+        tmp_path,
+        server,
+        input={"path": str(tmp_path / "lang=3"), "columns": ["zip"], "filter": "lang == 'de'"},
+        prompt={"text": "Where is {{ zip }}?"},
+    )
+    batchrunner.run(job)
+    assert server.prompts == ["Where is 0123?"]
+    assert [(row["row"], row["zip"]) for row in results_of(job)] == [(1, "0123")]
+
+
 # --- the report ---
 
 
