@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -19,56 +19,74 @@ if TYPE_CHECKING:
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
-def discover(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
-    """Return the files, in sorted order, and where they lie; raises InputError where there are none."""
-    if any("://" in path for path in paths):
-        return _discover_remote(paths)
-    found: set[str] = set()
-    for given in paths:
+def discover(given: Sequence[str]) -> tuple[pafs.FileSystem, list[str]]:
+    """Return where the files lie, and their sorted paths; raises InputError where there are none."""
+    found: dict[str, str] = {}
+    places = [_place(name) for name in given]
+    fs = places[0][0]
+    for name, (own_fs, path) in zip(given, places, strict=True):
+        if own_fs != fs:
+            raise InputError(f"{name}: lies on another file system than {given[0]}: one input lies on one")
         try:
-            found |= _local_files(given)
-        except OSError as failure:  # a name that is too long, a directory that may not be entered
-            raise InputError(f"{given}: {failure.strerror}") from None
-    return pafs.LocalFileSystem(), sorted(found)
+            local = isinstance(fs, pafs.LocalFileSystem)
+            files = _local_files(name, Path(path)) if local else _remote_files(name, fs, path)
+        except (OSError, pa.ArrowException) as failure:  # a name that is too long, a place we may not enter
+            raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
+        found = files | found
+    return fs, sorted(found.values())
 
 
-def _local_files(given: str) -> set[str]:
-    path = Path(given).expanduser()
+def _place(given: str) -> tuple[pafs.FileSystem, str]:
+    if "://" not in given:
+        return pafs.LocalFileSystem(), given
+    try:
+        fs, path = pafs.FileSystem.from_uri(given)
+    except (OSError, pa.ArrowException) as failure:
+        raise InputError(f"{given}: cannot be opened: {first_line(failure)}") from None
+    return fs, path
+
+
+def _local_files(given: str, path: Path) -> dict[str, str]:
+    """Return files by where they lie: the name of a directory may be written in several ways."""
+    path = path.expanduser()
     if path.is_dir():
-        files = {str(p) for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))}
+        files = [p for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))]
         if not files:
             raise InputError(f"{given}: no *.parquet file in this directory")
     elif path.exists():
-        files = {str(path)}
-    elif glob.has_magic(given):
-        files = {p for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}  # noqa: PTH207 - `given` may be absolute
+        files = [path]
+    elif glob.has_magic(str(path)):
+        files = [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]  # noqa: PTH207 - `given` may be absolute
         if not files:
             raise InputError(f"{given}: no file matches")
     else:
         raise InputError(f"{given}: no such file or directory")
-    return files
+    return {str(file.parent.resolve() / file.name): str(file) for file in files}
 
 
-def _discover_remote(paths: list[str]) -> tuple[pafs.FileSystem, list[str]]:
-    found: set[str] = set()
-    for given in paths:
-        try:
-            fs, path = pafs.FileSystem.from_uri(given)
-            info = fs.get_file_info(path)
-            if info.type == pafs.FileType.Directory:
-                entries = fs.get_file_info(pafs.FileSelector(path, recursive=True))
-                files = {e.path for e in entries if e.path.endswith(".parquet") and e.is_file}
-            else:
-                files = {path} if info.type == pafs.FileType.File else set()
-        except (OSError, pa.ArrowException) as failure:
-            raise InputError(f"{given}: cannot be opened: {first_line(failure)}") from None
-        if not files:
-            raise InputError(f"{given}: no Parquet file there")
-        found |= files
-    return fs, sorted(found)
+def _remote_files(given: str, fs: pafs.FileSystem, path: str) -> dict[str, str]:
+    kind = fs.get_file_info(path).type
+    files: list[str] = []
+    if kind == pafs.FileType.File:
+        files = [path]
+    elif kind == pafs.FileType.Directory:
+        below = [file for file in _below(fs, path) if file.endswith(".parquet")]
+        files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
+    elif "*" in path:  # all that a glob can have in a URI, where a `?` begins the query
+        pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        top = path.partition("*")[0].rpartition("/")[0]
+        files = [file for file in _below(fs, top) if re.fullmatch(pattern, file)]
+    if not files:
+        raise InputError(f"{given}: no Parquet file there")
+    return {file: file for file in files}
 
 
-def _hidden(path: Path) -> bool:
+def _below(fs: pafs.FileSystem, directory: str) -> list[str]:
+    selector = pafs.FileSelector(directory, allow_not_found=True, recursive=True)
+    return [entry.path for entry in fs.get_file_info(selector) if entry.is_file]
+
+
+def _hidden(path: PurePath) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
