@@ -25,6 +25,7 @@ from batchrunner.templates import unknown_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from pyroaring import BitMap64
 
@@ -64,13 +65,13 @@ class Batch:
 class Dataset:
     """The input of a job."""
 
-    def __init__(self, path: str | Sequence[str]) -> None:
-        """Find the files and read their footers.
+    def __init__(self, path: str | Sequence[str], run: Path | None = None) -> None:
+        """Find the files, but not those of the run in the directory `run`, and read their footers.
 
         Raises InputError, with the file and what to do, where one is missing, unreadable, not Parquet,
         or where there is no row at all.
         """
-        self._fs, paths = discover([path] if isinstance(path, str) else list(path))
+        self._fs, paths = discover([path] if isinstance(path, str) else path, run)
         with ThreadPoolExecutor(max_workers=8) as pool:
             footers = list(pool.map(self._footer, paths))
         starts = [0, *accumulate(metadata.num_rows for metadata, _, _ in footers)]

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
-def discover(given: Sequence[str]) -> tuple[pafs.FileSystem, list[str]]:
-    """Return where the files lie, and their sorted paths; raises InputError where there are none."""
+def discover(given: Sequence[str], run: Path | None = None) -> tuple[pafs.FileSystem, list[str]]:
+    """Return where the files lie, and their sorted paths; raises InputError where there are none.
+
+    Files under `run`, the run's own directory, are left out, unless a path names nothing else.
+    """
     found: dict[str, str] = {}
     places = [_place(name) for name in given]
     fs = places[0][0]
@@ -32,7 +35,8 @@ def discover(given: Sequence[str]) -> tuple[pafs.FileSystem, list[str]]:
             files = _local_files(name, Path(path)) if local else _remote_files(name, fs, path)
         except (OSError, pa.ArrowException) as failure:  # a name that is too long, a place we may not enter
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
-        found = files | found
+        others = {place: file for place, file in files.items() if run not in Path(place).parents}
+        found = (others or files) | found
     return fs, sorted(found.values())
 
 

@@ -67,27 +67,28 @@ def prepare(job: Job, part: Shard | Joint | None = None) -> Prepared:
 
     Raises JobError, InputError or OutputError, each one clear line.
     """
-    dataset = Dataset(job.input.path)
+    run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
+    dataset = _apart_from(run_dir, job.input.path)
     if not dataset.total_rows:
         raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
-    run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
-    _check_apart(dataset, run_dir)
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
     run_dir.check_writable()
     return Prepared(job, dataset, renderer, run_dir, part)
 
 
-def _check_apart(dataset: Dataset, run_dir: RunDir) -> None:
-    """Refuse an input that holds the run's own results: the next start would read them as new rows."""
+def _apart_from(run_dir: RunDir, path: str | list[str]) -> Dataset:
+    """Open the input without the run's own results: the next start would read them as new rows."""
     try:
-        inside = run_dir.path.resolve()
-    except ValueError:  # a null byte: no such path, and that is said when it is to be made
-        return
+        run = run_dir.path.resolve()
+    except ValueError as failure:
+        raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
+    dataset = Dataset(path, run)
     for file in dataset.files:
-        if inside in Path(file.path).resolve().parents:
+        if run in Path(file.path).resolve().parents:
             raise OutputError(
                 f"output.path {run_dir.path}: the input file {file.path} lies in it: give another directory"
             )
+    return dataset
 
 
 def _check_parting(run_dir: RunDir, *, begun: bool) -> None:

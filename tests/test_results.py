@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.errors import InputError
+from batchrunner.errors import InputError, OutputError
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -647,6 +647,30 @@ def test_results_are_never_read_as_input(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "lies in it: give another directory" in refused.stderr
     assert sorted(p.name for p in (tmp_path / "in").iterdir()) == ["a.parquet"]
+
+
+@pytest.mark.parametrize("path", [".", "**/*.parquet", ["x", "."]])
+def test_an_output_within_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | list[str]
+) -> None:
+    """The run's own files are none of the input's: it goes on where it was."""
+    write_rows(tmp_path / "x" / "input.parquet", 5)
+    monkeypatch.chdir(tmp_path)
+    job = job_of(tmp_path, input={"path": path, "limit": 3}, output={"path": "out"})
+    assert batchrunner.run(job).rows_ok == 3
+    report = batchrunner.run(job, overrides=["input.limit=5"])
+    assert (report.rows_ok, report.rows_resumed) == (5, 3)
+
+
+def test_a_result_that_is_named_as_input(tmp_path: Path) -> None:
+    """Who names a file of the run is told so, and not that there is none."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    parts = tmp_path / "run" / "parts"
+    (part,) = map(str, parts.iterdir())
+    for path in (part, str(parts), f"{parts}/*.parquet", [part, str(tmp_path / "input.parquet")]):
+        with pytest.raises(OutputError, match=f"the input file {part} lies in it"):
+            batchrunner.run({**job, "input": {"path": path}})
 
 
 def test_fresh_leaves_what_is_not_ours(tmp_path: Path) -> None:
