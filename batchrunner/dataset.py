@@ -11,7 +11,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -103,23 +103,36 @@ class Dataset:
         return list(accumulate(rows for file in self.files for rows, _ in file.row_groups))
 
     def field(self, name: str, *, where: str) -> pa.Field:
-        """Return the column's field; raises InputError where it is missing or files disagree on its type."""
+        """Return the column's field.
+
+        Raises InputError where it is missing or there twice, where files disagree on its type, or where
+        rows of that type cannot be picked.
+        """
         if name not in self.schema.names:
             raise InputError(f"{where}: {unknown_column(name, self.schema.names)}")
-        field = self.schema.field(name)
+        field = self.schema.field(self.schema.names.index(name))
         if name in self._partition_types:
             return field
         for file, schema in zip(self.files, self._schemas, strict=True):
-            if name not in schema.names:
+            found = schema.get_all_field_indices(name)
+            if not found:
                 raise InputError(
                     f"{file.path}: has no column {name!r}, which {self.files[0].path} has: "
                     f"files of one input need the columns that the job uses"
                 )
-            if schema.field(name).type != field.type:
+            if len(found) > 1:
+                raise InputError(f"{file.path}: has {len(found)} columns {name!r}: {where} can mean one only")
+            if schema.field(found[0]).type != field.type:
                 raise InputError(
-                    f"{file.path}: column {name!r} is {schema.field(name).type}, "
+                    f"{file.path}: column {name!r} is {schema.field(found[0]).type}, "
                     f"but {field.type} in {self.files[0].path}: write both with one type"
                 )
+        try:
+            pa.nulls(0, field.type).take(pa.nulls(0, pa.int64()))
+        except pa.ArrowException:
+            raise InputError(
+                f"{where}: column {name!r} has a type that Arrow cannot pick rows of: {field.type}"
+            ) from None
         return field
 
     def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[Batch]:
@@ -244,16 +257,24 @@ def _without_views(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field.with_type(_without_view(field.type)) for field in schema])
 
 
+_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
 def _without_view(kind: pa.DataType) -> pa.DataType:
-    if pt.is_string_view(kind):
-        return pa.large_string()
-    if pt.is_binary_view(kind):
-        return pa.large_binary()
+    def inner(field: pa.Field[Any]) -> pa.Field[Any]:
+        return field.with_type(_without_view(field.type))
+
     if pt.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_without_view(kind.value_type)))
+        return pa.list_(inner(kind.value_field))
+    if pt.is_large_list(kind):
+        return pa.large_list(inner(kind.value_field))
+    if pt.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_field), kind.list_size)
+    if pt.is_map(kind):
+        return pa.map_(inner(kind.key_field), inner(kind.item_field), kind.keys_sorted)
     if pt.is_struct(kind):
-        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
-    return kind
+        return pa.struct([inner(field) for field in kind])
+    return _VIEWS.get(kind, kind)
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:

@@ -231,6 +231,36 @@ def test_differing_schemas(tmp_path: Path, extra: dict[str, Any]) -> None:
     told(message, tmp_path / "in" / "b.parquet", tmp_path / "in" / "a.parquet", "'text'")
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("prompt", [{"text": "tag"}, {"user": "{{ tag }}"}])
+def test_a_name_of_two_columns(tmp_path: Path, name: str, prompt: dict[str, str]) -> None:
+    """A column that a file has twice is refused where the job uses it, and only there."""
+    for each in "ab":
+        write_rows(tmp_path / "in" / f"{each}.parquet", 2, tag=["x", "y"])
+    file = tmp_path / "in" / f"{name}.parquet"
+    pq.write_table(pq.read_table(file).append_column("tag", [["z", "z"]]), file)
+    job = job_of(tmp_path, input={"path": str(tmp_path / "in")})
+    told(refusal({**job, "prompt": prompt}, tmp_path), file, "has 2 columns 'tag'")
+    assert batchrunner.run(job).rows_ok == 4
+
+
+def test_a_name_of_two_columns_in_a_table() -> None:
+    """The library says the same of a table."""
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["t", "t"])
+    with pytest.raises(InputError, match="has 2 columns 't'"):
+        batchrunner.generate(table, prompt="{{ t }}", engine=INSTANT)
+
+
+def test_a_type_that_arrow_cannot_pick(tmp_path: Path, server: FakeSGLang) -> None:
+    """A column whose values could not be written beside the answers is refused before there are any."""
+    views = pa.array(["x", "y"], pa.string_view())
+    odd = pa.ExtensionArray.from_storage(pa.opaque(pa.string_view(), "odd", "somebody"), views)
+    pq.write_table(pa.table({"text": ["a", "b"], "odd": odd}), tmp_path / "input.parquet")
+    message = refusal(job_of(tmp_path, server, input={"columns": ["odd"]}), tmp_path)
+    told(message, "input.columns: column 'odd' has a type that Arrow cannot pick rows of: extension<")
+    assert server.sent == []
+
+
 # --- templates ---
 
 

@@ -141,6 +141,25 @@ def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
     assert parts.to_pylist() == merged.to_pylist() == expected.to_pylist()
 
 
+VIEWS: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "large_list": (pa.large_list(pa.string_view()), [["a"], None, []]),
+    "fixed": (pa.list_(pa.binary_view(), 1), [[b"a"], None, [None]]),
+    "map": (pa.map_(pa.string_view(), pa.list_(pa.string_view())), [[("a", ["b"])], None, []]),
+    "list_view": (pa.list_view(pa.string_view()), [["a"], None, []]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_within_carried_columns(tmp_path: Path, name: str) -> None:
+    """Arrow cannot pick views, whatever they lie in: they are carried as texts and bytes."""
+    kind, values = VIEWS[name]
+    table = pa.table({"text": ["row 0", "row 1", "row 2"], "of_views": pa.array(values, kind)})
+    pq.write_table(table, tmp_path / "input.parquet")
+    job = job_of(tmp_path, input={"columns": ["of_views"]})
+    batchrunner.run(job)
+    assert [row["of_views"] for row in results_of(job)] == values
+
+
 def batchrun_merge(run: Path) -> Path:
     result = batchrun("merge", run)
     assert result.exit_code == 0, result.stderr
