@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +25,7 @@ from batchrunner.rows import between
 from batchrunner.templates import unknown_column
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pyroaring import BitMap64
@@ -75,6 +76,10 @@ class Dataset:
         with ThreadPoolExecutor(max_workers=8) as pool:
             footers = list(pool.map(self._footer, paths))
         starts = [0, *accumulate(metadata.num_rows for metadata, _, _ in footers)]
+        self._bytes = Counter[str]()
+        for metadata, _, _ in footers:
+            for group in range(metadata.num_row_groups):
+                self._bytes.update(_leaves(metadata.row_group(group)))
         self.total_rows = starts[-1]
         self.files = [
             InputFile(
@@ -135,6 +140,10 @@ class Dataset:
             ) from None
         return field
 
+    def bytes_of(self, columns: Iterable[str]) -> int:
+        """Return the bytes (uncompressed) that these columns have in all files."""
+        return _bytes_of(columns, self._bytes)
+
     def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[Batch]:
         """Yield the wanted rows in order, a bounded batch at a time, with these columns only.
 
@@ -147,12 +156,12 @@ class Dataset:
         self, file: InputFile, group: int, columns: Sequence[str]
     ) -> tuple[pq.ParquetFile, Iterator[pa.RecordBatch]]:
         """Open a file, which is to be closed, and stream the stored ones of these columns of a row group."""
-        rows, size = file.row_groups[group]
         parquet = pq.ParquetFile(
             self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
         )
+        metadata = parquet.metadata.row_group(group)
         batches = parquet.iter_batches(
-            batch_size=batch_rows(rows, size),
+            batch_size=batch_rows(metadata.num_rows, _bytes_of(columns, _leaves(metadata))),
             row_groups=[group],
             columns=[name for name in columns if name not in self._partition_types],
             use_threads=False,
@@ -210,7 +219,7 @@ class Reader:
                     if wanted.range_cardinality(start, start + rows):
                         yield from self._read_group(file, group, start, between(wanted, start, start + rows))
                     start += rows
-            except (OSError, pa.ArrowException) as failure:
+            except (OSError, IndexError, pa.ArrowException) as failure:  # an index: of a row group that went
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
     def close(self) -> None:
@@ -240,6 +249,17 @@ class Reader:
         for data in self._batches:
             return data
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
+
+
+def _leaves(group: pq.RowGroupMetaData) -> dict[str, int]:
+    """Return the bytes of each leaf of the columns, by its path (`column.field.element`)."""
+    chunks = map(group.column, range(group.num_columns))
+    return {chunk.path_in_schema: chunk.total_uncompressed_size for chunk in chunks}
+
+
+def _bytes_of(columns: Iterable[str], leaves: Mapping[str, int]) -> int:
+    tops = tuple(f"{name}." for name in columns)
+    return sum(size for leaf, size in leaves.items() if f"{leaf}.".startswith(tops))
 
 
 def batch_rows(rows: int, size: int) -> int:

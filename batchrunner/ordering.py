@@ -118,6 +118,6 @@ def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: 
 
 
 def _room(prepared: Prepared, rows: int) -> int:
-    """Estimate the disk that a sort takes, by the size of the input."""
-    size = sum(size for file in prepared.dataset.files for _, size in file.row_groups)
+    """Estimate the disk that a sort takes, by what the job reads of the input."""
+    size = prepared.dataset.bytes_of(prepared.renderer.columns)
     return int(ROOM * size * rows / prepared.dataset.total_rows)

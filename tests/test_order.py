@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyroaring import BitMap64
 
 import batchrunner
+from batchrunner.dataset import Dataset
 from batchrunner.errors import OutputError
 from batchrunner.events import read_events
 from batchrunner.gain import STRETCHES, WINDOW_ROWS, decide
@@ -439,6 +441,22 @@ def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "no room to sort: that takes about" in told["why"]
     batchrunner.run({**job, "order": "prefix"}, fresh=True)
     assert chosen(job)[-1]["order"] == "prefix"
+
+
+def test_room_for_what_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that the job does not read take no room in a sorted copy, and make no batch smaller."""
+    monkeypatch.setattr("batchrunner.gain.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.ordering.ROOM", shutil.disk_usage(tmp_path).free >> 20)
+    images = [number.to_bytes(2) * 50_000 for number in range(200)]
+    table = pa.table({"text": shuffled(200, 10), "image": images, "text2": images})
+    pq.write_table(table, tmp_path / "input.parquet")
+    job = sorted_job(tmp_path, order="auto")
+    batchrunner.run(job)
+    assert [told["order"] for told in chosen(job)] == ["prefix"]
+    dataset = Dataset(str(tmp_path / "input.parquet"))
+    everything = BitMap64(range(200))
+    assert [len(batch.rows) for batch in dataset.read(everything, ["text"])] == [200]
+    assert max(len(batch.rows) for batch in dataset.read(everything, ["text", "image"])) < 100
 
 
 # --- several tasks ---
