@@ -65,6 +65,10 @@ class EngineLostError(BatchrunError):
     """The engine died or stayed out of reach in mid-run; the run can be resumed."""
 
 
+class InputLostError(BatchrunError):
+    """The input could not be read any more in mid-run (a file moved away, say); the run can be resumed."""
+
+
 class StorageError(BatchrunError):
     """Results could not be written in mid-run (a full disk, say); the run can be resumed."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pyroaring import BitMap64
+
 from batchrunner.claim import LOOK_S, SHORTLY_S
-from batchrunner.errors import OutputError
+from batchrunner.errors import InputError, InputLostError, OutputError
 from batchrunner.gain import Choice
 from batchrunner.leases import next_lease
 from batchrunner.ordering import order_at
@@ -20,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pyroaring import BitMap64
-
+    from batchrunner.dataset import Batch
     from batchrunner.leases import Lease, Leases, Plan
+    from batchrunner.order import Order
     from batchrunner.prepare import Prepared
     from batchrunner.records import Outcome, Request
 
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 
 REFRESH_S = 3.0
 """A task looks so often what the others have taken and who they are, as long as it knows of free leases."""
+
+READ_PAUSES_S = (1.0, 5.0, 20.0)
+"""Before the tries that follow when rows cannot be read: a mount comes back, a store answers again."""
 
 
 class Source(Protocol):
@@ -62,6 +68,42 @@ class Source(Protocol):
         """Let others have what was not done; everything that was done has landed. Blocks."""
 
 
+class _Reading:
+    """Reads rows while others are in flight: what cannot be read now is tried again a few times."""
+
+    def __init__(self, prepared: Prepared, copy: Path | None, stopped: threading.Event) -> None:
+        self._open = functools.partial(order_at, prepared, copy)
+        self._order: Order | None = self._open()
+        self._stopped = stopped
+
+    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[Batch]:
+        """Yield the rows as an `Order` does, until it is stopped; raises InputLostError."""
+        done = BitMap64()
+        pauses = iter(READ_PAUSES_S)
+        while not self._stopped.is_set():
+            try:
+                self._order = self._order or self._open()
+                for batch in self._order.read(rows - done, places):
+                    yield batch
+                    done.update(batch.rows)
+                    pauses = iter(READ_PAUSES_S)
+            except InputError as failure:
+                self.close()
+                pause = next(pauses, None)
+                if pause is None:
+                    raise InputLostError(f"{failure}: run the same command again") from None
+                log.warning("%s: tried again in %.0f s", failure, pause)
+                self._stopped.wait(pause)
+            else:
+                return
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
+
 class OwnRows:
     """Rows that nobody else does."""
 
@@ -78,11 +120,12 @@ class OwnRows:
         self._left = todo
         self.total = total
         self.unread = len(todo)
+        self._stopped = threading.Event()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Read and render them."""
-        with contextlib.closing(order_at(self._prepared, self._copy)) as order:
-            for batch in order.read(self._todo):
+        with contextlib.closing(_Reading(self._prepared, self._copy, self._stopped)) as reading:
+            for batch in reading.read(self._todo):
                 yield self._prepared.renderer.render(batch)
                 self.unread -= len(batch.rows)
 
@@ -96,10 +139,12 @@ class OwnRows:
         _tell_order(self._choice, tell)
 
     def stop(self) -> None:
-        """Do nothing: it never waits."""
+        """Read no row any more."""
+        self._stopped.set()
 
     def give_back(self) -> None:
         """Leave the copy to a later start, unless nothing is left to be done."""
+        self.stop()
         if self._copy and not self._left:
             self._copy.unlink(missing_ok=True)
 
@@ -181,9 +226,9 @@ class LeasedRows:
         lease, self._first = self._first or self._take(), None
         if lease is None:  # then the copy may have gone
             return
-        with contextlib.closing(order_at(self._prepared, self._copy)) as order:
+        with contextlib.closing(_Reading(self._prepared, self._copy, self._stopped)) as reading:
             while lease is not None:
-                for batch in order.read(lease.rows, lease.places):
+                for batch in reading.read(lease.rows, lease.places):
                     yield renderer.render(batch)
                     self._to_read -= len(batch.rows)
                 lease = self._take(wait=False)

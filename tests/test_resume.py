@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import operator
 import os
 import re
 import signal
@@ -120,6 +122,51 @@ def test_files_that_were_added(tmp_path: Path, server: FakeSGLang) -> None:
     assert (report.rows_total, report.rows_resumed) == (7, 3)
     assert rows_sent(server) == [3, 4, 5, 6]
     assert [(row["row"], row["id"]) for row in results_of(job)] == [(i, i) for i in range(7)]
+
+
+READS = [
+    ("batchrunner.dataset.Dataset.open_group", "input"),
+    ("batchrunner.order.SortedCopy._read_group", "prefix"),
+]
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, read: str, calls: range) -> None:
+    """Let these calls of a function that reads fail, as those of a network do."""
+    monkeypatch.setattr("batchrunner.source.READ_PAUSES_S", (0.01, 0.01))
+    function = operator.attrgetter(read.removeprefix("batchrunner."))(batchrunner)
+    numbers = itertools.count()
+
+    def flaky(*arguments: Any) -> Any:
+        if next(numbers) in calls:
+            raise OSError(5, "Input/output error")
+        return function(*arguments)
+
+    monkeypatch.setattr(read, flaky)
+
+
+@pytest.mark.parametrize(("read", "order"), READS)
+def test_input_that_cannot_be_read_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, read: str, order: str
+) -> None:
+    """What a mount or a store denies in mid-run is asked for again, from where it was."""
+    fail(monkeypatch, read, range(1, 3))
+    job = job_of(tmp_path, order=order)
+    assert batchrunner.run(job).rows_ok == 10
+    assert rows_in(job) == list(range(10))
+    assert caplog.text.count("cannot be read: [Errno 5] Input/output error: tried again in") == 2
+
+
+@pytest.mark.parametrize(("read", "order"), READS)
+def test_input_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, order: str) -> None:
+    """Where it stays away the run stops, and goes on when it is there again."""
+    job = job_of(tmp_path, order=order)
+    with monkeypatch.context() as lost:
+        fail(lost, read, range(1, 1000))
+        result = batchrun(write_job(job, tmp_path), "-q")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].endswith("Input/output error: run the same command again")
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert rows_in(job) == list(range(10))
 
 
 # --- what is refused ---
