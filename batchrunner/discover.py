@@ -36,7 +36,8 @@ def discover(given: Sequence[str], run: Path | None = None) -> tuple[pafs.FileSy
         except (OSError, pa.ArrowException) as failure:  # a name that is too long, a place we may not enter
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
         others = {place: file for place, file in files.items() if run not in Path(place).parents}
-        found = (others or files) | found
+        for place, file in (others or files).items():
+            found.setdefault(place, file)
     return fs, sorted(found.values())
 
 
