@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from batchrunner.discover import discover, hive_partitions, partition_types
-from batchrunner.discover import first_line as first_line  # noqa: PLC0414 - for `order`
+from batchrunner.discover import discover, first_line, hive_partitions, partition_types
 from batchrunner.errors import InputError
 from batchrunner.rows import between
 from batchrunner.templates import unknown_column
@@ -44,15 +43,15 @@ class InputFile:
 
     path: str
     first_row: int
-    row_groups: tuple[tuple[int, int], ...]
-    """Rows and bytes (uncompressed) of each row group."""
+    row_groups: tuple[int, ...]
+    """Rows of each."""
     partitions: dict[str, str | None]
     digest: str
 
     @property
     def rows(self) -> int:
         """Rows in the file."""
-        return sum(rows for rows, _ in self.row_groups)
+        return sum(self.row_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +84,7 @@ class Dataset:
             InputFile(
                 path=name,
                 first_row=start,
-                row_groups=tuple(
-                    (metadata.row_group(i).num_rows, metadata.row_group(i).total_byte_size)
-                    for i in range(metadata.num_row_groups)
-                ),
+                row_groups=tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)),
                 partitions=hive_partitions(name),
                 digest=digest,
             )
@@ -105,7 +101,7 @@ class Dataset:
 
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""
-        return list(accumulate(rows for file in self.files for rows, _ in file.row_groups))
+        return list(accumulate(rows for file in self.files for rows in file.row_groups))
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the column's field.
@@ -215,7 +211,7 @@ class Reader:
                 continue
             try:
                 start = file.first_row
-                for group, (rows, _) in enumerate(file.row_groups):
+                for group, rows in enumerate(file.row_groups):
                     if wanted.range_cardinality(start, start + rows):
                         yield from self._read_group(file, group, start, between(wanted, start, start + rows))
                     start += rows

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.dataset import READ_BUFFER_BYTES, Batch, Reader, batch_rows, first_line
+from batchrunner.dataset import READ_BUFFER_BYTES, Batch, Reader, batch_rows
+from batchrunner.discover import first_line
 from batchrunner.errors import InputError
 from batchrunner.rows import from_column
 

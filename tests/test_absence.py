@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -103,44 +103,23 @@ def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) 
     assert report.retries > 0
 
 
-def vanish(port: int, stack: contextlib.ExitStack) -> None:
-    """Have a port drop connections, as a host does that is gone: the queue for them is full."""
-    listener = stack.enter_context(socket.socket())
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-
-    def is_bound() -> bool:
-        with contextlib.suppress(OSError):  # the server is still on it
-            listener.bind(("127.0.0.1", port))
-            return True
-        return False
-
-    eventually(is_bound)
-    listener.listen(0)
-    for _ in range(4):
-        waiting = stack.enter_context(socket.socket())
-        waiting.setblocking(False)
-        waiting.connect_ex(("127.0.0.1", port))
-
-
 def test_a_host_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection comes about and none is refused: no row is blamed, and `engine_wait` ends the run."""
-    monkeypatch.setattr("batchrunner.engines.http._NO_TIMER", aiohttp.ClientTimeout(sock_connect=0.3))
-    with contextlib.ExitStack() as stack:
-        port = free_port()
-        gone = threading.Thread(target=vanish, args=(port, stack))
+    connect = aiohttp.TCPConnector.connect
 
-        def script(_: Sent) -> Behaviour:
-            if len(mortal.sent) == 8:
-                gone.start()
-            return "die" if len(mortal.sent) >= 8 else "answer"
+    async def try_to_connect(*args: Any, **options: Any) -> Any:
+        if len(server.sent) >= 8:  # packets are dropped: the time for a connection is over
+            await asyncio.sleep(0.3)
+            raise TimeoutError
+        return await connect(*args, **options)
 
-        mortal = stack.enter_context(FakeSGLang(script, port=port))
-        job = job_of(tmp_path, mortal, rows=40, window=4, limits={"max_attempts": 1, "engine_wait": 2})
+    monkeypatch.setattr(aiohttp.TCPConnector, "connect", try_to_connect)
+    with FakeSGLang() as server:
+        job = job_of(tmp_path, server, rows=40, window=4, limits={"max_attempts": 1, "engine_wait": 2})
         with pytest.raises(EngineLostError, match="no connection to") as lost:
             batchrunner.run(job)
-        gone.join()
     assert lost.value.report is not None
-    assert lost.value.report.rows_failed == 0
+    assert (lost.value.report.rows_ok, lost.value.report.rows_failed) == (8, 0)
 
 
 def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -> None:

@@ -101,7 +101,7 @@ def spread(items: Sequence[int]) -> list[int]:
 
 def _affordable(prepared: Prepared) -> int:
     """Return how many rows may be taken, by what a row of the input has."""
-    size = sum(size for file in prepared.dataset.files for _, size in file.row_groups)
+    size = prepared.dataset.bytes_of(prepared.renderer.columns)
     row_bytes: int = max(1, size // prepared.dataset.total_rows)
     return max(BLOCK_ROWS, MOST_BYTES // CANDIDATES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
 
