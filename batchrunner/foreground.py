@@ -56,8 +56,6 @@ def run_in_foreground(
     """
     loaded = load_job(job, overrides=overrides)
     part = _part_of(shard, join=join)
-    if part and fresh:
-        raise JobError("--fresh would discard what other tasks have done: delete the directory instead")
 
     async def supervised() -> Report:
         control = Control()

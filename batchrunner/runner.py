@@ -23,7 +23,7 @@ from batchrunner.control import Control, Sleeper
 from batchrunner.controller import Band
 from batchrunner.disk import Disk
 from batchrunner.engines.registry import make_engine, model_of
-from batchrunner.errors import BatchrunError, StorageError
+from batchrunner.errors import BatchrunError, JobError, StorageError
 from batchrunner.events import EventLog, earlier_wall_s
 from batchrunner.feedback import Feedback, write_sample
 from batchrunner.gate import Gate
@@ -99,6 +99,8 @@ async def execute(
     `part` is what this task is to do of a run that several do; without it all is its own.
     Raises BatchrunError where the run could not start or not go on; finished rows are kept.
     """
+    if part and fresh:
+        raise JobError("--fresh would discard what other tasks have done: delete the directory instead")
     prepared = await asyncio.to_thread(prepare, job, part)
     control, display = control or Control(), display or Silent()
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:

@@ -133,6 +133,15 @@ async def test_starts_that_share_a_run(tmp_path: Path, server: FakeSGLang) -> No
     assert len(server.sent) == 4000
 
 
+def test_a_shared_run_is_not_begun_anew(tmp_path: Path) -> None:
+    """A worker that says both is told so, before it discards what the others have done or taken."""
+    job = job_of(tmp_path)
+    batchrunner.run(job, join=True)
+    with pytest.raises(JobError, match="--fresh would discard"):
+        batchrunner.run(job, join=True, fresh=True)
+    assert len(results_of(job)) == 10
+
+
 def held_from(row: int) -> Callable[[Sent], Behaviour]:
     return lambda sent: "hold" if int(sent.prompt.split()[1]) >= row else "answer"
 
