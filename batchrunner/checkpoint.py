@@ -168,8 +168,8 @@ def fingerprint(job: Job, dataset: Dataset, model: str) -> Fingerprint:
         limit=job.input.limit,
         columns=job.input.columns,
         rename=job.input.rename,
-        prompt=job.prompt.model_dump(exclude_none=True),
-        sampling=job.sampling.model_dump(exclude_none=True),
+        prompt=job.prompt.model_dump(mode="json", exclude_none=True),
+        sampling=job.sampling.model_dump(mode="json", exclude_none=True),
         model=model,
     )
 

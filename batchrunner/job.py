@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
+import orjson
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -59,8 +59,8 @@ def _share(value: object) -> object:
 _SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
 Duration: TypeAlias = Annotated[
     float,
+    Field(gt=0, allow_inf_nan=True),
     BeforeValidator(_seconds),
-    Field(gt=0),
     WithJsonSchema(
         {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "minLength": 1}]}
     ),
@@ -79,7 +79,23 @@ CountOrShare: TypeAlias = Annotated[
 
 
 class _Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        """Take what JSON makes of a value: run.json keeps it, and the engine gets it."""
+        if isinstance(value, BaseModel):
+            return value
+        try:
+            if not isinstance(value, dict):
+                orjson.dumps(value)  # 64 bits an integer, and texts in UTF-8
+                return value
+            json.dumps(value, allow_nan=False, default=str)  # orjson makes null of what it has not
+            return orjson.loads(orjson.dumps(value))
+        except (TypeError, ValueError, RecursionError) as failure:
+            keys = "; quote what YAML takes for no text, such as on or 1" if "key" in str(failure) else ""
+            raise ValueError(f"no JSON can hold it: {failure}{keys}") from None
 
 
 class FromColumn(_Spec):
@@ -93,22 +109,10 @@ Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
 
 
-def _as_utf8(path: str) -> str:
-    """Refuse a path that no JSON can hold: run.json and the event log name it."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"not valid UTF-8 (got {path!r}): give a path that is") from None
-    return path
-
-
-_Path: TypeAlias = Annotated[str, AfterValidator(_as_utf8)]
-
-
 class InputSpec(_Spec):
     """Where the rows come from."""
 
-    path: _Path | Annotated[list[_Path], Field(min_length=1)]
+    path: str | Annotated[list[str], Field(min_length=1)]
     """A Parquet file, a list of them, a glob, or a directory (Hive partitions become columns); local or
     a URI that pyarrow knows (s3://, gs://, hdfs://)."""
     columns: list[str] = []
@@ -261,7 +265,7 @@ def _check_regex(pattern: str) -> None:
 class OutputSpec(_Spec):
     """Where the results go."""
 
-    path: _Path
+    path: str
     """Directory of the run: parts/*.parquet, report.json, events.jsonl, the engine's log."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Rows in a part, at most; a part is also written when 30 s have passed."""

@@ -189,6 +189,16 @@ def test_a_schema_is_not_a_column() -> None:
     assert example([f"sampling.json_schema={json.dumps(schema)}"]).sampling.json_schema == schema
 
 
+def test_values_that_json_has_not() -> None:
+    """A date, which YAML makes of 2024-07-26, is the text that the engine gets, in the job already."""
+    job = example(
+        ["prompt.chat_template_kwargs={date: 2024-07-26}", "sampling.json_schema={const: 2024-07-26}"]
+    )
+    assert job.prompt.chat_template_kwargs == {"date": "2024-07-26"}
+    assert job.sampling.json_schema == {"const": "2024-07-26"}
+    assert example(["limits.deadline=.inf"]).limits.deadline == float("inf")
+
+
 def test_yaml_anchors_merge(tmp_path: Path) -> None:
     """Shared parts of a job file may be merged with `<<`, and their own keys win."""
     path = tmp_path / "job.yaml"
@@ -330,6 +340,20 @@ def test_unknown_keys_name_all_where_none_is_near() -> None:
         (EXAMPLE.replace("temperature: 0", "json_schema: '{not json'"), "sampling.json_schema: not JSON:"),
         (EXAMPLE.replace("temperature: 0", "json_schema: '[1]'"), "a JSON Schema is a JSON object"),
         (EXAMPLE.replace("temperature: 0", "regex: '(a'"), "sampling.regex: not a regular expression"),
+        (
+            EXAMPLE.replace("temperature: 0", "json_schema: {properties: {on: {}}}"),
+            "sampling.json_schema: no JSON can hold it: Dict key must be str; quote what YAML",
+        ),
+        (
+            EXAMPLE.replace("temperature: 0", f"sampling_seed: {10**23}"),
+            "Integer exceeds 64-bit range (got 1",
+        ),
+        (EXAMPLE.replace("temperature: 0", f"stop_token_ids: [{10**23}]"), "Integer exceeds 64-bit range"),
+        (EXAMPLE.replace("temperature: 0", "temperature: .inf"), "temperature: should be a finite number"),
+        (
+            EXAMPLE.replace("temperature: 0", "custom_params: {a: [.nan]}"),
+            "custom_params: no JSON can hold it",
+        ),
     ],
 )
 def test_wrong_files_are_explained(tmp_path: Path, text: str | bytes, told: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import itertools
 import json
 import operator
@@ -92,6 +93,15 @@ def test_what_may_change(tmp_path: Path, server: FakeSGLang, change: str) -> Non
     job = some_done(tmp_path, server)
     assert batchrunner.run(job, overrides=[change]).rows_resumed == 4
     assert rows_in(job) == list(range(10))
+
+
+def test_dates_are_the_same_dates(tmp_path: Path) -> None:
+    """What YAML reads as a date, and run.json keeps as a text, makes no other run."""
+    job = job_of(
+        tmp_path, prompt={"user": "{{ text }}", "chat_template_kwargs": {"date": dt.date(2024, 7, 26)}}
+    )
+    batchrunner.run(job, overrides=["input.limit=4"])
+    assert batchrunner.run(job).rows_resumed == 4
 
 
 def test_another_address_of_the_same_model(tmp_path: Path, server: FakeSGLang) -> None:
