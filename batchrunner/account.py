@@ -12,13 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.checkpoint import done_by_all, read_run_json
-from batchrunner.errors import OutputError
+from batchrunner.checkpoint import done_by_all, facts_of, read_run_json
 from batchrunner.events import earlier_wall_s, span
 from batchrunner.job import LimitsSpec
 from batchrunner.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
 from batchrunner.shard import Joint
-from batchrunner.sink import part_files
 from batchrunner.storage import MAIN_TASK, RunDir
 from batchrunner.tally import Tally
 
@@ -94,9 +92,7 @@ def report_of_all(run: str | Path) -> Report:
     ResumeError where a part is damaged, StorageError.
     """
     run_dir = RunDir(run)
-    facts = read_run_json(run_dir)
-    if facts is None:
-        raise OutputError(f"{run}: not a run's output path (no run.json)")
+    facts = facts_of(run_dir)
     tasks = run_dir.all_tasks()
     spans = [found for task in tasks if (found := span(task.events))]
     wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
@@ -107,7 +103,7 @@ def report_of_all(run: str | Path) -> Report:
         exit_code, reason = EXIT_STOPPED, "not finished"
     report = replace(
         report,
-        **_sums(run_dir.parts),
+        **_sums(run_dir.all_parts()),
         exit_code=exit_code, reason=reason, rows_resumed=0,
         wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
         starts=sum(earlier_wall_s(task.events)[0] for task in tasks),
@@ -121,11 +117,11 @@ def report_of_all(run: str | Path) -> Report:
     return report
 
 
-def _sums(parts: Path) -> dict[str, Any]:
+def _sums(parts: list[Path]) -> dict[str, Any]:
     """Add up what parts say of their rows beyond their number."""
     names = ("prompt_tokens", "cached_tokens", "retries")
     sums, reasons = dict.fromkeys(names, 0), Counter[str]()
-    for path in part_files(parts):
+    for path in parts:
         table = pq.read_table(path, columns=_SUMMED)
         sent = table.filter(pc.greater(table.column("attempts"), 0))
         for name in ("prompt_tokens", "cached_tokens"):

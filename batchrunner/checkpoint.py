@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.errors import ResumeError
+from batchrunner.errors import OutputError, ResumeError
 from batchrunner.journal import read_journal
 from batchrunner.rows import from_column
 from batchrunner.sink import arrow_array
@@ -22,6 +22,7 @@ from batchrunner.storage import whole_file, writing
 from batchrunner.tally import Failures
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from batchrunner.dataset import Dataset
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _COUNTED = ["row", "error", "attempts", "completion_tokens"]
 FORMAT = 1
 """Version of run.json."""
+_KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 READERS = 4
 """Parts that are read at once: on a network file system most of the time is waiting. From memory one is as
 fast, and eight are slower: they take the interpreter from each other."""
@@ -93,14 +95,22 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
 
 def _read_part(path: Path, *, without_failed: bool) -> Done:
     done = Done()
+    # one that was discarded or moved away since it was listed: its rows are not done
+    with contextlib.suppress(FileNotFoundError), open_part(path) as part:
+        done.add(part.read(_COUNTED, use_threads=False), without_failed=without_failed)
+    return done
+
+
+@contextlib.contextmanager
+def open_part(path: Path) -> Iterator[pq.ParquetFile]:
+    """Open a part to read it; raises ResumeError where it is damaged, FileNotFoundError where it is gone."""
     try:
         with pq.ParquetFile(path) as part:
-            done.add(part.read(_COUNTED, use_threads=False), without_failed=without_failed)
-    except FileNotFoundError:  # discarded or moved away since it was listed: its rows are not done
-        pass
+            yield part
+    except FileNotFoundError:
+        raise
     except (OSError, KeyError, pa.ArrowException):  # KeyError: somebody else's columns
         raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
-    return done
 
 
 def done_by_all(run_dir: RunDir) -> Done:
@@ -132,7 +142,7 @@ def _read_journals(run_dir: RunDir) -> list[pa.Table]:
 def drop_failed(run_dir: RunDir) -> None:
     """Rewrite this task's parts without their failed rows; killed half-way, the old parts stand."""
     for path in run_dir.own_parts():
-        with pq.ParquetFile(path) as part:
+        with open_part(path) as part:
             errors = part.read(["error"]).column("error")
             if errors.null_count == len(errors):
                 continue
@@ -229,18 +239,24 @@ def _brief(value: Any) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def facts_of(run_dir: RunDir) -> dict[str, Any]:
+    """Return what run.json says; raises OutputError where there is none, ResumeError as `read_run_json`."""
+    facts = read_run_json(run_dir)
+    if facts is None:
+        raise OutputError(f"{run_dir.path}: not a run's output path (no run.json)")
+    return facts
+
+
 def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
     """Return what earlier starts wrote of the run, or None; raises ResumeError where it cannot be read."""
     try:
         content = run_dir.run_json.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
+    with contextlib.suppress(orjson.JSONDecodeError):
         found = orjson.loads(content)
-        if found["format"] == FORMAT:
-            return dict(found)
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        pass
+        if isinstance(found, dict) and found.keys() >= _KEYS and found["format"] == FORMAT:
+            return found
     raise ResumeError(
         f"{run_dir.run_json}: not a run file of this version: take another output.path, or --fresh"
     )

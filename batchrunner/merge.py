@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from typing import TYPE_CHECKING
 
-import pyarrow.compute as pc
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.checkpoint import open_part
 from batchrunner.claim import claimed
 from batchrunner.deal import Buckets
-from batchrunner.errors import HeldError, OutputError
-from batchrunner.sink import part_files, tidy
+from batchrunner.errors import HeldError, OutputError, ResumeError
+from batchrunner.sink import tidy
 from batchrunner.storage import RunDir, sync_directory, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import pyarrow as pa
-
 BUCKET_ROWS = 100_000
-"""Of a bucket, and of a merged file."""
+"""Of a bucket, and of a merged file, at most."""
+BUCKET_BYTES = 128 << 20
+"""Of a bucket in memory, about."""
+SAMPLED = 32
+"""Parts that are looked at for the size of a row."""
 
 
 def merge(run: str | Path) -> Path:
     """Write `merged/*.parquet`, the rows of all parts in input order; return the directory.
 
     Rows are first dealt out to buckets of consecutive ordinals, then each bucket is sorted: two passes over
-    the data, one bucket in memory. Raises OutputError where there is nothing to merge.
+    the data, one bucket in memory. Raises OutputError where there is nothing to merge or it cannot be
+    written, ResumeError where a part is damaged.
     """
     run_dir = RunDir(run)
     run_dir.refuse_links()
@@ -37,33 +42,44 @@ def merge(run: str | Path) -> Path:
         if task.journals():
             with contextlib.suppress(HeldError), claimed(task) as claim, writing(task.parts):
                 tidy(task, claim)
-    parts = part_files(run_dir.parts)
+    parts = run_dir.all_parts()
     if not parts:
         raise OutputError(f"{run}: no parts to merge: not a run's output path, or nothing has finished yet")
     work = run_dir.merged.with_name("merged.tmp")
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
     try:
+        work.mkdir()
         for index, table in enumerate(_in_order(parts, work)):
             pq.write_table(table, work / f"merged-{index:06d}.parquet", compression="zstd")
         shutil.rmtree(run_dir.merged, ignore_errors=True)
         work.rename(run_dir.merged)
+        sync_directory(run_dir.path)
+    except OSError as failure:
+        raise OutputError(f"{run_dir.merged}: cannot be written: {failure.strerror or failure}") from None
+    except (KeyError, pa.ArrowException) as failure:  # parts of another run among them, say
+        raise ResumeError(f"{run_dir.parts}: cannot be merged: {str(failure).splitlines()[0]}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    sync_directory(run_dir.path)
     return run_dir.merged
 
 
 def _in_order(parts: list[Path], work: Path) -> Iterator[pa.Table]:
-    rows = 1 + max(_last_row(part) for part in parts)
-    buckets = Buckets(work, "row", range(BUCKET_ROWS, rows + BUCKET_ROWS, BUCKET_ROWS))
+    rows = _bucket_rows(parts)
+    buckets = Buckets(work, "row", range(rows, sys.maxsize, rows))
     for part in parts:
-        with pq.ParquetFile(part) as file:
-            buckets.put(file.read())
+        buckets.put(_read(part))
     return buckets.take()
 
 
-def _last_row(part: Path) -> int:
-    with pq.ParquetFile(part) as file:
-        rows = file.read(["row"]).column("row")
-    return int(pc.max(rows).as_py() or 0)
+def _bucket_rows(parts: list[Path]) -> int:
+    """Judge by a sample of the parts; footers count a text that many rows have only once."""
+    rows = size = 1
+    for part in parts[:: 1 + len(parts) // SAMPLED]:
+        table = _read(part)
+        rows, size = rows + table.num_rows, size + table.nbytes
+    return max(1, min(BUCKET_ROWS, BUCKET_BYTES * rows // size))
+
+
+def _read(part: Path) -> pa.Table:
+    with open_part(part) as file:
+        return file.read()

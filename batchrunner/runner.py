@@ -213,9 +213,9 @@ class _Run:
         if self._source.unread:
             with writing(run_dir.merged):
                 run_dir.discard_merged()
-        self._earlier_starts, self._earlier_s = earlier_wall_s(run_dir.events)
         self._events = EventLog(run_dir.events)
         try:
+            self._earlier_starts, self._earlier_s = earlier_wall_s(run_dir.events)
             self._write_run_json()
             self._sink = self._make_sink()
             for note in self._info.notes:

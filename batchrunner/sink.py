@@ -269,11 +269,6 @@ def _text_bytes(outcome: Outcome) -> int:
     return 0 if outcome.completion is None else sum(map(len, outcome.completion.texts))
 
 
-def part_files(directory: Path) -> list[Path]:
-    """Return the parts of a run, oldest first."""
-    return sorted(directory.glob("part-*.parquet"))
-
-
 def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], claim: Claim) -> int:
     """Write rows, in input order, as the part of the first number that is free; return the number.
 

@@ -6,9 +6,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.checkpoint import read_done, read_run_json
+from batchrunner.checkpoint import facts_of, read_done
 from batchrunner.claim import Claim
-from batchrunner.errors import OutputError
 from batchrunner.events import last_sample
 from batchrunner.leases import Leases
 from batchrunner.progress import MOST_NAMED, load_line
@@ -25,9 +24,7 @@ SILENT_S = 300.0
 def status(run: str | Path) -> dict[str, Any]:
     """Return the state of a run; raises OutputError where the path holds none."""
     run_dir = RunDir(run)
-    facts = read_run_json(run_dir)
-    if facts is None:
-        raise OutputError(f"{run}: not a run's output path (no run.json)")
+    facts = facts_of(run_dir)
     tasks = [_task(task) for task in run_dir.all_tasks()]
     leases = Leases(run_dir.leases)
     leases.refresh()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from itertools import chain
@@ -26,6 +27,8 @@ LEAST_FREE_BYTES = 16 << 20
 """A run does not start on a disk with less room than this."""
 
 
+_PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
+"""A part's name: its task and its number."""
 MAIN_TASK = "main"
 """A run that is not parted among several tasks is one task."""
 OF_A_TASK = (
@@ -62,8 +65,12 @@ class RunDir:
     def all_tasks(self) -> list[RunDir]:
         """Return the run as each of its tasks sees it: those with a directory, and those with parts."""
         names = {path.name for path in self.tasks.glob("*") if not _is_empty(path)}
-        names |= {path.stem[len("part-") : -len("-000000")] for path in self.parts.glob("part-*.parquet")}
+        names |= {task for part in self.all_parts() if (task := _task_of(part))}
         return [RunDir(self.path, name) for name in sorted(names)]
+
+    def all_parts(self) -> list[Path]:
+        """Return the parts of all tasks, oldest first; a file that is named in another way is not ours."""
+        return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
     def part(self, number: int) -> Path:
         """Return the path of a part of this task."""
@@ -71,7 +78,8 @@ class RunDir:
 
     def own_parts(self) -> list[Path]:
         """Return this task's parts, oldest first."""
-        return sorted(self.parts.glob(f"part-{self.task}-*.parquet"))
+        found = self.parts.glob(f"part-{self.task}-*.parquet")
+        return sorted(part for part in found if _task_of(part) == self.task)
 
     def journal(self, number: int, token: str) -> Path:
         """Return the path of the journal that becomes the part of this number; `token` is its writer's."""
@@ -121,7 +129,7 @@ class RunDir:
         """Delete what earlier starts left, and nothing that somebody else put beside it."""
         self.discard_merged()
         ours = (
-            self.parts.glob("part-*"),
+            self.all_parts(),
             self.parts.glob(f".part-*{TEMPORARY}"),
             self.leases.glob("*"),
             self.task_directory.glob("journal-*"),
@@ -248,10 +256,16 @@ def cannot_write(path: Path, failure: OSError) -> StorageError:
     )
 
 
+def _task_of(part: Path) -> str | None:
+    """Return whose part it is; None where it is not named like one."""
+    name = _PART.fullmatch(part.name)
+    return name[1] if name else None
+
+
 def number_of(path: Path) -> int:
     """Return the number of a part or a journal."""
-    name = path.stem
-    return int(name.split("-")[1] if name.startswith("journal-") else name.rsplit("-", 1)[1])
+    name = _PART.fullmatch(path.name)
+    return int(name[2] if name else path.name.split("-")[1])
 
 
 def write_json(path: Path, value: object, writer: str = "") -> None:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import batchrunner
-from batchrunner.errors import InputError, JobError
+from batchrunner.errors import InputError, JobError, StorageError
 from batchrunner.job import Job
 from batchrunner.prepare import prepare
 from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
@@ -375,6 +375,13 @@ def test_a_path_that_is_no_text(tmp_path: Path, section: str) -> None:
     changes: dict[str, Any] = {section: {"path": f"{tmp_path}/\udce9"}}
     with pytest.raises(JobError, match=f"{section}.path.*not valid UTF-8"):
         batchrunner.run(job_of(tmp_path, **changes))
+
+
+def test_a_directory_in_the_logs_place(tmp_path: Path) -> None:
+    """Where the event log cannot be written the run does not begin."""
+    (tmp_path / "run" / "events.jsonl").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"events\.jsonl: cannot be written: Is a directory"):
+        batchrunner.run(job_of(tmp_path))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import json
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -32,6 +32,9 @@ from tests.conftest import (
 )
 from tests.fake_sglang import FakeSGLang, Sent
 from tests.launchable import launchable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 UTC = dt.timezone.utc  # noqa: UP017 - as pyarrow returns it
 
@@ -599,6 +602,69 @@ def test_merge_of_nothing(tmp_path: Path) -> None:
     result = batchrun("merge", tmp_path)
     assert result.exit_code == 2
     assert "no parts to merge" in result.stderr
+
+
+def test_merge_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket is bounded by its bytes too, where footers hide them: all rows carry the same long text."""
+    monkeypatch.setattr("batchrunner.merge.BUCKET_BYTES", 1 << 20)
+    write_rows(tmp_path / "input.parquet", 40, page=["x" * 100_000] * 40)
+    job = job_of(tmp_path, input={"columns": ["page"]}, output={"part_rows": 7})
+    batchrunner.run(job)
+    merged = sorted(batchrun_merge(tmp_path / "run").iterdir())
+    assert max(pq.read_table(file).nbytes for file in merged) <= 1 << 20
+    assert [row for file in merged for row in pq.read_table(file)["row"].to_pylist()] == list(range(40))
+
+
+def cut_a_part(run: Path) -> None:
+    part = next((run / "parts").iterdir())
+    part.write_bytes(part.read_bytes()[:-20])
+
+
+def add_a_part_of_others(run: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), run / "parts" / "part-main-000009.parquet")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (cut_a_part, "is damaged: move it away"),
+        (add_a_part_of_others, "parts: cannot be merged"),
+        (lambda run: (run / "merged").write_text(""), "merged: cannot be written"),
+        (lambda run: (run / "merged.tmp").write_text(""), "merged: cannot be written"),
+    ],
+)
+def test_what_cannot_be_merged(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
+    """Damage and whatever stands in the way are said in one line."""
+    batchrunner.run(job_of(tmp_path))
+    spoil(tmp_path / "run")
+    refused = batchrun("merge", tmp_path / "run")
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_files_that_are_no_parts(tmp_path: Path) -> None:
+    """Copies and other files beside the parts are nobody's: not counted, not merged, not deleted."""
+    job = job_of(tmp_path)
+    batchrunner.run(job, overrides=["input.limit=4"])
+    parts = tmp_path / "run" / "parts"
+    copy = parts / "part-main-000000-bak.parquet"
+    copy.write_bytes((parts / "part-main-000000.parquet").read_bytes())
+    pq.write_table(pa.table({"a": [1]}), parts / "part-x.parquet")
+    assert batchrunner.run(job).rows_resumed == 4
+    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+    assert [task["task"] for task in state["tasks"]] == ["main"]
+    assert pq.read_table(batchrun_merge(tmp_path / "run")).num_rows == 10
+    assert batchrunner.run(job, fresh=True).rows_resumed == 0
+    assert sorted(path.name for path in parts.glob("*-[bx]*")) == [copy.name, "part-x.parquet"]
+
+
+@pytest.mark.parametrize("command", ["status", "report", "merge"])
+def test_a_job_is_no_run(tmp_path: Path, command: str) -> None:
+    """A job file in a run's place is refused in one line."""
+    refused = batchrun(command, write_job(job_of(tmp_path), tmp_path))
+    assert refused.exit_code == 2
+    assert "not a run's output path" in refused.stderr
 
 
 # --- simulated ---

@@ -243,10 +243,11 @@ def test_parts_without_a_run_are_refused(tmp_path: Path, server: FakeSGLang) -> 
         batchrunner.run(job)
 
 
-def test_a_broken_run_file_is_refused(tmp_path: Path, server: FakeSGLang) -> None:
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"format": 1}'])
+def test_a_broken_run_file_is_refused(tmp_path: Path, server: FakeSGLang, content: str) -> None:
     """A run file that cannot be read is named with the way out."""
     job = some_done(tmp_path, server)
-    (tmp_path / "run" / "run.json").write_text("{}")
+    (tmp_path / "run" / "run.json").write_text(content)
     with pytest.raises(ResumeError, match=r"run\.json: not a run file of this version: .* --fresh"):
         batchrunner.run(job)
 
