@@ -137,7 +137,8 @@ async def execute(
 
 async def _show(run_dir: RunDir, control: Control) -> None:
     """Leave the page; when the engine has gone, since a card is not to be held for it."""
-    if not control.at_once:  # then a SIGKILL may be near
+    # a start that was refused leaves no run; and when all is to stop at once a SIGKILL may be near
+    if run_dir.run_json.exists() and not control.at_once:
         await asyncio.to_thread(leave_page, run_dir)
 
 
@@ -216,7 +217,6 @@ class _Run:
         self._events = EventLog(run_dir.events)
         try:
             self._earlier_starts, self._earlier_s = earlier_wall_s(run_dir.events)
-            self._write_run_json()
             self._sink = self._make_sink()
             for note in self._info.notes:
                 log.info("%s", note)
@@ -230,6 +230,7 @@ class _Run:
             kind = self._prepared.renderer.kind
             self._prompts = Prompts(self._job, self._engine, self._info, kind, self._events.write)
             await self._open_gate()
+            self._write_run_json()  # not before: a job that was refused is not the one that is to go on
             self._source.begin(self._events.write, lambda: self._submitter.unfinished)
             return await self._send_all()
         finally:

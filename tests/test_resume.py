@@ -226,6 +226,15 @@ def test_another_run_is_refused(
     assert (server.sent, results_of(job)) == ([], before)
 
 
+def test_a_refused_start_binds_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A job that was refused once the engine was there can be corrected."""
+    job = job_of(tmp_path)
+    with pytest.raises(EngineStartError, match="no tokenizer that we know of"):
+        batchrunner.run(job, overrides=["prompt.truncate=head"])
+    assert caplog.records == []
+    assert batchrunner.run(job).rows_ok == 10
+
+
 def test_another_model_is_refused(tmp_path: Path, server: FakeSGLang) -> None:
     """An address where another model answers now does not continue the run."""
     job = some_done(tmp_path, server)
