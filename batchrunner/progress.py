@@ -181,7 +181,7 @@ class Bar:
         shown += [snapshot.load(short=True), f"window {snapshot.window}"]
         shown += [f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
         self._bar.set_postfix_str(" · ".join(shown), refresh=False)
-        self._bar.n = snapshot.rows_done
+        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total  # others may add rows
         self._bar.refresh()
 
     def close(self) -> None:

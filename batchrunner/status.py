@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SILENT_S = 300.0
-"""A task on another machine whose last sample is older, by this machine's clock, is shown as ended."""
+"""A task on another machine whose last sample is older, by this machine's clock, is shown as ended; one
+that is at work, and has an older sample, has it from an earlier start."""
 
 
 def status(run: str | Path) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _task(run_dir: RunDir) -> dict[str, Any]:
         "rows_on_disk": len(done.rows),
         "rows_failed": done.failed,
         "output_tokens": done.output_tokens,
-        "last_sample": sample if holder else None,
+        "last_sample": sample if holder and sample and _is_recent(sample) else None,
     }
 
 
@@ -77,8 +78,12 @@ def holder_of(run_dir: RunDir, sample: dict[str, Any] | None) -> str | None:
     claim = Claim(run_dir.task_directory)
     held = claim.is_held()
     if held is None and sample:  # of another machine: its heartbeat tells with time, its log at once
-        held = time.time() - sample["time"] < SILENT_S
+        held = _is_recent(sample)
     return None if held is False else str(claim.holder())
+
+
+def _is_recent(sample: dict[str, Any]) -> bool:
+    return bool(time.time() - sample["time"] < SILENT_S)
 
 
 def status_lines(state: dict[str, Any]) -> list[str]:

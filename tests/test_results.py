@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import json
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +19,11 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.errors import InputError, OutputError
+from batchrunner.claim import claimed
+from batchrunner.events import read_events
+from batchrunner.progress import Bar, Snapshot
+from batchrunner.status import status
+from batchrunner.storage import RunDir
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -505,6 +511,29 @@ def test_what_a_person_reads(tmp_path: Path, server: FakeSGLang) -> None:
     assert "9 of 10 rows ok, 1 failed" in result.stderr
     assert "failed: 1 rows: 400: Failed to compile json grammar" in result.stderr
     assert f"results: {tmp_path / 'run'}/parts" in result.stderr
+
+
+def test_the_bar_follows_the_total() -> None:
+    """A run that others join has more rows than at the start, and the bar has them too."""
+    stream = io.StringIO()
+    bar = Bar(stream)
+    for total, done in [(500, 100), (1200, 700)]:
+        bar.show(Snapshot(total, done, 0, 10, 0, 0, 0, 1, 1, 0, 0, (), {}, {}, simulated=False))
+    bar.close()
+    assert "700/1200" in stream.getvalue()
+
+
+def test_an_old_sample_is_not_shown(tmp_path: Path) -> None:
+    """While a later start loads its engine nothing is said of a speed that was yesterday's."""
+    batchrunner.run(job_of(tmp_path))
+    run_dir = RunDir(tmp_path / "run")
+    with claimed(run_dir):
+        assert status(run_dir.path)["tasks"][0]["last_sample"]["rows_done"] == 10
+        events = [{**event, "time": event["time"] - 86400} for event in read_events(run_dir.events)]
+        run_dir.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+        state = status(run_dir.path)
+    assert (state["tasks"][0]["last_sample"], state["rows_per_s"]) == (None, 0)
+    assert state["running"]
 
 
 def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
