@@ -56,8 +56,9 @@ def load_job(
 
     `engine` takes the place of an `engine` that the job leaves out.
 
-    `overrides` are texts `a.b=c`, `c` in YAML; `environ` defaults to the process's own and is read only
-    for variables that start with BATCHRUN__. Raises JobError with one line that says where and what.
+    `overrides` are texts `a.b=c`, `c` in YAML, or else a text; `environ` defaults to the process's own and is
+    read only for variables that start with BATCHRUN__. Raises JobError with one line that says where and
+    what.
     """
     if isinstance(overrides, (str, Mapping)):
         raise JobError('overrides: give a list of texts, such as ["input.limit=100"]')
@@ -143,18 +144,25 @@ def _yaml_problem(failure: yaml.YAMLError) -> str:
 
 
 def _override(tree: dict[str, Any], path: list[str], text: str, *, where: str) -> None:
-    try:
-        value = _parse(text, where)
-    except JobError:
-        if not text.lstrip().startswith(("{{", "{%")):
-            raise
-        value = text  # a template, which YAML takes for a mapping of mappings
+    value = _value_of(text, where)
     for step in path[:-1]:
         below = tree.setdefault(step, {})
         if not isinstance(below, dict):
             raise JobError(f"{where}: {step!r} is {_kind(below)} and has no keys below it")
         tree = below
     tree[path[-1]] = value
+
+
+def _value_of(text: str, where: str) -> Any:
+    """Read YAML; a template, or an expression, that is none or a comment in it is a text."""
+    try:
+        value = _parse(text, where)
+    except JobError:
+        if re.match(r"\s*(\[|{(?![{%#]))", text):  # a list or a mapping that has not come out right
+            raise
+        return text
+    is_null = text.strip().lower() in {"", "~", "null"}
+    return text if value is None and not is_null else value
 
 
 def _deep_copy(value: Any) -> Any:

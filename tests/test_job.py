@@ -264,8 +264,28 @@ def test_overrides_make_sections() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["output.path", "=3", "window=[", "output.path.deep=3", "window=2024-13-01"]
+    "text",
+    [
+        "Question: {{ text }}",
+        "# {{ text }}",
+        "- {{ text }}",
+        "{# why #} {{ text }}",
+        '"a" in text',
+        "2024-13-01",
+    ],
 )
+def test_overrides_that_are_no_yaml(text: str) -> None:
+    """Templates and expressions need no quotes of YAML's around them, whatever it would make of them."""
+    assert example([f"prompt.user={text}"]).prompt.user == text
+
+
+@pytest.mark.parametrize("text", ["", "null", " ~"])
+def test_overrides_that_are_nothing(text: str) -> None:
+    """Nothing takes a value away."""
+    assert example([f"prompt.system={text}"]).prompt.system is None
+
+
+@pytest.mark.parametrize("override", ["output.path", "=3", "window=[", "window={a", "output.path.deep=3"])
 def test_bad_overrides_are_named(override: str) -> None:
     """A wrong --set is shown as it was written, so that it is found in a long command."""
     message = refusal(override)
