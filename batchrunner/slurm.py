@@ -135,7 +135,7 @@ def plan_array(job: str, *, overrides: Sequence[str], preamble: str, **options: 
     loaded = load_job(job, overrides=overrides)
     return SlurmArray(
         job=Path(job).absolute(),
-        run=Path(loaded.output.path).absolute(),
+        run=Path(loaded.output.path).expanduser().absolute(),
         directory=Path.cwd(),
         overrides=overrides,
         preamble=_text_or_file(preamble),

@@ -47,6 +47,13 @@ def test_the_script(tmp_path: Path) -> None:
     assert (tmp_path / "run.slurm").is_dir()
 
 
+def test_a_home_in_the_output_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs lie beside the run, which lies in the home directory where the job says `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = script_of(tmp_path, "--array", "0-1", "--set", "output.path=~/out/run")
+    assert f"#SBATCH --output={tmp_path}/out/run.slurm/%A_%a.log" in script
+
+
 def test_bash_reads_it_as_meant(tmp_path: Path) -> None:
     """Paths with spaces and values with quotes reach the command as they are, and `$` is not expanded."""
     here = tmp_path / 'a b "c" 100%'
