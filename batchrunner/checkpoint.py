@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _COUNTED = ["row", "error", "attempts", "completion_tokens"]
 FORMAT = 1
 """Version of run.json."""
+DISCARD = "--fresh (with --join or --shard: delete the directory)"
+"""How one begins anew."""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 READERS = 4
 """Parts that are read at once: on a network file system most of the time is waiting. From memory one is as
@@ -199,7 +201,7 @@ def check_same_run(old: dict[str, Any], new: Fingerprint, where: Path, *, model_
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}; take another output.path, "
-            f"or --fresh to discard what is there"
+            f"or discard what is there with {DISCARD}"
         )
 
 
@@ -258,5 +260,5 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
         if isinstance(found, dict) and found.keys() >= _KEYS and found["format"] == FORMAT:
             return found
     raise ResumeError(
-        f"{run_dir.run_json}: not a run file of this version: take another output.path, or --fresh"
+        f"{run_dir.run_json}: not a run file of this version: take another output.path, or {DISCARD}"
     )

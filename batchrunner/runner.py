@@ -16,7 +16,7 @@ from batchrunner.account import finished_before, make_report, verdict_of_done, v
 from batchrunner.admission import Admission
 from batchrunner.arrange import Arranger
 from batchrunner.begin import begin, check_nobody_works
-from batchrunner.checkpoint import FORMAT, drop_failed, fingerprint, read_done
+from batchrunner.checkpoint import DISCARD, FORMAT, drop_failed, fingerprint, read_done
 from batchrunner.claim import claimed
 from batchrunner.clientside import Prompts, reader_for
 from batchrunner.control import Control, Sleeper
@@ -318,8 +318,8 @@ class _Run:
             share = self._tally.failed / self._tally.done
             if share > self._job.limits.abort_failed_share:
                 self._control.drain(
-                    f"{share:.0%} of the rows failed (limits.abort_failed_share): correct the job, then "
-                    "start with --fresh, or with --retry-failed"
+                    f"{share:.0%} of the rows failed (limits.abort_failed_share): correct the job and start "
+                    f"with {DISCARD}; or mend the engine and start with --retry-failed"
                 )
 
     def _check(self) -> None:

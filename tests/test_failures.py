@@ -177,6 +177,7 @@ def test_a_plainly_wrong_job_is_stopped(tmp_path: Path, server: FakeSGLang) -> N
     result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 1
     assert "75% of the rows failed (limits.abort_failed_share)" in result.stderr
+    assert "run the same command again" not in result.stderr  # it would go on as it has begun
     assert 100 <= len(results_of(job)) == len(server.sent) <= 110
     assert batchrun(write_job(job, tmp_path), "--set", "limits.abort_failed_share=1").exit_code == 3
     assert [row["row"] for row in results_of(job)] == list(range(2000))

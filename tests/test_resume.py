@@ -222,7 +222,7 @@ def test_another_run_is_refused(
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"batchrun: {tmp_path}/run holds another run: ")
     assert told in line
-    assert line.endswith("take another output.path, or --fresh to discard what is there")
+    assert "take another output.path, or discard what is there with --fresh (with --join" in line
     assert (server.sent, results_of(job)) == ([], before)
 
 
