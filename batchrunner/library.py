@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +28,7 @@ from batchrunner.prompt import Renderer
 from batchrunner.runner import execute
 from batchrunner.shard import this_start
 from batchrunner.sink import result_schema
+from batchrunner.storage import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -105,17 +108,25 @@ def open_engine(
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
-    `engine` is as in a job file. A launched server logs into `log_dir` (default: a new temporary
-    directory, see `info.log`). Raises JobError or EngineStartError.
+    `engine` is as in a job file. A launched server logs into `log_dir` (default: a new temporary directory,
+    which stays after an error only; see `info.log`). Raises JobError or EngineStartError.
     """
     spec = parse_engine(engine)
-    logs = Path(log_dir) if log_dir is not None else Path(tempfile.gettempdir()) / f"batchrunner-{id(spec):x}"
-    with _portal() as portal:
+    with _directory(log_dir) as logs, _portal() as portal:
         made = make_engine(spec, log_dir=logs, limits=LimitsSpec(request_timeout=request_timeout_s))
         try:
             yield OpenEngine(portal, spec, made, portal.call(made.open))
         finally:
             portal.call(made.close)
+
+
+@contextmanager
+def _directory(given: str | Path | None) -> Iterator[Path]:
+    """Give this directory, or a new one, which is deleted unless an error sends people to a log in it."""
+    path = Path(tempfile.mkdtemp(prefix="batchrunner-") if given is None else given)
+    yield path
+    if given is None:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def run(
@@ -176,7 +187,7 @@ def generate(
     table = _table_of(rows)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
-        pq.write_table(table, source)
+        _write(table, source)
         spec = engine.spec if isinstance(engine, OpenEngine) else parse_engine(engine)
         job = load_job(
             {
@@ -229,9 +240,18 @@ def _table_of(rows: object) -> pa.Table:
         for row in listed:
             if not isinstance(row, Mapping):
                 raise InputError(f"{wanted} (got a row of type {type(row).__name__})")
-        return pa.Table.from_pylist([dict(row) for row in listed])
+        names = dict.fromkeys(chain.from_iterable(listed))  # a row may have more than the first one
+        return pa.table({name: [row.get(name) for row in listed] for name in names})
     except (TypeError, ValueError, pa.ArrowException) as failure:
         raise InputError(f"rows: cannot be made a table: {failure}") from None
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    try:
+        with writing(path):
+            pq.write_table(table, path)
+    except pa.ArrowException as failure:  # a type that Parquet has not
+        raise InputError(f"rows: cannot be written as Parquet: {failure}") from None
 
 
 def _no_results(job: Job) -> pa.Table:

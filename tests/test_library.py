@@ -228,6 +228,18 @@ def test_an_engine_that_cannot_open(tmp_path: Path) -> None:
         pass
 
 
+def test_an_open_engine_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of its log is its own, and stays only where an error sends people there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with batchrunner.open_engine(INSTANT):
+        (logs,) = tmp_path.iterdir()
+        assert logs.stat().st_mode & 0o077 == 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError), batchrunner.open_engine(INSTANT):
+        raise KeyError
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 # --- generate ---
 
 
@@ -276,11 +288,27 @@ def test_generate_takes_tables_of_others() -> None:
     assert table.num_rows == 1
 
 
+def test_generate_takes_rows_of_different_keys() -> None:
+    """A row may have keys that the first one has not; those that are missing are null."""
+    rows: list[dict[str, object]] = [{"text": "a"}, {"text": "b", "x": 1}, {"x": 2}]
+    table = batchrunner.generate(rows, prompt="{{ text or x }}", engine=INSTANT, columns=["text", "x"])
+    assert table.column("text").to_pylist() == ["a", "b", None]
+    assert table.column("x").to_pylist() == [None, 1, 2]
+
+
+MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
+"""Of a type that Parquet has not."""
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
         (lambda: batchrunner.generate(["a"], prompt="x", engine=INSTANT), "a row of type str"),
         (lambda: batchrunner.generate(7, prompt="x", engine=INSTANT), "got int"),
+        (
+            lambda: batchrunner.generate(MONTHS, prompt="x", engine=INSTANT),
+            "rows: cannot be written as Parquet",
+        ),
         (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),  # type: ignore[arg-type]
         (lambda: batchrunner.run(None), "job: give a path, a mapping or a Job"),  # type: ignore[arg-type]
         (lambda: batchrunner.run({}, overrides={"a": 1}), "overrides: give a list of texts"),  # type: ignore[arg-type]
