@@ -22,9 +22,9 @@ The map; a file imports only from lines above its own (this one excepted), and a
     prefixes         what prompts have in common at their beginning
     order            rows in the order in which they are sent: as they stand, or a sorted copy
     shard            what one of several tasks does
-    plan             which rows are sent, in which order, in which leases
+    plan             which rows are sent, and in which leases
     gate             the in-flight windows, resizable
-    window           how wide they are at the start
+    window           how wide a window is at the start
     controller       the window of one scheduler, moved by its own load
     sharing          what is left, parted between the replicas
     admission        a controller a scheduler → the windows of the routes

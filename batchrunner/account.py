@@ -18,7 +18,7 @@ from batchrunner.job import LimitsSpec
 from batchrunner.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
 from batchrunner.shard import Joint
 from batchrunner.storage import MAIN_TASK, RunDir
-from batchrunner.tally import Tally
+from batchrunner.tally import UNKNOWN, Tally
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from batchrunner.records import EngineInfo
 
 
-_SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason"]
+_SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason", "error"]
 
 
 def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report:
@@ -127,9 +127,9 @@ def _sums(parts: list[Path]) -> dict[str, Any]:
         for name in ("prompt_tokens", "cached_tokens"):
             sums[name] += pc.sum(sent.column(name)).as_py() or 0
         sums["retries"] += pc.sum(pc.subtract(sent.column("attempts"), 1)).as_py() or 0
-        column = table.column("finish_reason")
-        reasons.update((pc.list_flatten(column) if pa.types.is_list(column.type) else column).to_pylist())
-    del reasons[None]  # of failed rows
+        column = table.filter(pc.is_null(table.column("error"))).column("finish_reason")
+        found = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+        reasons.update(reason or UNKNOWN for reason in found.to_pylist())
     return {**sums, "finish_reasons": dict(reasons)}
 
 

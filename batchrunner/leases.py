@@ -54,11 +54,6 @@ class Plan:
         """Count the rows at these places: a copy has no others."""
         return len(places) if self.order else self.rows.range_cardinality(places.start, places.stop)
 
-    @property
-    def rows_before(self) -> int:
-        """Rows that were done when the plan was made."""
-        return self.rows_total - len(self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:

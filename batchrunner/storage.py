@@ -41,7 +41,7 @@ OF_A_TASK = (
     "heartbeat",
     "*order-*.parquet*",
 )
-"""What lies in a task's directory."""
+"""What a task leaves in its directory, and, of a run that is one task, partly in the run's."""
 
 
 class RunDir:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 MOST_GROUPS = 50
 OTHER = "other reasons"
+UNKNOWN = "unknown"
+"""The finish reason of an answer that has none."""
 _DIGITS = re.compile(r"\d+")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
@@ -82,7 +84,7 @@ class Tally:
             self.failures.add(outcome.ref.row, outcome.error or "")
             return
         self.ok += 1
-        self.finish_reasons.update(reason or "unknown" for reason in completion.finish_reasons)
+        self.finish_reasons.update(reason or UNKNOWN for reason in completion.finish_reasons)
         if outcome.attempts == 0:
             self.twins += 1
             return

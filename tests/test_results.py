@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.errors import InputError, OutputError
+from batchrunner.account import report_of_all
 from batchrunner.claim import claimed
 from batchrunner.events import read_events
 from batchrunner.progress import Bar, Snapshot
@@ -488,6 +489,17 @@ def test_report(tmp_path: Path, server: FakeSGLang) -> None:
     assert saved["output_tokens_per_s"] == pytest.approx(40 / saved["wall_s"], rel=0.1)
     assert saved["engine"]["model"] == "fake/model"
     assert saved["versions"]["engine"] == "0.5.23"
+
+
+def test_answers_without_a_reason_are_counted(tmp_path: Path, server: FakeSGLang) -> None:
+    """The report of a whole run counts them as that of a start does; failed rows have no reason to end."""
+    server.script = lambda sent: "too long" if sent.prompt == "row 3" else "answer"
+    batchrunner.run(job_of(tmp_path, server))
+    (part,) = (tmp_path / "run" / "parts").iterdir()
+    table = pq.read_table(part)
+    column = table.schema.get_field_index("finish_reason")
+    pq.write_table(table.set_column(column, "finish_reason", pa.nulls(10, pa.string())), part)
+    assert report_of_all(tmp_path / "run").finish_reasons == {"unknown": 9}
 
 
 def test_json_output_is_the_report(tmp_path: Path, server: FakeSGLang) -> None:
