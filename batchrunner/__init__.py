@@ -92,6 +92,8 @@ The map; a file imports only from lines above its own (this one excepted), and a
     journal          finished rows, durable long before their part is
     disk             a disk that takes nothing is waited for
     tally            what became of the rows, in numbers
+    columns          outcomes → Arrow
+    parts            written whole, in place of journals; read, or refused
     sink             outcomes → journal → parts
     checkpoint       what is durable, and of which job
     keysort          the keys of any number of rows, sorted on disk

@@ -12,9 +12,9 @@ from batchrunner.claim import claimed
 from batchrunner.gain import Choice
 from batchrunner.join import join
 from batchrunner.ordering import arrange, arranged_before
+from batchrunner.parts import tidy
 from batchrunner.prepare import find_done
 from batchrunner.shard import Joint
-from batchrunner.sink import tidy
 from batchrunner.source import OwnRows, Source
 from batchrunner.storage import see_anew, writing
 

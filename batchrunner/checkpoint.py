@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,15 +15,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from batchrunner.columns import arrow_array
 from batchrunner.errors import OutputError, ResumeError
 from batchrunner.journal import read_journal
+from batchrunner.parts import open_part
 from batchrunner.rows import from_column
-from batchrunner.sink import arrow_array
-from batchrunner.storage import whole_file, writing
+from batchrunner.storage import whole_file, write_json, writing
 from batchrunner.tally import Failures
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from batchrunner.dataset import Dataset
@@ -34,6 +35,8 @@ FORMAT = 1
 """Version of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
 """How one begins anew."""
+_SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
+"""An argument of this name is not written down: `admin-api-key`, say, and not `tokenizer-path`."""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 READERS = 4
 """Parts that are read at once: on a network file system most of the time is waiting. From memory one is as
@@ -101,18 +104,6 @@ def _read_part(path: Path, *, without_failed: bool) -> Done:
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
         done.add(part.read(_COUNTED, use_threads=False), without_failed=without_failed)
     return done
-
-
-@contextlib.contextmanager
-def open_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part to read it; raises ResumeError where it is damaged, FileNotFoundError where it is gone."""
-    try:
-        with pq.ParquetFile(path) as part:
-            yield part
-    except FileNotFoundError:
-        raise
-    except (OSError, KeyError, pa.ArrowException):  # KeyError: somebody else's columns
-        raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
 
 
 def done_by_all(run_dir: RunDir) -> Done:
@@ -262,3 +253,19 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
     raise ResumeError(
         f"{run_dir.run_json}: not a run file of this version: take another output.path, or {DISCARD}"
     )
+
+
+def write_run_json(run_dir: RunDir, job: Job, **facts: Any) -> None:
+    """Write what later starts are to find; raises StorageError."""
+    content = {"format": FORMAT, "job": _without_secrets(job), **facts}
+    write_json(run_dir.run_json, content, writer=run_dir.task)
+
+
+def _without_secrets(job: Job) -> dict[str, Any]:
+    """Return the job as run.json keeps it: what `engine.env` holds (tokens, often) is nobody's business."""
+    spec = job.model_dump(mode="json", exclude_unset=True)
+    for section in ("env", "args", "gateway_args"):
+        values = spec["engine"].get(section, {})
+        masked = [name for name in values if section == "env" or _SECRET.search(name)]
+        values.update(dict.fromkeys(masked, "***"))
+    return spec

@@ -12,8 +12,8 @@ from batchrunner.errors import HeldError, ResumeError
 from batchrunner.leases import Leases, Plan
 from batchrunner.order import SortedCopy
 from batchrunner.ordering import arrange, remove_copies
+from batchrunner.parts import tidy
 from batchrunner.plan import cut_into_leases
-from batchrunner.sink import tidy
 from batchrunner.source import LeasedRows
 from batchrunner.storage import RunDir, writing
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
-from batchrunner.sink import arrow_array
+from batchrunner.columns import arrow_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

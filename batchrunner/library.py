@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from anyio import CancelScope
 from anyio.from_thread import start_blocking_portal
 
+from batchrunner.columns import result_schema
 from batchrunner.dataset import Dataset
 from batchrunner.engines.registry import make_engine
 from batchrunner.errors import BatchrunError, InputError, JobError
@@ -27,7 +28,6 @@ from batchrunner.merge import merge
 from batchrunner.prompt import Renderer
 from batchrunner.runner import execute
 from batchrunner.shard import this_start
-from batchrunner.sink import result_schema
 from batchrunner.storage import writing
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.checkpoint import open_part
 from batchrunner.claim import claimed
 from batchrunner.deal import Buckets
 from batchrunner.errors import HeldError, OutputError, ResumeError
-from batchrunner.sink import tidy
+from batchrunner.parts import open_part, tidy
 from batchrunner.storage import RunDir, sync_directory, writing
 
 if TYPE_CHECKING:

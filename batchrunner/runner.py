@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import gc
 import logging
-import re
 import sys
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchrunner.account import finished_before, make_report, verdict_of_done, versions
 from batchrunner.admission import Admission
 from batchrunner.arrange import Arranger
 from batchrunner.begin import begin, check_nobody_works
-from batchrunner.checkpoint import DISCARD, FORMAT, drop_failed, fingerprint, read_done
+from batchrunner.checkpoint import DISCARD, drop_failed, fingerprint, read_done, write_run_json
 from batchrunner.claim import claimed
 from batchrunner.clientside import Prompts, reader_for
+from batchrunner.columns import result_schema
 from batchrunner.control import Control, Sleeper
 from batchrunner.controller import Band
 from batchrunner.disk import Disk
@@ -33,8 +33,8 @@ from batchrunner.lengths import Lengths
 from batchrunner.prepare import check_resumes, prepare
 from batchrunner.progress import Rates, Silent, Snapshot
 from batchrunner.shard import Joint
-from batchrunner.sink import Sink, result_schema
-from batchrunner.storage import write_json, writing
+from batchrunner.sink import Sink
+from batchrunner.storage import writing
 from batchrunner.submit import Patience, Submitter
 from batchrunner.tally import Tally
 from batchrunner.window import tokens_a_row
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from batchrunner.storage import RunDir
 
 log = logging.getLogger(__name__)
-_SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
-"""An argument of this name is not written down: `admin-api-key`, say, and not `tokenizer-path`."""
 
 LEAST_ROWS_TO_ABORT = 100
 """`abort_failed_share` looks at a run once so many rows have ended."""
@@ -354,18 +352,13 @@ class _Run:
 
     def _write_run_json(self) -> None:
         prepared = self._prepared
-        new = fingerprint(prepared.job, prepared.dataset, self._info.model)
-        write_json(
-            prepared.run_dir.run_json,
-            {
-                "format": FORMAT,
-                "job": _without_secrets(prepared.job),
-                "fingerprint": new.as_dict(),
-                "rows_total": self._rows_of_run,
-                "engine": asdict(self._info),
-                "versions": versions(self._info),
-            },
-            writer=prepared.run_dir.task,
+        write_run_json(
+            prepared.run_dir,
+            self._job,
+            fingerprint=fingerprint(self._job, prepared.dataset, self._info.model).as_dict(),
+            rows_total=self._rows_of_run,
+            engine=asdict(self._info),
+            versions=versions(self._info),
         )
 
     def _make_sink(self) -> Sink:
@@ -430,13 +423,3 @@ class _Run:
         if report.rows_left:
             return self._control.exit_code, self._control.reason or "stopped"
         return verdict_of_done(report, self._job.limits.max_failed_rows)
-
-
-def _without_secrets(job: Job) -> dict[str, Any]:
-    """Return the job as run.json keeps it: what `engine.env` holds (tokens, often) is nobody's business."""
-    spec = job.model_dump(mode="json", exclude_unset=True)
-    for section in ("env", "args", "gateway_args"):
-        values = spec["engine"].get(section, {})
-        masked = [name for name in values if section == "env" or _SECRET.search(name)]
-        values.update(dict.fromkeys(masked, "***"))
-    return spec

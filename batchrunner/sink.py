@@ -1,4 +1,4 @@
-"""Outcomes → journal → parts: Parquet files that are whole when they appear and readable at any moment."""
+"""Outcomes → journal → parts, while rows end: durable within a second, and a part every 30 s."""
 
 from __future__ import annotations
 
@@ -6,34 +6,24 @@ import asyncio
 import functools
 import logging
 import time
-from array import array
-from itertools import accumulate, chain, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.job import RESULT_COLUMNS
-from batchrunner.journal import Journal, read_journal
-from batchrunner.storage import (
-    TEMPORARY,
-    make_directory,
-    name_part,
-    number_of,
-    sync_directory,
-    whole_file,
-    writing,
-)
+from batchrunner.columns import table_of
+from batchrunner.journal import Journal
+from batchrunner.parts import write_part
+from batchrunner.storage import make_directory, number_of, writing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
+
+    import pyarrow as pa
 
     from batchrunner.claim import Claim
     from batchrunner.disk import Disk
-    from batchrunner.records import Outcome, RowRef
+    from batchrunner.records import Outcome
     from batchrunner.storage import RunDir
 
 log = logging.getLogger(__name__)
@@ -44,29 +34,6 @@ EARLY = 0.7
 """Of the time in which a row must be durable passes before it is written: the rest is for the disk."""
 FLUSH_BYTES = 64 << 20
 """Bytes kept in memory, at most, before a part is written."""
-_NUMBER_CODES = {pa.int32(): "i", pa.int64(): "q", pa.float64(): "d"}
-
-
-def result_schema(carried: pa.Schema, *, samples: int, metadata: dict[str, str]) -> pa.Schema:
-    """Return the schema of a part: `row`, the carried columns, then the result's own."""
-
-    def each(kind: pa.DataType) -> pa.DataType:
-        return kind if samples == 1 else pa.list_(kind)
-
-    types: dict[str, pa.DataType] = {
-        "row": pa.int64(),
-        "output": each(pa.string()),
-        "finish_reason": each(pa.string()),
-        "prompt_tokens": pa.int32(),
-        "cached_tokens": pa.int32(),
-        "completion_tokens": each(pa.int32()),
-        "latency_s": pa.float64(),
-        "attempts": pa.int32(),
-        "error": pa.string(),
-    }
-    first, *rest = RESULT_COLUMNS
-    fields = [pa.field(first, types[first], nullable=False), *carried, *(pa.field(n, types[n]) for n in rest)]
-    return pa.schema(fields, metadata=metadata)
 
 
 class Sink:
@@ -168,7 +135,7 @@ class Sink:
     async def _write(self, outcomes: list[Outcome], *, last: bool) -> None:
         part = self._part
         if outcomes:
-            part.take(await asyncio.to_thread(_table, outcomes, self._schema, samples=self._samples))
+            part.take(await asyncio.to_thread(table_of, outcomes, self._schema, samples=self._samples))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
             await self._published()  # the part before: two are in memory at most
@@ -267,125 +234,3 @@ class _Part:
 
 def _text_bytes(outcome: Outcome) -> int:
     return 0 if outcome.completion is None else sum(map(len, outcome.completion.texts))
-
-
-def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], claim: Claim) -> int:
-    """Write rows, in input order, as the part of the first number that is free; return the number.
-
-    A part that has it already stays: one that an old listing did not show, or ours, of a try that failed
-    afterwards. Rows that it holds are not written again. Raises OSError or ClaimLostError, and then leaves
-    no trace.
-    """
-    table = pa.concat_tables(tables).sort_by("row")
-    for number in count(first):
-        path = run_dir.part(number)
-        try:
-            with whole_file(path, claim.token, name_part) as temporary:
-                pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
-                claim.verify()
-            break
-        except FileExistsError:
-            table = _without(table, path)
-            if not table.num_rows:
-                sync_directory(path.parent)  # that may be where it failed
-                break
-            log.warning("%s: is there, and not of this start: it is kept, and the next number used", path)
-    return number
-
-
-def _without(table: pa.Table, path: Path) -> pa.Table:
-    """Return the rows that a part does not hold; one that cannot be read, or has just gone, holds none."""
-    try:
-        with pq.ParquetFile(path) as part:
-            there = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
-    except (FileNotFoundError, KeyError, pa.ArrowException):
-        return table
-    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=there)))
-
-
-def tidy(run_dir: RunDir, claim: Claim) -> None:
-    """Clear up after a start that did not come to its end: torn parts go, and journals become parts.
-
-    `claim` is held on the task. Raises OSError.
-    """
-    for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
-        torn.unlink(missing_ok=True)
-    for path in run_dir.journals():
-        if tables := list(read_journal(path)):
-            make_directory(run_dir.parts)
-            write_part(run_dir, number_of(path), tables, claim)
-        path.unlink(missing_ok=True)
-
-
-def _table(outcomes: Sequence[Outcome], schema: pa.Schema, *, samples: int) -> pa.Table:
-    def of(name: str) -> list[Any]:
-        if samples == 1:
-            return [getattr(o.completion, name)[0] if o.completion else None for o in outcomes]
-        return [getattr(o.completion, name) if o.completion else None for o in outcomes]
-
-    values: dict[str, Any] = {
-        "row": [o.ref.row for o in outcomes],
-        "output": of("texts"),
-        "finish_reason": of("finish_reasons"),
-        "prompt_tokens": [o.completion.prompt_tokens if o.completion else None for o in outcomes],
-        "cached_tokens": [o.completion.cached_tokens if o.completion else None for o in outcomes],
-        "completion_tokens": of("completion_tokens"),
-        "latency_s": [o.latency_s for o in outcomes],
-        "attempts": [o.attempts for o in outcomes],
-        "error": [o.error for o in outcomes],
-    }
-    carried = _carried([outcome.ref for outcome in outcomes])
-    columns = [
-        arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Make an array of texts, bytes, numbers or lists of them, None for null.
-
-    `pa.array` does the same, but imports pandas where that is installed: 47 MB, and 0.2 s while rows wait.
-    Lone surrogates, which JSON can carry and Parquet's UTF-8 cannot, become question marks.
-    """
-    nulls = _validity(values) if None in values else None
-    if pa.types.is_list(kind):
-        lists = [value or () for value in values]
-        inner = arrow_array(list(chain.from_iterable(lists)), kind.value_type)
-        return pa.Array.from_buffers(kind, len(values), [nulls, _offsets(lists)], children=[inner])
-    if pa.types.is_string(kind):
-        encoded = [None if value is None else value.encode("utf-8", "replace") for value in values]
-        return arrow_array(encoded, pa.binary()).view(kind)
-    if pa.types.is_binary(kind):
-        texts = [value or b"" for value in values]
-        return pa.Array.from_buffers(
-            kind, len(values), [nulls, _offsets(texts), pa.py_buffer(b"".join(texts))]
-        )
-    numbers = array(_NUMBER_CODES[kind], [0 if value is None else value for value in values])
-    return pa.Array.from_buffers(kind, len(values), [nulls, pa.py_buffer(numbers)])
-
-
-def _offsets(items: Sequence[Any]) -> pa.Buffer:
-    return pa.py_buffer(array("i", accumulate(map(len, items), initial=0)))
-
-
-def _validity(values: Sequence[Any]) -> pa.Buffer:
-    """Arrow's bitmap: bit i, counted from the lowest of the first byte, is 0 where value i is null."""
-    bits = int("".join("0" if value is None else "1" for value in reversed(values)), 2)
-    return pa.py_buffer(bits.to_bytes((len(values) + 7) // 8, "little"))
-
-
-def _carried(refs: Sequence[RowRef]) -> pa.Table:
-    """Gather the carried columns of these rows, in their order, from the batches that hold them."""
-    groups: dict[int, tuple[pa.RecordBatch, list[int], list[int]]] = {}
-    for place, ref in enumerate(refs):
-        _, indices, places = groups.setdefault(id(ref.carried), (ref.carried, [], []))
-        indices.append(ref.position)
-        places.append(place)
-    taken = [batch.take(arrow_array(indices, pa.int64())) for batch, indices, _ in groups.values()]
-    table = pa.Table.from_batches(taken)
-    order = [place for _, _, places in groups.values() for place in places]
-    back = [0] * len(order)
-    for at, place in enumerate(order):
-        back[place] = at
-    return table.take(arrow_array(back, pa.int64()))

@@ -14,6 +14,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.columns import arrow_array
 from batchrunner.deal import Buckets
 from batchrunner.job import FromColumn
 from batchrunner.keysort import KeySort, SortKey
@@ -21,7 +22,6 @@ from batchrunner.order import ABOUT
 from batchrunner.plan import MOST_LEASE_ROWS, lease_rows
 from batchrunner.prefixes import common, prefix_of, sort_key
 from batchrunner.records import Request
-from batchrunner.sink import arrow_array
 from batchrunner.storage import whole_file
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from batchrunner.checkpoint import read_done
 from batchrunner.claim import ClaimLostError, Watch, claimed
 from batchrunner.errors import HeldError
-from batchrunner.sink import tidy
+from batchrunner.parts import tidy
 from batchrunner.storage import RunDir
 
 if TYPE_CHECKING:

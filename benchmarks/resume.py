@@ -27,9 +27,9 @@ from batchrunner.engines.simulated import Simulator
 from batchrunner.events import EventLog
 from batchrunner.feedback import SAMPLE_S, write_sample
 from batchrunner.journal import Journal
+from batchrunner.parts import write_part
 from batchrunner.progress import Snapshot
 from batchrunner.records import Signals
-from batchrunner.sink import write_part
 from batchrunner.storage import RunDir, make_directory
 from benchmarks.measure import in_fresh_process, save
 from benchmarks.memory import peak_mb

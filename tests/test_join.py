@@ -28,10 +28,10 @@ from batchrunner.jobfile import load_job
 from batchrunner.join import join
 from batchrunner.journal import Journal
 from batchrunner.leases import Leases, next_lease
+from batchrunner.parts import write_part
 from batchrunner.plan import MOST_LEASE_ROWS, cut_into_leases
 from batchrunner.prepare import prepare
 from batchrunner.shard import joint_task
-from batchrunner.sink import write_part
 from batchrunner.storage import RunDir
 from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
 
