@@ -99,10 +99,11 @@ def parse_engine(source: Mapping[str, Any] | EngineSpec) -> EngineSpec:
     if not isinstance(source, Mapping):
         raise JobError(f"engine: give an open engine or the `engine` part of a job (got {_kind(source)})")
     adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
+    tree = _deep_copy(source)
     try:
-        return adapter.validate_python(dict(source))
+        return adapter.validate_python(tree)
     except ValidationError as failure:
-        raise JobError(f"engine: {_explain(failure, adapter.json_schema(), dict(source))}") from None
+        raise JobError(f"engine: {_explain(failure, adapter.json_schema(), tree)}") from None
 
 
 def _validated(tree: dict[str, Any], name: str) -> Job:

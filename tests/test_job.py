@@ -457,6 +457,9 @@ def test_engines_are_read_alone() -> None:
     spec = SimulatedEngine(kind="simulated", step_s=0)
     assert parse_engine({"kind": "simulated", "step_s": 0}) == spec
     assert parse_engine(spec) is spec
+    server = parse_engine({"kind": "server", "model": Path("m"), "args": {"chat-template": Path("c")}})
+    assert isinstance(server, ServerEngine)
+    assert (server.model, server.args) == ("m", {"chat-template": "c"})
 
 
 @pytest.mark.parametrize(
