@@ -257,11 +257,11 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
 
 def write_run_json(run_dir: RunDir, job: Job, **facts: Any) -> None:
     """Write what later starts are to find; raises StorageError."""
-    content = {"format": FORMAT, "job": _without_secrets(job), **facts}
+    content = {"format": FORMAT, "job": without_secrets(job), **facts}
     write_json(run_dir.run_json, content, writer=run_dir.task)
 
 
-def _without_secrets(job: Job) -> dict[str, Any]:
+def without_secrets(job: Job) -> dict[str, Any]:
     """Return the job as run.json keeps it: what `engine.env` holds (tokens, often) is nobody's business."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args", "gateway_args"):

@@ -51,13 +51,16 @@ class EventLog:
         self._file.close()
 
 
+_NONE = (FileNotFoundError, IsADirectoryError)
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Return a log's events in order; a line torn by a crash is left out."""
     return _events_in(_lines(path))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(*_NONE), path.open("rb") as file:
         yield from file
 
 
@@ -94,7 +97,7 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines()
-    except FileNotFoundError:
+    except _NONE:
         return iter(())
     return _events_in(reversed(lines))
 

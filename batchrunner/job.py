@@ -113,8 +113,8 @@ class InputSpec(_Spec):
     """Where the rows come from."""
 
     path: str | Annotated[list[str], Field(min_length=1)]
-    """A Parquet file, a list of them, a glob, or a directory (Hive partitions become columns); local or
-    a URI that pyarrow knows (s3://, gs://, hdfs://)."""
+    """A Parquet file, a list of them, a glob, or a directory (Hive partitions become columns where the files
+    have none such); local or a URI that pyarrow knows (s3://, gs://, hdfs://; globs: `*`, `**/`)."""
     columns: list[str] = []
     """Input columns carried into the output."""
     rename: dict[str, str] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchrunner.checkpoint import Done, check_same_run, fingerprint, read_done, read_run_json
+from batchrunner.checkpoint import DISCARD, Done, check_same_run, fingerprint, read_done, read_run_json
 from batchrunner.claim import Claim
 from batchrunner.dataset import Dataset
 from batchrunner.discover import shown
@@ -124,9 +124,9 @@ def check_resumes(prepared: Prepared, model: str | None) -> bool:
     old = read_run_json(run_dir)
     _check_parting(run_dir, begun=old is not None)
     if old is None:
-        if any(run_dir.parts.glob("part-*.parquet")) or run_dir.journals():
+        if run_dir.all_parts() or run_dir.journals():
             raise ResumeError(
-                f"{run_dir.path} has results but no run.json: take another output.path, or --fresh"
+                f"{run_dir.path} has results but no run.json: take another output.path, or {DISCARD}"
             )
         return False
     new = fingerprint(prepared.job, prepared.dataset, model or "")

@@ -75,7 +75,7 @@ class Report:
         """Return what a person reads at the end."""
         done = f"{self.rows_ok} of {self.rows_total} rows ok, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
-        told = "--fresh" in self.reason  # then it is not the same command
+        told = "--fresh" in self.reason or "again" in self.reason  # what to do stands there
         again = ": run the same command again" if self.exit_code and not told else ""
         extra += [f"{self.rows_left} left{again}"] if self.rows_left else []
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]

@@ -15,7 +15,14 @@ from batchrunner.account import finished_before, make_report, verdict_of_done, v
 from batchrunner.admission import Admission
 from batchrunner.arrange import Arranger
 from batchrunner.begin import begin, check_nobody_works
-from batchrunner.checkpoint import DISCARD, drop_failed, fingerprint, read_done, write_run_json
+from batchrunner.checkpoint import (
+    DISCARD,
+    drop_failed,
+    fingerprint,
+    read_done,
+    without_secrets,
+    write_run_json,
+)
 from batchrunner.claim import claimed
 from batchrunner.clientside import Prompts, reader_for
 from batchrunner.columns import result_schema
@@ -223,7 +230,7 @@ class _Run:
                 rows_total=self._source.total,
                 rows_done=len(self._done.rows),
                 engine=asdict(self._info),
-                args=_without_secrets(self._job)["engine"].get("args", {}),
+                args=without_secrets(self._job)["engine"].get("args", {}),
             )
             kind = self._prepared.renderer.kind
             self._prompts = Prompts(self._job, self._engine, self._info, kind, self._events.write)

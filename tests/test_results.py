@@ -8,7 +8,7 @@ import json
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.errors import InputError, OutputError
 from batchrunner.account import report_of_all
 from batchrunner.claim import claimed
+from batchrunner.errors import InputError, OutputError
 from batchrunner.events import read_events
 from batchrunner.progress import Bar, Snapshot
 from batchrunner.status import status

@@ -15,8 +15,8 @@ from batchrunner.care.logfile import LogReader
 from batchrunner.care.series import Series, spread
 from batchrunner.care.signs import Sample
 from batchrunner.care.situation import Client, Situation
-from batchrunner.checkpoint import read_run_json
-from batchrunner.errors import InputError, OutputError
+from batchrunner.checkpoint import facts_of
+from batchrunner.errors import InputError
 from batchrunner.events import read_events
 from batchrunner.storage import RunDir
 
@@ -39,9 +39,7 @@ SAME_POOL = 0.02
 def read_run(run: Path, limits: Thresholds) -> Situation:
     """Read what a run, or each of its tasks, tells; raises OutputError where the path holds none."""
     run_dir = RunDir(run)
-    facts = read_run_json(run_dir)
-    if facts is None:
-        raise OutputError(f"{run}: not a run's output path (no run.json)")
+    facts = facts_of(run_dir)
     client = _client(facts)
     load, log = Series(limits), LogReader(limits)
     for own in {task.own: task for task in (run_dir, *run_dir.all_tasks())}.values():
@@ -167,7 +165,7 @@ def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _lengths(run_dir: RunDir, client: Client) -> None:
     """Look at the newest parts for how long outputs are."""
     found: list[pa.ChunkedArray] = []
-    for path in sorted(run_dir.parts.glob("part-*.parquet"))[-MOST_PARTS:]:
+    for path in run_dir.all_parts()[-MOST_PARTS:]:
         with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # a part that is damaged, or goes
             tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
             found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)

@@ -20,8 +20,7 @@ from markupsafe import Markup
 from batchrunner.care import limit as formulas
 from batchrunner.care.advise import advise_run
 from batchrunner.care.limit import UnknownLimitError
-from batchrunner.checkpoint import read_run_json
-from batchrunner.errors import OutputError
+from batchrunner.checkpoint import facts_of
 from batchrunner.htmlreport.charts import draw_counts, number
 from batchrunner.htmlreport.headline import head_of
 from batchrunner.htmlreport.loadcharts import load_charts
@@ -77,9 +76,7 @@ def leave_page(run_dir: RunDir) -> None:
 
 def make_page(run_dir: RunDir) -> str:
     """Return the page; see `write_page`."""
-    facts = read_run_json(run_dir)
-    if facts is None:
-        raise OutputError(f"{run_dir.path}: not a run's output path (no run.json)")
+    facts = facts_of(run_dir)
     tasks = _tasks(run_dir)
     results = read_results(tasks)
     stories = [story for task in tasks if (story := read_story(task.task, task.events)).spans]
