@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import logging
@@ -41,6 +42,17 @@ needs_gateway = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None and not os.environ.get("CI"),
     reason="skipped: no sglang_router (make .venv/.engine)",
 )
+
+
+def pytest_unconfigure() -> None:
+    """Let what sentencepiece has of SWIG live to the end.
+
+    It is freed after its types, at times: a segmentation fault, after all tests have passed (sentencepiece
+    0.2.1, which transformers loads).
+    """
+    swig = sys.modules.get("swig_runtime_data4")
+    if swig is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(swig.type_pointer_capsule))
 
 
 @pytest.fixture(scope="session", autouse=True)
