@@ -119,7 +119,8 @@ def test_a_host_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(EngineLostError, match="no connection to") as lost:
             batchrunner.run(job)
     assert lost.value.report is not None
-    assert (lost.value.report.rows_ok, lost.value.report.rows_failed) == (8, 0)
+    assert lost.value.report.rows_ok >= 8
+    assert lost.value.report.rows_failed == 0
 
 
 def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -176,7 +177,7 @@ def test_a_plainly_wrong_job_is_stopped(tmp_path: Path, server: FakeSGLang) -> N
     job = job_of(tmp_path, server, rows=2000, window=4)
     result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 1
-    assert "75% of the rows failed (limits.abort_failed_share)" in result.stderr
+    assert re.search(r"7[3-7]% of the rows failed \(limits.abort_failed_share\)", result.stderr)
     assert "run the same command again" not in result.stderr  # it would go on as it has begun
     assert 100 <= len(results_of(job)) == len(server.sent) <= 110
     assert batchrun(write_job(job, tmp_path), "--set", "limits.abort_failed_share=1").exit_code == 3
