@@ -104,7 +104,7 @@ class _Server:
     async def look(self) -> None:
         """Take one sample of each scheduler; a poll that fails is left out."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            metrics = None
+            metrics: Sequence[Signals] = []
             if time.monotonic() >= self._next_metrics:
                 metrics = await self._metrics()
             self._add(await self._loads(metrics))
@@ -122,25 +122,25 @@ class _Server:
         self._facts.mute = not self._seen
         return Situation(self._series, self._series, self._facts)
 
-    async def _metrics(self) -> str | None:
-        """Take the counters of `/metrics`; return the text where there is one."""
+    async def _metrics(self) -> list[Signals]:
+        """Take the counters of `/metrics`; return the load that it tells, if it is there."""
         self._next_metrics = time.monotonic() + METRICS_S
         text = await self._text("/metrics")
         self._facts.metrics = text is not None and "sglang:" in text
         if text is None or not self._facts.metrics:
-            return None
+            return []
         self._last = counters_in(text)
         self._first = self._first or self._last
-        self._summed = len(from_metrics(text, self._url)) or 1
-        return text
+        load = from_metrics(text, self._url)
+        self._summed = len(load) or 1
+        return load
 
-    async def _loads(self, metrics: str | None) -> Sequence[Signals]:
+    async def _loads(self, metrics: Sequence[Signals]) -> Sequence[Signals]:
         reply = await self._json("/v1/loads?include=core")
+        if reply is None:
+            return metrics
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            if reply is not None:
-                return from_loads(reply, self._url)
-            if metrics is not None:
-                return from_metrics(metrics, self._url)
+            return from_loads(reply, self._url)
         return []
 
     def _add(self, signals: Sequence[Signals]) -> None:

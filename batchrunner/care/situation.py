@@ -21,8 +21,6 @@ USUAL_CHUNK = 8192
 """Their `--chunked-prefill-size`, in tokens: a larger one takes more memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
 """What SGLang's memory_hook reserves for activations of a prefill chunk."""
-
-
 LONGEST = 160
 """Characters of a log's line that are shown."""
 
