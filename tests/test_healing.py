@@ -146,6 +146,7 @@ def test_the_jobs_own_arguments_win(tmp_path: Path) -> None:
 
 
 CHILD = """[
+    print("ConnectionResetError: [Errno 104] Connection reset by peer"),  # an older, harmless error
     print("[2026-11-22 04:46:38] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Cleanup"),
     print("[2026-11-22 04:46:39] Sleeping 5 seconds before crash diagnostics", flush=True), os._exit(137)]"""
 

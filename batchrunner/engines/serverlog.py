@@ -25,6 +25,8 @@ _CAUSE = re.compile(
 _CONSEQUENCE = re.compile(
     r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
 )
+# a process that somebody killed (most often the kernel, for memory) says nothing: no error before it is why
+_KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 
 def cause_in(log: Path, since: int = 0) -> str:
@@ -34,7 +36,11 @@ def cause_in(log: Path, since: int = 0) -> str:
     """
     lines = _lines(log, since)
     causes = [line for line in lines if _CAUSE.match(line)]
-    best = [line for line in causes if not _CONSEQUENCE.search(line)] or causes
+    best = (
+        [line for line in lines if _KILLED.match(line)]
+        or [line for line in causes if not _CONSEQUENCE.search(line)]
+        or causes
+    )
     chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in lines if line][-MOST_LINES:]
     return " / ".join(line[:300] for line in chosen)
 
