@@ -33,6 +33,7 @@ from batchrunner.plan import MOST_LEASE_ROWS, cut_into_leases
 from batchrunner.prepare import prepare
 from batchrunner.shard import joint_task
 from batchrunner.storage import RunDir
+from batchrunner.submit import READ_AHEAD_ROWS
 from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
 
 if TYPE_CHECKING:
@@ -205,20 +206,21 @@ def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
 def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
     """What a killed task held is done by one that lives, and what it had finished is not done again."""
     server.script = lambda _: "hold"
-    job = job_of(tmp_path, server, rows=200, output={"durable": 0.1}, window=64)
+    rows = 4 * READ_AHEAD_ROWS  # more than one takes while the other still starts
+    job = job_of(tmp_path, server, rows=rows, output={"durable": 0.1}, window=64)
     file = write_job(job, tmp_path)
     with started(file, "--join") as first, started(file, "--join") as second:
         eventually(lambda: len(_holders(tmp_path / "run")) == 2)
-        server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 10 == 9 else "answer"
+        server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 30 == 29 else "answer"
         server.ask_again()
-        eventually(lambda: _rows_on_disk(tmp_path / "run") > 90)
+        eventually(lambda: _rows_on_disk(tmp_path / "run") > rows // 2)
         kept = {row for task in RunDir(tmp_path / "run").all_tasks() for row in read_done(task).rows}
         first.process.kill()
         first.process.wait()
         server.answer_held()
         second.wait_for_line("took over from")
         assert second.end() == 0
-    assert [row["row"] for row in results_of(job)] == list(range(200))
+    assert [row["row"] for row in results_of(job)] == list(range(rows))
     prompts = Counter(int(prompt.split()[1]) for prompt in server.prompts)
     assert all(prompts[row] == 1 for row in kept)
     events = {
