@@ -21,9 +21,11 @@ from batchrunner.care.tune.logwork import output_rate, signs_at_start, signs_of_
 from batchrunner.care.tune.sample import BLOCK_ROWS, chosen, spread, take
 from batchrunner.care.tune.space import Machine
 from batchrunner.care.tune.tuner import engine_to_tune
+from batchrunner.claim import claimed
 from batchrunner.errors import JobError
 from batchrunner.jobfile import load_job
 from batchrunner.prepare import prepare
+from batchrunner.storage import RunDir
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.launchable import launchable
 from tests.tuning_lab import CPU
@@ -196,6 +198,17 @@ def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
     kept = path.read_bytes()
     assert batchrun("tune", file).exit_code == 0
     assert path.read_bytes() == kept
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """A second one on the same output path would take the first one's servers and trials for its own."""
+    job = limited_job(tmp_path)
+    file = write_job(job, tmp_path)
+    with claimed(RunDir(job["output"]["path"]), directory=tmp_path / "run" / "tune"):
+        second = batchrun("tune", file, "--budget", "1m")
+    assert second.exit_code == 2
+    assert "is writing this run; wait for it or use another path" in second.stderr
+    assert not (tmp_path / "run" / "tune").exists()
 
 
 def test_an_interrupted_trial_leaves_nothing(tmp_path: Path) -> None:

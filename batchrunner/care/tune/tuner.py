@@ -22,6 +22,7 @@ from batchrunner.care.tune.search import Search, changes, key_of
 from batchrunner.care.tune.space import ALLOWABLE
 from batchrunner.care.tune.trial import Bench
 from batchrunner.checkpoint import fingerprint
+from batchrunner.claim import claimed
 from batchrunner.engines.device import gpus
 from batchrunner.engines.model import check_model
 from batchrunner.errors import JobError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from batchrunner.care.tune.search import Ask
     from batchrunner.care.tune.space import Args
     from batchrunner.job import Job
+    from batchrunner.prepare import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ def tune(
     """Find the fastest safe flags for a job on this machine; with `apply` write them into its file.
 
     Trials are kept under `output.path`/tune: the same command goes on there. Raises BatchrunError: JobError
-    where the engine is not one that the run launches, or not the file's own that `apply` is to write to.
+    where the engine is not one that the run launches, or not the file's own that `apply` is to write to;
+    HeldError while another process is trying flags there.
     """
     unknown = sorted(set(allow) - set(ALLOWABLE))
     if unknown:
@@ -67,6 +70,24 @@ def tune(
     check_model(engine.model)
     prepared = prepare(job)
     directory = prepared.run_dir.path / "tune"
+    with claimed(prepared.run_dir, directory=directory):
+        found = _search(source, job, engine, prepared, directory, allow, budget_s)
+    if apply and found.args:
+        apply_args(Path(source), found.args)
+        found = replace(found, applied=True)
+    return found
+
+
+def _search(
+    source: str,
+    job: Job,
+    engine: ServerEngine,
+    prepared: Prepared,
+    directory: Path,
+    allow: Sequence[str],
+    budget_s: float,
+) -> Tuned:
+    """Try flags within the time, from what is kept in the directory on."""
     sample = take(prepared, directory)
     log.info("sample: %s", sample)
     machine = machine_for(job, engine, allow, one_of_several=isinstance(job.engine, GatewayEngine))
@@ -81,11 +102,7 @@ def tune(
     search = Search(engine.args, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(drive(search, history, bench.run, budget_s))
-    found = account(search, source, str(sample), spent_s)
-    if apply and found.args:
-        apply_args(Path(source), found.args)
-        found = replace(found, applied=True)
-    return found
+    return account(search, source, str(sample), spent_s)
 
 
 def parse_budget(text: str) -> float:
