@@ -32,7 +32,7 @@ Behaviour: TypeAlias = Literal[
     "hold",  # answers when the test says so
     "die",  # closes every connection and takes no other
 ]
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 """How long a test waits for something that must happen."""
 
 

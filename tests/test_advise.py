@@ -132,7 +132,22 @@ def test_what_retractions_cost_is_told() -> None:
     log = Path(__file__).parent / "logs" / "real_retractions.log"
     gained = sum(map(int, re.findall(r"#new_tokens_gained: (\d+)", log.read_text())))
     found = next(advice for advice in advise(str(log)).advice if advice.rule == "retractions")
-    assert f"{gained:,} tokens are computed again, {gained / 79:.0f} a second beside" in found.sign
+    assert f"{gained:,} tokens are computed again, 16% of those generated" in found.sign
+    assert found.change == "--schedule-conservativeness 1.3"
+
+
+def test_retractions_that_cost_little_are_fine(tmp_path: Path) -> None:
+    """However many there are: fewer requests at once would cost more than computing a little again."""
+    log = tmp_path / "server.log"
+    text = (Path(__file__).parent / "logs" / "real_retractions.log").read_text()
+    log.write_text(re.sub(r"#new_tokens_gained: (\d+)", lambda m: f"#new_tokens_gained: {int(m[1]) // 2}", text))
+    judgement = advise(str(log))
+    found = next(advice for advice in judgement.advice if advice.rule == "retractions")
+    assert not found.change
+    assert "9.1 a minute" in found.sign
+    assert "8% of those generated, which costs less than fewer at once would" in found.sign
+    dear = advise(str(log), Thresholds(recomputed=0.05))
+    assert next(advice for advice in dear.advice if advice.rule == "retractions").change
 
 
 def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:

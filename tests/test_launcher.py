@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LAUNCHER = Path(__file__).parents[1] / "batchrunner" / "engines" / "launcher.py"
 SECRET = "k3y'with\\odd-signs"  # made up; its repr and its JSON differ from it
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")
 

@@ -123,9 +123,9 @@ class Healer:
         They are no reason for a restart: that costs the load time and the whole cache, more than they do.
         """
         series, name = told.series, "schedule-conservativeness"
-        often = series.retractions_per_min > series.limits.retractions_per_min
         calm = (in_effect(told.facts, name) or 1.0) >= MORE_CONSERVATIVE or name in self._given
-        return {name: MORE_CONSERVATIVE} if often and not calm and series.busy_s >= LEAST_SPAN_S else {}
+        costs = series.retractions_cost and series.busy_s >= LEAST_SPAN_S
+        return {name: MORE_CONSERVATIVE} if costs and not calm else {}
 
     def _overruled(self, args: Mapping[str, Any]) -> str:
         """Say where the job's own value is changed."""

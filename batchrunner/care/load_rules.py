@@ -160,13 +160,14 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     now, most = in_effect(s.facts, name) or 1.0, as_flag(s.facts, name, MOST_CONSERVATIVE)
     target = round(min(most, max(MORE_CONSERVATIVE, MORE_CONSERVATIVE * now)), 2)
     sign = f"{seen}, with token usage at {s.load.median('usage'):.2f}: requests lose place and work"
-    again = s.log.prefills.retracted_tokens
-    if again:
-        a_second = (
-            f"{again / max(1.0, s.log.busy_s):.0f} a second beside {s.log.median('rate'):,.0f} generated"
-        )
-        sign += f": {again:,} tokens are computed again, {a_second}"
-        evidence["tokens_computed_again"] = again
+    share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
+    if share is not None:
+        cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"
+        evidence |= {"tokens_computed_again": again, "recomputed_share": round(share, 4)}
+        if not s.log.retractions_cost:
+            fine = f"{seen}: {cost}, which costs less than fewer at once would"
+            return Finding(fine, evidence=evidence, fine=True)
+        sign += f": {cost}"
     if target > now:
         return Finding(sign, flags.setting(name, target), evidence=evidence)
     fewer = as_flag(s.facts, "max-running-requests", int(FEWER * s.load.median("running")))

@@ -225,6 +225,20 @@ class Series:
         return max((track.retractions / max(1.0, track.busy_s / 60) for track in tracks), default=0.0)
 
     @property
+    def recomputed_share(self) -> float | None:
+        """Tokens that retractions lost, as a share of those generated; None where the log tells not both."""
+        generated = self.median("rate") * sum(track.busy_s for track in self.tracks.values())
+        again = self.prefills.retracted_tokens
+        return again / generated if again and generated else None
+
+    @property
+    def retractions_cost(self) -> bool:
+        """Whether they are more than the guides call fine, and lose much, as far as the log tells."""
+        share = self.recomputed_share
+        often = self.retractions_per_min > self.limits.retractions_per_min
+        return often and (share is None or share >= self.limits.recomputed)
+
+    @property
     def enough(self) -> bool:
         """Whether there is more than a reading."""
         return self.counted >= self.limits.samples and self.busy_s >= self.limits.span_s
