@@ -26,6 +26,7 @@ Behaviour: TypeAlias = Literal[
     "abort 400",  # a 200 that says the row was at fault
     "abort 503",  # a 200 that says the queue was full
     "empty",
+    "thought",  # a chat's reasoning that was cut before the answer
     "not json",
     "no answer",  # a 200 of another program
     "disconnect",
@@ -305,7 +306,11 @@ class FakeSGLang:
             return web.json_response(aborted(sent, *ABORTS[what]))
         if what in REFUSALS:
             return self._error(sent, *REFUSALS[what])
-        return web.json_response(answer(sent, text="" if what == "empty" else None))
+        reply = answer(sent, text="" if what in {"empty", "thought"} else None)
+        if what == "thought":
+            reply["choices"][0]["message"]["reasoning_content"] = "The user asks"
+            reply["choices"][0]["finish_reason"] = "length"
+        return web.json_response(reply)
 
     async def _hold(self, sent: Sent) -> None:
         while not self._released:

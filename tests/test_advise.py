@@ -140,7 +140,9 @@ def test_retractions_that_cost_little_are_fine(tmp_path: Path) -> None:
     """However many there are: fewer requests at once would cost more than computing a little again."""
     log = tmp_path / "server.log"
     text = (Path(__file__).parent / "logs" / "real_retractions.log").read_text()
-    log.write_text(re.sub(r"#new_tokens_gained: (\d+)", lambda m: f"#new_tokens_gained: {int(m[1]) // 2}", text))
+    log.write_text(
+        re.sub(r"#new_tokens_gained: (\d+)", lambda m: f"#new_tokens_gained: {int(m[1]) // 2}", text)
+    )
     judgement = advise(str(log))
     found = next(advice for advice in judgement.advice if advice.rule == "retractions")
     assert not found.change

@@ -19,6 +19,10 @@ import pytest
 
 from batchrunner.care.advise import Judgement, advise, advise_run
 from batchrunner.care.flags import Flags
+from batchrunner.care.rules import apply_all
+from batchrunner.care.series import Series
+from batchrunner.care.signs import Sample
+from batchrunner.care.situation import Situation
 from batchrunner.care.thresholds import Thresholds
 from batchrunner.errors import InputError
 from batchrunner.library import run
@@ -334,6 +338,28 @@ def test_a_live_servers_card_is_as_large_as_what_is_on_it() -> None:
     with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
         found = advise(server.url, QUICK, span_s=0.3)
     assert "from 0.83: 6.3 GB of 79 more" in changes(found)["memory-left"]
+
+
+def test_a_limit_that_only_the_log_tells() -> None:
+    """Of a hybrid model /v1/loads leaves out the pool of states: where it is full, no cap limits."""
+    load, log = Series(Thresholds()), Series(Thresholds())
+    for at in range(40):
+        load.add("a", Sample(at, 170, 500, 0.2, 170))
+    situation = Situation(load, log)
+    assert "running-capped" in {advice.rule for advice in apply_all(situation, Flags())}
+    for at in range(40):
+        log.add("a", Sample(at, 170, 500, 0.98, 170))
+    assert "running-capped" not in {advice.rule for advice in apply_all(situation, Flags())}
+
+
+def test_limits_that_the_arguments_do_not_tell(tmp_path: Path) -> None:
+    """On a GPU they are null: what the schedulers say with their load counts."""
+    state = {"max_running_requests": None, "effective_max_running_requests_per_dp": 4}
+    arguments = {"max_running_requests": None, "max_total_tokens": None, "internal_states": [state]}
+    with FakeSGLang(max_running=4, arguments=arguments) as server:
+        report = run(job_of(tmp_path, server, rows=3))
+    assert report.engine["max_running"] == 4
+    assert report.engine["max_total_tokens"] == 20000
 
 
 def test_a_live_server_with_dp_attention() -> None:

@@ -49,6 +49,10 @@ def died_of(life: Life) -> Death:
         ("prefill", f"{READY}\nRuntimeError: Prefill out of memory. Try to lower your batch size."),
         ("decode", f"{READY}\n[2025-08-11 17:20:00] Decode out of memory. Try to lower your batch size."),
         ("general", f"{READY}\nRuntimeError: Out of memory. Try to lower your batch size."),
+        ("general", f"{READY}\nRuntimeError: Triton Error [CUDA]: out of memory"),
+        ("general", f"{READY}\nRuntimeError: CUDA driver error: out of memory"),
+        ("general", f"{READY}\nRuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `create()`"),
+        ("requests", f"{READY}\nRuntimeError: Not enough space for mamba cache, try to increase it"),
         (
             "requests",
             (f"{READY}\nRuntimeError: alloc_req_slots runs out of memory. Please set a smaller number for "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,6 +42,32 @@ PROMPTS = [{"text": "text"}, {"user": "{{ text }}"}]
 
 def ids(sent: Sent) -> int:
     return int(sent.prompt.split()[1])
+
+
+def test_a_token_that_the_model_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would die of it. A hub's name is looked up in Hugging Face's cache, if it is there."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    files = tmp_path / "hub" / "models--org--name" / "snapshots" / "main"
+    files.mkdir(parents=True)
+    (files / "config.json").write_text('{"vocab_size": 100}')
+    pq.write_table(pa.table({"ids": [[99, 1], [1, 100]]}), tmp_path / "ids.parquet")
+    with FakeSGLang(model="org/name") as server:
+        source: Any = {"input": {"path": str(tmp_path / "ids.parquet")}, "prompt": {"input_ids": "ids"}}
+        job = job_of(tmp_path, server, **source)
+        batchrunner.run(job)
+    errors = [row["error"] for row in results_of(job)]
+    assert errors == [None, "token id 100 is not in the model's vocabulary (0 to 99)"]
+    assert len(server.sent) == 1
+
+
+def test_a_thought_that_was_cut_is_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    """A server with a reasoning parser has no content then: to ask again would be to think as long again."""
+    server.script = lambda _: "thought"
+    job = job_of(tmp_path, server, rows=3, prompt={"user": "{{ text }}"})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 0)
+    assert report.finish_reasons == {"length": 3}
+    assert results_of(job)[0]["output"] == ""
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

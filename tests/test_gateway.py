@@ -403,6 +403,26 @@ def test_gpus_are_dealt_out() -> None:
         gpu_slices(["0", "1"], 1, 3)
 
 
+@pytest.mark.parametrize(
+    ("args", "slices"),
+    [
+        ({}, ["4", "5", "6", "7"]),
+        ({"pp-size": 2}, ["4,5", "6,7"]),
+        ({"data-parallel-size": 2}, ["4,5", "6,7"]),
+        ({"dp-size": 2, "enable-dp-attention": True}, ["4", "5", "6", "7"]),
+    ],
+)
+def test_the_jobs_own_gpus_are_dealt_out(
+    args: dict[str, Any], slices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that `env` leaves every replica gets its own, as many as its arguments take."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    spec = GatewayEngine(kind="gateway", model="org/model", args=args, env=env)
+    servers = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())._make_servers("o/m", cpu=False)
+    assert [server.process.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == slices
+
+
 def test_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, seen in [("", []), ("-1", []), ("2, 3", ["2", "3"]), ("0,-1,1", ["0"])]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)

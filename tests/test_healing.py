@@ -408,6 +408,8 @@ def give_card(directory: Path, monkeypatch: pytest.MonkeyPatch, mib: int) -> Non
             False,
         ),
         ({"dtype": "float32", "tp-size": 2}, {}, False),
+        ({}, {"torch_dtype": "float32"}, True),  # SGLang loads it in 16 bits
+        ({"dtype": "float32"}, {"torch_dtype": "float32"}, False),
         ({"cpu-offload-gb": 100}, {}, True),
         ({"quantization": "bitsandbytes"}, {}, True),  # nobody knows: the server is asked
     ],

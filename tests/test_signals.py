@@ -58,12 +58,14 @@ def test_something_else_is_not_a_load(reply: Any) -> None:
 def metrics(rank: int, running: int, queue: int) -> str:
     labels = f'engine_type="unified",model_name="m",tp_rank="0",pp_rank="0",dp_rank="{rank}"'
     other = labels.replace('tp_rank="0"', 'tp_rank="1"')
+    stage = labels.replace('pp_rank="0"', 'pp_rank="1"')
     return "\n".join(
         [
             "# HELP sglang:num_running_reqs The number of running requests.",
             "# TYPE sglang:num_running_reqs gauge",
             f"sglang:num_running_reqs{{{labels}}} {running}.0",
             f"sglang:num_running_reqs{{{other}}} 99.0",
+            f"sglang:num_running_reqs{{{stage}}} 98.0",
             "# HELP sglang:num_queue_reqs The number of requests in the waiting queue.",
             "# TYPE sglang:num_queue_reqs gauge",
             f"sglang:num_queue_reqs{{{labels}}} {queue}.0",
@@ -94,7 +96,7 @@ def test_metrics_under_dp_attention() -> None:
 
 
 def test_metrics_of_one_scheduler() -> None:
-    """The gauges of the first tensor-parallel rank count; the others repeat it."""
+    """The gauges of the first tensor-parallel rank of the first pipeline stage count; others repeat them."""
     assert from_metrics(metrics(0, 30, 200), URL) == [
         Signals(
             URL,

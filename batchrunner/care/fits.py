@@ -75,6 +75,13 @@ def split_over(args: Mapping[str, Any], tp: int | None = None) -> int:
     return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
 
 
+def cards_of(args: Mapping[str, Any], tp: int | None = None) -> int:
+    """Return how many cards a server takes: `dp-size` makes copies, unless attention alone is parted."""
+    dp = args.get(name_in(args, "dp-size"))
+    copies = dp if isinstance(dp, int) and dp > 0 and not args.get("enable-dp-attention") else 1
+    return copies * split_over(args, tp)
+
+
 def weights_of(directory: Path, args: Mapping[str, Any]) -> Weights | None:
     """Return what the weights take once loaded with these arguments, in bytes; None where that is unknown."""
     if any(args.get(name) for name in _OFFLOADS):
@@ -85,13 +92,16 @@ def weights_of(directory: Path, args: Mapping[str, Any]) -> Weights | None:
     quantisation = args.get("quantization")
     if stored is None or (quantisation and quantisation not in _BYTE_QUANTISATIONS):
         return None
-    size, wanted = _SIZES.get(_dtype(config)), _SIZES.get(str(args.get("dtype")))
+    size, dtype = _SIZES.get(_dtype(config)), str(args.get("dtype") or "auto")
+    if dtype == "auto" and size == _SIZES["float32"]:
+        dtype = "half"  # SGLang's choice (configs/model_config.py)
+    wanted = _SIZES.get(dtype)
     if size is None or "quantization_config" in config:  # as it is stored
         return stored
     if quantisation:
         return Weights(stored.size_bytes / size, f"{stored.source}, with quantization {quantisation}")
     if wanted and wanted != size:
-        return Weights(stored.size_bytes * wanted / size, f"{stored.source}, with dtype {args['dtype']}")
+        return Weights(stored.size_bytes * wanted / size, f"{stored.source}, with dtype {dtype}")
     return stored
 
 
@@ -133,7 +143,7 @@ def _room(*, cpu: bool) -> tuple[str, int | None]:
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype"))
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def _first(values: Mapping[str, Any], names: Iterable[str]) -> Any:

@@ -135,6 +135,8 @@ def running_capped(s: Situation, flags: Flags) -> Finding | None:
     most = s.max_running or 0
     if not s.load.frequent("capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
+    if s.log.median("usage") >= s.limits.usage_good:  # of a hybrid model /v1/loads leaves the states out
+        return None
     room = s.limits.usage_good / max(s.load.median("usage"), 0.05)
     target = min(MOST_RUNNING, max(most + 1, math.floor(most * room / 8) * 8))
     return Finding(

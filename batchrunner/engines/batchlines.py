@@ -177,8 +177,14 @@ _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("alloc_req_slots runs out of memory", "requests"),
     ("Not enough memory. Please", "pool"),
     ("leave no GPU memory for the KV cache", "pool"),
+    ("Not enough GPU memory for hybrid", "pool"),  # a model with states beside its KV cache
+    ("state cache is too small to serve", "pool"),
+    ("Not enough space for mamba cache", "requests"),
     ("CUDA out of memory", "general"),
     ("CUDA error: out of memory", "general"),
+    ("CUDA driver error: out of memory", "general"),
+    ("Triton Error [CUDA]: out of memory", "general"),
+    ("CUBLAS_STATUS_ALLOC_FAILED", "general"),
     ("Cuda failure 2 'out of memory'", "general"),  # NCCL
     ("DefaultCPUAllocator: can't allocate memory", "general"),
     ("HIP out of memory", "general"),

@@ -6,7 +6,10 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
 """A stand-in for the CUDA-only wheel `sgl_kernel`; first on the engine's PYTHONPATH on a CPU."""
@@ -39,9 +42,12 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
 
 
-def gpus() -> list[str]:
-    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty where uncounted."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty where uncounted.
+
+    `environ` is what it gets beyond our own environment, a job's `engine.env`.
+    """
+    visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
         return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first bad one
@@ -91,11 +97,13 @@ def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
 def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
     """Return the job's arguments over our defaults: metrics and cache report on, plus the CPU's needs.
 
-    Rows come in the order in which they should be computed; `lpm` would change it while few wait.
+    Rows come in the order in which they should be computed; `lpm` would change it while few wait. A line a
+    request would be most of the log, and hide what a death is told by.
     """
     defaults: dict[str, Any] = {
         "enable-metrics": True,
         "enable-cache-report": True,
         "schedule-policy": "fcfs",
+        "log-level-http": "warning",
     }
     return {**defaults, **(CPU_ARGS if cpu else {}), **args}

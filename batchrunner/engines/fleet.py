@@ -9,7 +9,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from batchrunner.care.fits import check_fits
+from batchrunner.care.fits import cards_of, check_fits
 from batchrunner.care.healer import healer_for
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.guard import Guard
@@ -154,7 +154,7 @@ class LaunchedGateway:
 
     def _make_servers(self, model: str, *, cpu: bool, healer: Healer | None = None) -> list[SGLangServer]:
         spec = self._spec
-        slices = gpu_slices([] if cpu else gpus(), spec.tp, spec.replicas)
+        slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args, spec.tp), spec.replicas)
         return [
             SGLangServer(
                 spec,
@@ -241,21 +241,21 @@ class LaunchedGateway:
         await self._workers.bring_to(self._listed)
 
 
-def gpu_slices(devices: Sequence[str], tp: int, replicas: int | str) -> list[list[str]]:
-    """Deal the GPUs out, `tp` to each replica; an empty slice leaves CUDA_VISIBLE_DEVICES as it is.
+def gpu_slices(devices: Sequence[str], each: int, replicas: int | str) -> list[list[str]]:
+    """Deal the GPUs out, as many to each replica; an empty slice leaves CUDA_VISIBLE_DEVICES as it is.
 
     Without GPUs that can be counted (a CPU, or a vendor's own way of naming) `auto` is one replica. Raises
     EngineStartError where there are too few.
     """
     if not devices:
         return [[] for _ in range(1 if replicas == "auto" else int(replicas))]
-    count = len(devices) // tp if replicas == "auto" else int(replicas)
-    if count * tp > len(devices) or count == 0:
+    count = len(devices) // each if replicas == "auto" else int(replicas)
+    if count * each > len(devices) or count == 0:
         raise EngineStartError(
-            f"engine.replicas {replicas} with engine.tp {tp} needs {max(count, 1) * tp} GPUs: "
-            f"{len(devices)} there"
+            f"engine.replicas {replicas} with {each} GPUs each (engine.tp, times pp-size and dp-size) needs "
+            f"{max(count, 1) * each}: {len(devices)} there"
         )
-    return [list(devices[n * tp : (n + 1) * tp]) for n in range(count)]
+    return [list(devices[n * each : (n + 1) * each]) for n in range(count)]
 
 
 async def _all_or_first_failure(starts: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -27,7 +27,7 @@ from batchrunner.errors import (
 from batchrunner.records import EngineInfo, Signals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from batchrunner.detokens import Detokenizer
     from batchrunner.records import Completion, Request
@@ -46,6 +46,11 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """By which sglang_router's policy `manual` keeps requests together; the others do not look at it."""
+_RESOLVED = {
+    "max_running_requests": "effective_max_running_requests_per_dp",
+    "max_total_num_tokens": "max_total_num_tokens",
+}
+"""A scheduler's limits as its arguments call them, and as its state does."""
 _LPM_NOTE = ("the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it",)
 
 
@@ -112,12 +117,16 @@ class HttpEngine:
         self._vocabulary = vocabulary_of(model)
         servers = [await self._server_info(url) for url in urls]
         self._load_path = await self._find_load_path(urls[0])
+        load = await self.signals()
+        load = load if {signal.server for signal in load} >= set(urls) else []
         return EngineInfo(
             kind="attach",
             model=model_identity(model),
             version=servers[0].get("version"),
-            max_running=_total(servers, "max_running_requests"),
-            max_total_tokens=_total(servers, "max_total_num_tokens"),
+            max_running=_told(signal.max_running for signal in load)
+            or _told(server.get("max_running_requests") for server in servers),
+            max_total_tokens=_told(signal.max_total_tokens for signal in load)
+            or _told(server.get("max_total_num_tokens") for server in servers),
             context_length=servers[0].get("context_length") or servers[0].get("max_req_input_len"),
             prefill_tokens=wire.prefill_tokens(servers[0]),
             caches_prefixes=not servers[0].get("disable_radix_cache"),
@@ -287,12 +296,12 @@ class HttpEngine:
             raise EngineStartError(
                 f"{url}: runs with --skip-tokenizer-init and returns no text: start it without"
             )
-        states = info.get("internal_states") or [{}]
+        states = [state for state in info.get("internal_states") or [] if isinstance(state, dict)]
         # the scheduler's own numbers are the resolved ones; the arguments may be null
-        for name in ("max_running_requests", "max_total_num_tokens"):
-            resolved = [state.get(name) for state in states if isinstance(state, dict) and state.get(name)]
-            if resolved:
-                info[name] = sum(resolved)
+        for name, own in _RESOLVED.items():
+            resolved = [state.get(own) or state.get(name) for state in states]
+            if any(resolved):
+                info[name] = sum(filter(None, resolved))
         return info
 
     async def _find_load_path(self, url: str) -> str | None:
@@ -321,6 +330,7 @@ def api_key_from(variable: str) -> str | None:
     return os.environ.get(variable) or None
 
 
-def _total(servers: Sequence[dict[str, Any]], name: str) -> int | None:
-    values = [server.get(name) for server in servers]
-    return sum(values) if all(isinstance(value, int) for value in values) else None  # type: ignore[arg-type]
+def _told(limits: Iterable[Any]) -> int | None:
+    """Return the sum of what all schedulers have; None where one does not tell."""
+    found = list(limits)
+    return sum(found) if found and all(isinstance(limit, int) for limit in found) else None

@@ -66,7 +66,7 @@ class SGLangServer:
             module="sglang.launch_server",
             argv=self._own,
             key=key,
-            environ={**environment, **(environ or {}), **spec.env},
+            environ={**environment, **spec.env, **(environ or {})},
             log_path=log_path,
             python=spec.python,
             name=name,

@@ -47,8 +47,8 @@ def check_model(model: str) -> None:
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Return the number of token ids that a model directory knows, or None where that cannot be read."""
-    config = read_json(Path(model).expanduser() / "config.json")
+    """Return the number of token ids that a model knows, or None where its files are not on this machine."""
+    config = read_json(model_directory(model) / "config.json")
     text = config.get("text_config")
     size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
     return size if isinstance(size, int) else None

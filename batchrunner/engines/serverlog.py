@@ -10,7 +10,8 @@ from batchrunner.engines.batchlines import clean
 if TYPE_CHECKING:
     from pathlib import Path
 
-TAIL_BYTES = 256 << 10
+TAIL_BYTES = 4 << 20
+"""Of its end: after one rank's error its siblings may write thousands of tracebacks."""
 HEAD_BYTES = 1 << 20
 """Of a log's beginning: the arguments of a server (16 kB a process) and its limits stand there."""
 MOST_LINES = 3

@@ -78,21 +78,26 @@ def counters_in(text: str) -> dict[str, float]:
 def _told(text: str) -> Iterator[tuple[str, str, float]]:
     """Yield SGLang's counters and gauges: the DP rank, the name without `sglang:`, the value.
 
-    All tensor-parallel ranks of a DP rank say the same: the first speaks. With DP attention it is not 0.
+    All pipeline stages and tensor-parallel ranks of a DP rank say the same: the first speaks. With DP
+    attention it is not 0.
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
     samples = [
-        (sample.labels.get("dp_rank", ""), int(sample.labels.get("tp_rank") or 0), sample)
+        (
+            sample.labels.get("dp_rank", ""),
+            (int(sample.labels.get("pp_rank") or 0), int(sample.labels.get("tp_rank") or 0)),
+            sample,
+        )
         for family in text_string_to_metric_families(text)
         if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX)
         for sample in family.samples
     ]
-    first: dict[str, int] = {}
-    for dp, tp, _ in samples:
-        first[dp] = min(tp, first.get(dp, tp))
-    for dp, tp, sample in samples:
-        if tp == first[dp]:
+    first: dict[str, tuple[int, int]] = {}
+    for dp, rank, _ in samples:
+        first[dp] = min(rank, first.get(dp, rank))
+    for dp, rank, sample in samples:
+        if rank == first[dp]:
             yield dp, sample.name.removeprefix(PREFIX), sample.value
 
 

@@ -57,6 +57,7 @@ class _IdsSample(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -222,13 +223,15 @@ def completion_of(request: Request, reply: bytes | Any) -> Completion:
         ) from None
     except msgspec.DecodeError:
         raise AttemptFailedError("the answer is not JSON") from None
-    return _checked(_from_chat(found) if chat else _from_generate(found))
+    if chat:  # a thought that was cut is no empty answer
+        return _checked(_from_chat(found), any(c.message.reasoning_content for c in found.choices))
+    return _checked(_from_generate(found))
 
 
-def _checked(completion: Completion) -> Completion:
+def _checked(completion: Completion, thought: bool = False) -> Completion:
     if "abort" in completion.finish_reasons:
         raise AttemptFailedError("aborted by the engine")
-    if not any(completion.texts):
+    if not any(completion.texts) and not thought:
         raise AttemptFailedError("empty answer")
     return completion
 

@@ -30,7 +30,7 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,
-        cards=0 if cpu else len(gpus()),
+        cards=0 if cpu else len(gpus(engine.env)),
         card=card.name if card else None,
         card_gb=card.memory_bytes / (1 << 30) if card else 0.0,
         most_pool_tokens=_pool_tokens(engine) if cpu else 0,

@@ -127,10 +127,11 @@ def engine_to_tune(job: Job) -> ServerEngine:
         case InprocessEngine(model=model, args=args, device=device):
             return ServerEngine(kind="server", model=model, args=args, device=device)
         case GatewayEngine(model=str(model), tp=tp):
-            cards = {"CUDA_VISIBLE_DEVICES": ",".join(gpus()[:tp])} if gpus() else {}
+            found = gpus(job.engine.env)
+            cards = {"CUDA_VISIBLE_DEVICES": ",".join(found[:tp])} if found else {}
             log.info("a gateway: one replica is tuned alone, for all of them")
             return ServerEngine(
-                kind="server", model=model, python=job.engine.python, env={**cards, **job.engine.env},
+                kind="server", model=model, python=job.engine.python, env={**job.engine.env, **cards},
                 args={**job.engine.args, **({"tp-size": tp} if tp > 1 else {})}, device=job.engine.device,
                 start_timeout=job.engine.start_timeout,
             )  # fmt: skip
