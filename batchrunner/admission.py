@@ -154,6 +154,8 @@ class Admission:
         `unsent` are the rows that are not in flight: those that wait for another try among them.
         """
         decisions = [self._add(signal, now) for signal in signals if signal.scheduler not in self._schedulers]
+        for signal in signals:
+            self._schedulers[signal.scheduler].heard_at = now
         self._draining = unsent == 0
         if self.fixed is not None:
             return []
@@ -167,7 +169,6 @@ class Admission:
         full = {s.route for s in signals if s.queue > self._schedulers[s.scheduler].controller.band.high}
         for signal in signals:
             scheduler = self._schedulers[signal.scheduler]
-            scheduler.heard_at = now
             if _is_news(signal, scheduler.last):
                 scheduler.last = signal
                 seen = Reading(

@@ -12,6 +12,7 @@ before its next write, and ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -195,6 +196,8 @@ class Claim:
             holder = _holder_in(_content(self._owner, needed=True))
             if holder is not None and holder.token == self._me.token:
                 return
+            if not self._directory.parent.exists():  # the disk has gone, nobody has come
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
             self._sleep(SHORTLY_S)  # one that came late puts our name back at once, see `_steal`
         raise ClaimLostError(
             f"{self._directory}: {self.holder() or 'somebody'} took this task over: what is on disk is kept"

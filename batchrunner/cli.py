@@ -355,7 +355,10 @@ def _print_report(report: Report, *, quiet: bool, as_json: bool) -> None:
     if as_json:
         _print(report.as_dict())
     elif not quiet or report.exit_code:
-        print("\n".join(report.lines()), file=sys.stderr)  # noqa: T201
+        try:
+            print("\n".join(report.lines()), file=sys.stderr, flush=True)  # noqa: T201
+        except OSError:  # a full disk, a closed pipe: Python would end with 120, whatever became of the rows
+            sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
 
 
 def _print(found: list[str] | dict[str, Any]) -> None:

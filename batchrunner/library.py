@@ -241,6 +241,8 @@ def _table_of(rows: object) -> pa.Table:
             if not isinstance(row, Mapping):
                 raise InputError(f"{wanted} (got a row of type {type(row).__name__})")
         names = dict.fromkeys(chain.from_iterable(listed))  # a row may have more than the first one
+        if listed and not names:
+            raise InputError(f"{wanted} (got {len(listed)} rows without a column: give each one at least)")
         return pa.table({name: [row.get(name) for row in listed] for name in names})
     except (TypeError, ValueError, pa.ArrowException) as failure:
         raise InputError(f"rows: cannot be made a table: {failure}") from None

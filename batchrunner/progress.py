@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -151,7 +152,8 @@ class Lines:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + LINE_EVERY_S
-            print(time.strftime("%H:%M:%S"), snapshot.line(), file=self._stream, flush=True)
+            with contextlib.suppress(OSError):  # a full disk, a pipe that nobody reads: the rows matter
+                print(time.strftime("%H:%M:%S"), snapshot.line(), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: every line is whole."""
@@ -182,12 +184,14 @@ class Bar:
         shown += [f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
         self._bar.set_postfix_str(" · ".join(shown), refresh=False)
         self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total  # others may add rows
-        self._bar.refresh()
+        with contextlib.suppress(OSError):  # the terminal was closed
+            self._bar.refresh()
 
     def close(self) -> None:
         """Leave the last state on the screen."""
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()
 
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:

@@ -18,7 +18,7 @@ def pause_before_retry(
 
     The pause doubles with each try and is then drawn from its upper half ("equal jitter", Amazon's
     *Exponential backoff and jitter*, 2015), so that rows refused together do not come back together. A
-    server's own Retry-After is a floor.
+    server's own Retry-After is a floor, up to the longest pause: nobody would notice when it is back earlier.
     """
     if not isinstance(error, (AttemptFailedError, EngineBusyError)):
         return None
@@ -27,5 +27,5 @@ def pause_before_retry(
     ceiling = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 10))
     pause = ceiling * (0.5 + 0.5 * luck)
     if isinstance(error, EngineBusyError) and error.retry_after_s is not None:
-        pause = max(pause, error.retry_after_s)
+        pause = max(pause, min(error.retry_after_s, LONGEST_PAUSE_S))
     return pause

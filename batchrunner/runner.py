@@ -125,7 +125,7 @@ async def execute(
             stack.push_async_callback(engine.close)
             if start.source.unread or fresh:
                 info = await _open(engine, control)
-        if info is None:  # nothing to do and nobody to ask
+        if info is None or not (start.source.unread or fresh):  # nothing to do
             return finished_before(prepared, start)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)

@@ -138,6 +138,8 @@ class Sink:
             part.take(await asyncio.to_thread(table_of, outcomes, self._schema, samples=self._samples))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
+            if outcomes and self._publishing is not None and not self._publishing.done():
+                await self._disk.do(part.path, part.keep)  # that may take long
             await self._published()  # the part before: two are in memory at most
             self._publishing = asyncio.ensure_future(self._publish(part))
             self._part = _Part(self._run_dir, part.number + 1, self._claim)
@@ -208,10 +210,10 @@ class _Part:
 
     def keep(self) -> None:
         """Make the rows that were taken last durable."""
+        self._claim.verify()
         if self._journal is None:
             make_directory(self._journal_path.parent)
             self._journal = Journal(self._journal_path)
-        self._claim.verify()
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:

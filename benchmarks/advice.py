@@ -1,8 +1,8 @@
 """Does following `batchrun advise` raise throughput? SGLang on the CPU, a tiny random model, five cases.
 
 Each case is a job with one wrong setting, on purpose. It runs; `advise` is asked about its run directory;
-what it says is put into the job; the job runs again, and both again in alternating pairs (`--pairs`). One
-case is the other way round: what the guides say and `advise` does not. Every run starts its own server.
+what it says is put into the job; the job runs again, and both again in alternating pairs (`--pairs`). Two
+cases are the other way round: what the guides say and `advise` does not. Every run starts its own server.
 Output tokens a second are noisy on a shared machine; tokens a forward pass are the scheduler's own count.
 """
 
@@ -67,10 +67,11 @@ CASES = {
         "conservative", 2000, 24, {"max_new_tokens": 2000, "stop_token_ids": STOPS, "temperature": 1.0},
         {"schedule-conservativeness": 3},
     ),
-    "a pool of 8,000 tokens, outputs of 1,000": Case(
-        "retractions", 90, 24, {"max_new_tokens": 1000}, {"max-total-tokens": 8000}
+    "a pool of 8,000 tokens, outputs of 1,000: left alone": Case(
+        "retractions", 90, 24, {"max_new_tokens": 1000}, {"max-total-tokens": 8000},
+        unsaid={"schedule-conservativeness": 1.3},
     ),
-    "retractions of 6%, left alone": Case(
+    "conservativeness 0.1, outputs of 400: left alone": Case(
         "retractions", 150, 200, {"max_new_tokens": 400},
         {"max-total-tokens": 8000, "schedule-conservativeness": 0.1},
         unsaid={"schedule-conservativeness": 1.3},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -140,9 +141,9 @@ class LogWriter:
             self.prefill(1, n=n, new=new).prefill(1, n=3, new=new // 2)
         return self
 
-    def retract(self) -> LogWriter:
-        """Write that the pool was full."""
-        return self.say(self.form.retraction)
+    def retract(self, lost: int = 20_600) -> LogWriter:
+        """Write that the pool was full, and the tokens that this lost where the release tells."""
+        return self.say(re.sub(r"(?<=gained: )\d+", str(lost), self.form.retraction))
 
     def started(
         self, *, gpu_gb: float = 7.2, most: int = 2048, chunk: int = 8192,

@@ -91,6 +91,22 @@ def test_a_process_of_this_machine_is_looked_up(tmp_path: Path) -> None:
         claim_of(tmp_path, dataclasses.replace(me, token="second"), clock).take()
 
 
+def test_a_disk_that_has_gone_is_no_other_holder(tmp_path: Path) -> None:
+    """It is waited for, as one that is full; only where somebody else may have been is a task lost."""
+    task = tmp_path / "run" / "tasks" / "main"
+    task.mkdir(parents=True)
+    claim = claim_of(task, this_process())
+    claim.take()
+    (tmp_path / "run").rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError):
+        claim.verify()
+    (tmp_path / "gone").rename(tmp_path / "run")
+    claim.verify()
+    (task / "owner").unlink()
+    with pytest.raises(ClaimLostError):
+        claim.verify()
+
+
 def test_a_name_that_was_never_written(tmp_path: Path) -> None:
     """A writer that died between making `owner` and writing its name holds nobody up for long."""
     (tmp_path / "owner").touch()

@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -433,3 +435,13 @@ def test_a_part_that_is_due_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     job = job_of(tmp_path, rows=2000)
     assert batchrunner.run(job).exit_code == 0
     rows_once(job, 2000)
+
+
+def test_a_log_that_cannot_be_written_costs_no_row(tmp_path: Path) -> None:
+    """Nor does it change the exit code: standard error may be on a full disk, or a pipe that nobody reads."""
+    job = job_of(tmp_path, rows=300)
+    command = [sys.executable, "-m", "batchrunner.cli", str(write_job(job, tmp_path))]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stderr=full, timeout=60, check=False)
+    assert done.returncode == 0
+    assert [row["row"] for row in results_of(job)] == list(range(300))

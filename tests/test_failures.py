@@ -265,6 +265,17 @@ def test_another_replica_takes_over(tmp_path: Path, server: FakeSGLang) -> None:
     assert (report.exit_code, report.rows_ok) == (0, 100)
 
 
+def test_a_long_retry_after_does_not_outlast_our_patience(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a load balancer that says to come back in an hour is asked again all the same."""
+    monkeypatch.setattr("batchrunner.retry.LONGEST_PAUSE_S", 0.5)
+    server.script = lambda _: "busy 503"
+    server.retry_after = "3600"
+    with pytest.raises(EngineLostError, match="the engine took no row"):
+        batchrunner.run(job_of(tmp_path, server, rows=20, limits={"engine_wait": 1}))
+
+
 def test_the_reader_does_not_run_away(tmp_path: Path, server: FakeSGLang) -> None:
     """An engine that takes no row cannot fill the memory with rows that wait for it."""
     server.script = lambda sent: "busy 503"

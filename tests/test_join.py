@@ -28,6 +28,7 @@ from batchrunner.jobfile import load_job
 from batchrunner.join import join
 from batchrunner.journal import Journal
 from batchrunner.leases import Leases, next_lease
+from batchrunner.library import open_engine, run
 from batchrunner.parts import write_part
 from batchrunner.plan import MOST_LEASE_ROWS, cut_into_leases
 from batchrunner.prepare import prepare
@@ -359,6 +360,17 @@ def test_one_that_died_while_it_took_over(tmp_path: Path) -> None:
     Task(job, "next").work(10_000)
     found = Counter(row for part in parts_of(tmp_path / "run") for row in part["row"].to_pylist())
     assert found == Counter(range(40))
+
+
+def test_nothing_is_free_for_an_open_engine_either(tmp_path: Path, server: FakeSGLang) -> None:
+    """As without one: others do the rest, and that is no failure."""
+    job = job_of(tmp_path, server, rows=40)
+    other = Task(job, "other")
+    while other.rows._take(wait=False):
+        pass
+    with open_engine(job["engine"]) as engine:
+        report = run(job, join=True, engine=engine)
+    assert (report.exit_code, report.reason) == (0, "nothing is free: other tasks do the rest")
 
 
 @pytest.mark.parametrize("options", [[], ["--shard", "0/2"]])

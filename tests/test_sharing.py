@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,3 +84,18 @@ def test_rows_that_come_back_end_the_tail() -> None:
     assert admission.states == {"a": "tail"}
     admission.observe([signal("a", 301)], {"a": 499}, 2.0, unsent=1)
     assert admission.states == {"a": "steady"}
+
+
+@pytest.mark.parametrize("silence", ["the tail", "no poll"])
+def test_schedulers_of_one_route_after_a_silence(silence: str) -> None:
+    """DP ranks, or a gateway's replicas: those that speak again are not gone, one that is silent is."""
+    info = EngineInfo(kind="attach", model="m", routes=("r",))
+    admission = Admission(info, Band(100, 2000), 100, most=10**6)
+    ranks = [replace(signal("r", 300), scheduler=f"r#dp{n}") for n in range(3)]
+    admission.begin(ranks, 0.0, unsent=100)
+    for second in range(1, 31):  # the last rows are long, or the server is away and comes back
+        polled = ranks[:2] if silence == "the tail" else []
+        admission.observe(polled, {"r": 20}, float(second), unsent=0 if silence == "the tail" else 50)
+    told = admission.observe(ranks[:2], {"r": 19}, 31.0, unsent=1)
+    assert [(d.scheduler, d.state) for d in told if d.state == "gone"] == [("r#dp2", "gone")]
+    assert set(admission.states) == {"r#dp0", "r#dp1"}

@@ -70,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "retractions",
         "more than 1 retraction a minute (a span under a minute counts as one), and tokens computed again "
-        "≥ 10% of those generated, where the log tells; up to that it is said to be fine",
+        "≥ 25% of those generated, where the log tells; up to that it is said to be fine",
         "`--schedule-conservativeness 1.3`, from there 1.43, where all of `max_new_tokens` is reserved; then "
         "`--max-running-requests` down, or a larger pool. Not mem-fraction-static down, as G1 has it "
         "for frequent retractions: that shrinks the pool which is too small; it helps out-of-memory errors",

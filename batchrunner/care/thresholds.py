@@ -33,10 +33,10 @@ class Thresholds:
     that begin together end together, and token usage goes up and down in waves."""
     retractions_per_min: float = 1.0
     """Retractions a minute that are fine (the guides: about one)."""
-    recomputed: float = 0.1
-    """Tokens that retractions lose, as a share of those generated, from which fewer at once may pay: SGLang
-    on the CPU gave 1.1 times the throughput with 16%, but less with 6% (benchmarks/results/advice.json). As
-    prefill they cost less than they did, and SGLang itself takes in fewer after each retraction."""
+    recomputed: float = 0.25
+    """Tokens that retractions lose, as a share of those generated, from which fewer at once may pay: at 21%
+    and less it made a real SGLang slower (benchmarks/results/advice.json). As prefill they cost less than
+    they did, and SGLang itself takes in fewer after each retraction."""
     memory_low_gb: float = 5.0
     """`available_gpu_mem` at ready below which memory may run out (the guides)."""
     memory_good_gb: float = 6.5
