@@ -162,7 +162,7 @@ class Dataset:
             columns=[name for name in columns if name not in self._partition_types],
             use_threads=False,
         )
-        return parquet, map(_sortable, batches)
+        return parquet, map(_with_alike_schema, batches)
 
     def with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
         """Add those of the columns that stand in the file's path."""
@@ -184,7 +184,7 @@ class Dataset:
                 digest = _digest(source, info.size)
                 source.seek(0)
                 parquet = pq.ParquetFile(source)
-                return parquet.metadata, _without_views(parquet.schema_arrow), digest
+                return parquet.metadata, _alike(parquet.schema_arrow), digest
         except (OSError, pa.ArrowException) as failure:
             raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
 
@@ -263,33 +263,38 @@ def batch_rows(rows: int, size: int) -> int:
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
-def _sortable(data: pa.RecordBatch) -> pa.RecordBatch:
-    schema = _without_views(data.schema)
+def _with_alike_schema(data: pa.RecordBatch) -> pa.RecordBatch:
+    schema = _alike(data.schema)
     return data if data.schema.equals(schema) else data.cast(schema)
 
 
-def _without_views(schema: pa.Schema) -> pa.Schema:
-    """Return a schema whose values Arrow can pick and sort: those of `string_view` it cannot yet."""
-    return pa.schema([field.with_type(_without_view(field.type)) for field in schema])
+def _alike(schema: pa.Schema) -> pa.Schema:
+    """Return a schema that may hold nulls anywhere: one file may have declared that it has none, another not.
+
+    And whose values Arrow can pick and sort: those of `string_view` it cannot yet.
+    """
+    return pa.schema([_alike_field(field) for field in schema])
 
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
-def _without_view(kind: pa.DataType) -> pa.DataType:
-    def inner(field: pa.Field[Any]) -> pa.Field[Any]:
-        return field.with_type(_without_view(field.type))
+def _alike_field(field: pa.Field[Any]) -> pa.Field[Any]:
+    return field.with_type(_alike_type(field.type)).with_nullable(True)
 
+
+def _alike_type(kind: pa.DataType) -> pa.DataType:
     if pt.is_list(kind):
-        return pa.list_(inner(kind.value_field))
+        return pa.list_(_alike_field(kind.value_field))
     if pt.is_large_list(kind):
-        return pa.large_list(inner(kind.value_field))
+        return pa.large_list(_alike_field(kind.value_field))
     if pt.is_fixed_size_list(kind):
-        return pa.list_(inner(kind.value_field), kind.list_size)
+        return pa.list_(_alike_field(kind.value_field), kind.list_size)
     if pt.is_map(kind):
-        return pa.map_(inner(kind.key_field), inner(kind.item_field), kind.keys_sorted)
+        key = _alike_field(kind.key_field).with_nullable(False)  # a map has no others
+        return pa.map_(key, _alike_field(kind.item_field), kind.keys_sorted)
     if pt.is_struct(kind):
-        return pa.struct([inner(field) for field in kind])
+        return pa.struct([_alike_field(field) for field in kind])
     return _VIEWS.get(kind, kind)
 
 

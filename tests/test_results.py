@@ -170,6 +170,49 @@ def test_views_within_carried_columns(tmp_path: Path, name: str) -> None:
     assert [row["of_views"] for row in results_of(job)] == values
 
 
+DECLARED: dict[str, tuple[pa.DataType, pa.DataType, list[Any], list[Any]]] = {
+    "number": (pa.int64(), pa.int64(), [1, 2], [None, 3]),
+    "dictionary": (*[pa.dictionary(pa.int32(), pa.string())] * 2, ["a", "b"], [None, "b"]),
+    "list": (
+        pa.list_(pa.field("item", pa.string(), nullable=False)),
+        pa.list_(pa.field("item", pa.string(), metadata={"of": "another"})),
+        [["a"], []],
+        [None, [None]],
+    ),
+    "struct": (
+        pa.struct([pa.field("a", pa.int8(), nullable=False)]),
+        pa.struct([pa.field("a", pa.int8())]),
+        [{"a": 1}, {"a": 2}],
+        [None, {"a": None}],
+    ),
+    "map": (
+        pa.map_(pa.string(), pa.field("value", pa.int8(), nullable=False)),
+        pa.map_(pa.string(), pa.int8()),
+        [[("k", 1)], []],
+        [None, [("k", None)]],
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+@pytest.mark.parametrize("names", ["ab", "ba"])
+@pytest.mark.parametrize("column", DECLARED)
+def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: str, order: str) -> None:
+    """Files agree on a carried column whatever each of them says of nulls and in its metadata."""
+    full, holey, *both = DECLARED[column]
+    fields = [pa.field("of", full, nullable=False, metadata={"by": "a"}), pa.field("of", holey)]
+    (tmp_path / "in").mkdir()
+    for name, field, values in zip(names, fields, both, strict=True):
+        schema = pa.schema([pa.field("text", pa.string()), field], metadata={"file": name})
+        columns = [pa.array(["row 0", "row 1"]), pa.array(values, field.type)]
+        pq.write_table(pa.Table.from_arrays(columns, schema=schema), tmp_path / "in" / f"{name}.parquet")
+    job = job_of(tmp_path, input={"path": str(tmp_path / "in"), "columns": ["of"]}, order=order)
+    batchrunner.run(job)
+    expected = [value for _, values in sorted(zip(names, both, strict=True)) for value in values]
+    assert [row["of"] for row in results_of(job)] == expected
+    assert pq.read_table(batchrun_merge(tmp_path / "run")).column("of").to_pylist() == expected
+
+
 def batchrun_merge(run: Path) -> Path:
     result = batchrun("merge", run)
     assert result.exit_code == 0, result.stderr
