@@ -294,13 +294,15 @@ class _Run:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             try:
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await self._sink.close()
-            except BatchrunError as error:
+            except BaseException as error:  # also a second cancellation: rows may be in a journal only
                 self._is_short = True
                 if isinstance(self._prepared.part, Joint):
                     self._claim.leave()
+                if not isinstance(error, BatchrunError):
+                    raise
                 failure = failure or error
             await _give_back(self._source, self._claim)
             report = self._finish(failure)

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
+import batchrunner
 from batchrunner.checkpoint import read_done
 from batchrunner.claim import Claim, ClaimLostError, this_process
 from batchrunner.events import read_events
@@ -279,6 +280,31 @@ def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
     assert batchrun(file, "--join").exit_code == 0
     assert [row["row"] for row in results_of(job)] == list(range(100))
     assert len(server.sent) == 100
+
+
+def test_a_part_that_cannot_be_made(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands in its way is what is seen, and rows that are in the journal are not given back."""
+    server.script = lambda sent: "hold" if sent.prompt == "row 9" else "answer"
+    job = job_of(tmp_path, server, rows=10, output={"durable": 0.1}, window=10)
+
+    def answer_the_last() -> None:
+        eventually(lambda: _rows_on_disk(tmp_path / "run") == 9)
+        server.answer_held()
+
+    with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
+        patch.setattr("batchrunner.sink.write_part", mock.Mock(side_effect=RuntimeError("no part")))
+        pool.submit(answer_the_last)
+        with pytest.raises(RuntimeError, match="no part"):
+            batchrunner.run(job, join=True)
+    assert len(_holders(tmp_path / "run")) == 1
+    (owner,) = (tmp_path / "run" / "tasks").glob("*/owner")
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "long ago"}))  # we have ended
+    batchrunner.run(job, join=True)
+    assert [row["row"] for row in results_of(job)] == list(range(10))
+    sent = Counter(server.prompts)
+    assert all(sent[f"row {row}"] == 1 for row in range(9))
 
 
 def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
