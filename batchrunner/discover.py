@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
@@ -37,8 +38,17 @@ def discover(given: Sequence[str], run: Path | None = None) -> tuple[pafs.FileSy
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
         others = {place: file for place, file in files.items() if run not in Path(place).parents}
         for place, file in (others or files).items():
+            _check_name(file)
             found.setdefault(place, file)
     return fs, sorted(found.values())
+
+
+def _check_name(file: str) -> None:
+    """Raise InputError where a name on disk is no text: Arrow and our own records take nothing else."""
+    try:
+        file.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{os.fsencode(file)!r}: its name is not valid UTF-8: rename it") from None
 
 
 def _place(given: str) -> tuple[pafs.FileSystem, str]:

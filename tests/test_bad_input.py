@@ -108,6 +108,21 @@ def test_one_bad_file_of_several(tmp_path: Path) -> None:
     told(message, tmp_path / "in" / "b.parquet", "not a readable Parquet file")
 
 
+@pytest.mark.parametrize("path", ["in", "in/*/*.parquet"])
+@pytest.mark.parametrize("name", [b"deep/bad\xff.parquet", b"bad\xff/a.parquet"])
+def test_a_file_whose_name_is_no_text(tmp_path: Path, path: str, name: bytes) -> None:
+    """A name on disk that is not UTF-8 is told in one line, as the bytes that it is; `check` does so too."""
+    good = write_rows(tmp_path / "in" / "deep" / "good.parquet", 2)
+    bad = tmp_path / "in" / os.fsdecode(name)
+    bad.parent.mkdir(exist_ok=True)
+    shutil.copy(good, bad)
+    job = job_of(tmp_path, input={"path": f"{tmp_path}/{path}"})
+    told(refusal(job, tmp_path), repr(os.fsencode(bad)), "not valid UTF-8")
+    checked = batchrun("check", write_job(job, tmp_path))
+    assert checked.exit_code == 2
+    told(checked.stderr, repr(os.fsencode(bad)))
+
+
 def test_no_rows(tmp_path: Path) -> None:
     """A file without a row is an error and not a run that is done at once."""
     told(refusal(job_of(tmp_path, rows=0), tmp_path), tmp_path / "input.parquet", "no rows")
