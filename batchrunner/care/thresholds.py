@@ -34,9 +34,9 @@ class Thresholds:
     retractions_per_min: float = 1.0
     """Retractions a minute that are fine (the guides: about one)."""
     recomputed: float = 0.25
-    """Tokens that retractions lose, as a share of those generated, from which fewer at once may pay: at 21%
-    and less it made a real SGLang slower (benchmarks/results/advice.json). As prefill they cost less than
-    they did, and SGLang itself takes in fewer after each retraction."""
+    """Tokens that retractions lose, as a share of those generated, from which fewer at once may pay: a real
+    SGLang was slower with it at 21%, and no faster at 1% (benchmarks/results/advice.json). As prefill they
+    cost less than they did, and SGLang itself takes in fewer after each retraction."""
     memory_low_gb: float = 5.0
     """`available_gpu_mem` at ready below which memory may run out (the guides)."""
     memory_good_gb: float = 6.5
