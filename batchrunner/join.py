@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
-from batchrunner.checkpoint import check_same_run, done_by_all, drop_failed, fingerprint
-from batchrunner.claim import DEAD_AFTER_S, LOOK_S, claimed
+from batchrunner.checkpoint import check_same_run, done_by_all, drop_failed, fingerprint, read_done
+from batchrunner.claim import DEAD_AFTER_S, LOOK_S, Claim, claimed
 from batchrunner.errors import HeldError, ResumeError
 from batchrunner.leases import Leases, Plan
 from batchrunner.order import SortedCopy
@@ -38,8 +39,12 @@ def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bo
     leases = Leases(run_dir.leases, run_dir.task)
     with writing(run_dir.leases):
         leases.refresh()
+        if not leases.is_done():
+            _leave_out_what_one_did(prepared, leases, sleep)
         if leases.is_done():
-            _wait_and_plan(prepared, leases, sleep, retry_failed=retry_failed)
+            _in_turn(
+                prepared, leases, sleep, partial(_plan, prepared, leases, sleep, retry_failed=retry_failed)
+            )
         elif retry_failed:
             raise ResumeError(
                 f"{run_dir.path}: --retry-failed: other tasks are still at it: wait for their end"
@@ -51,10 +56,28 @@ def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bo
     return LeasedRows(prepared, leases, leases.plan, sleep), leases.plan.rows_total
 
 
-def _wait_and_plan(
-    prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool
+def _leave_out_what_one_did(prepared: Prepared, leases: Leases, sleep: Callable[[float], None]) -> None:
+    """Leave out of an old plan what a start has done that shares with nobody.
+
+    It may have come after the plan, whose tasks had all failed to start. One that comes now finds us.
+    """
+    main = RunDir(prepared.run_dir.path)
+    # whoever makes a plan holds it for a moment
+    if main.journals() or Claim(main.task_directory).is_held() is not False:
+        _in_turn(prepared, leases, sleep, partial(_tidy, main, sleep))
+    leases.leave_out(read_done(main).rows)
+
+
+def _tidy(task: RunDir, sleep: Callable[[float], None]) -> None:
+    """Clear up after a task; raises HeldError where it is at work."""
+    with claimed(task, sleep) as claim:
+        tidy(task, claim)
+
+
+def _in_turn(
+    prepared: Prepared, leases: Leases, sleep: Callable[[float], None], do: Callable[[], None]
 ) -> None:
-    """Make the plan; while another task makes it, wait."""
+    """Do what one task at a time may; wait while another does, and leave it where that one made a plan."""
     known = len(leases.plans)
     told = False
     while len(leases.plans) == known:
@@ -69,12 +92,13 @@ def _wait_and_plan(
                 leases.refresh()
                 continue
             leases.refresh()
-            if leases.is_done():
-                _plan(prepared, leases, sleep, retry_failed=retry_failed)
+            do()
             return
 
 
 def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool) -> None:
+    if not leases.is_done():  # another task was faster
+        return
     main = RunDir(prepared.run_dir.path)
     with claimed(main, sleep) as claim:  # a start that shares with nobody may not be at it
         tidy(main, claim)

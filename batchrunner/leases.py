@@ -145,7 +145,7 @@ class Leases:
 
     def take(self, number: int) -> Lease | None:
         """Take a free one; None where somebody else was faster."""
-        turn = self._turns[number][0] + 1 if number in self._turns else 0
+        turn = self._next_turn(number)
         mine = create_file(self._path(number, turn), orjson.dumps({"task": self._task}), self._task)
         # a try before may have made it ours, and failed only then
         mine = mine or self._holder(number, turn) == self._task
@@ -158,6 +158,19 @@ class Leases:
         create_file(self._end_path(lease.number, lease.turn), content, self._task)
         self._note(lease.number, lease.turn, ended=True)
 
+    def leave_out(self, done: BitMap64) -> None:
+        """End the free leases with rows that were done without a lease; their other rows are left."""
+        if not any(plan.rows.intersect(done) for plan in self.plans):
+            return
+        for number in self.free():
+            if self._left_before(number, self._next_turn(number)).intersect(done):
+                lease = self.take(number)
+                if lease is not None:
+                    self.end(lease, lease.rows - done)
+
+    def _next_turn(self, number: int) -> int:
+        return self._turns[number][0] + 1 if number in self._turns else 0
+
     def _lease(self, number: int, turn: int) -> Lease:
         return Lease(number, turn, self._left_before(number, turn), self._planned[number][1])
 
@@ -169,7 +182,7 @@ class Leases:
         if number not in self._turns:
             plan, places = self._planned[number]
             return plan.count(places)
-        return len(self._left_before(number, self._turns[number][0] + 1))
+        return len(self._left_before(number, self._next_turn(number)))
 
     def _left_before(self, number: int, turn: int) -> BitMap64:
         if turn == 0:

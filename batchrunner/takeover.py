@@ -62,7 +62,8 @@ class Takeover:
             with claimed(dead, _at_once, of_the_dead=self._watches[task].named) as claim:
                 tidy(dead, claim)
                 self._leases.refresh()  # its end may have come between, or somebody else
-                done = read_done(dead).rows
+                # its plan may be older than what a start did that shares with nobody, see `join`
+                done = read_done(dead).rows | read_done(RunDir(dead.path)).rows
                 left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
                 claim.verify()
                 for lease, rows in left:
