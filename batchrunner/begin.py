@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from pyroaring import BitMap64
 
 from batchrunner.checkpoint import Done, done_by_all, rows_of_others
-from batchrunner.claim import claimed
+from batchrunner.claim import LOOK_S, Watch, claimed
+from batchrunner.errors import ResumeError
 from batchrunner.gain import Choice
 from batchrunner.join import join
 from batchrunner.ordering import arrange, arranged_before
 from batchrunner.parts import tidy
 from batchrunner.prepare import find_done
-from batchrunner.shard import Joint
+from batchrunner.shard import Joint, Shard
 from batchrunner.source import OwnRows, Source
 from batchrunner.storage import see_anew, writing
 
@@ -65,6 +66,8 @@ def begin(
             check_nobody_works(run_dir, sleep)
         else:
             done = find_done(prepared, model, without_failed=retry_failed)
+            if isinstance(prepared.part, Shard):
+                _check_shares(prepared, sleep)
             tidy(run_dir, claim)
             by_others = rows_of_others(run_dir)
         selected = prepared.selected(lambda: sleep(0))
@@ -76,6 +79,30 @@ def begin(
             prepared, todo, place, claim.token, lambda: sleep(0)
         )
         return Start(OwnRows(prepared, todo, total, *arranged), done, len(selected))
+
+
+def _check_shares(prepared: Prepared, sleep: Callable[[float], None]) -> None:
+    """Raise ResumeError where a task is at work that found other files: its share may overlap with ours.
+
+    Each looks at the others once its own name says what it found: of two, one at least sees the other.
+    """
+    run_dir, rows = prepared.run_dir, prepared.dataset.total_rows
+    others = {
+        task.task: Watch(task.task_directory) for task in run_dir.all_tasks() if task.task != run_dir.task
+    }
+    while others:
+        for task, watch in list(others.items()):
+            lives = watch.look()
+            theirs = watch.holder.rows if watch.holder else 0
+            if lives is False or theirs in {0, rows}:
+                del others[task]
+            elif lives:
+                raise ResumeError(
+                    f"{run_dir.path}: files were added: the input has {rows} rows, and {theirs} for {task}, "
+                    "which is still at work: wait for its end"
+                )
+        if others:  # on other machines: time tells whether they live
+            sleep(LOOK_S)
 
 
 def check_nobody_works(run_dir: RunDir, sleep: Callable[[float], None]) -> None:

@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,8 @@ class Holder:
     started: str
     """When the process started, in the kernel's ticks: a process ID is used again."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+    rows: int = 0
+    """Of the input as it found it, by which shares are told; 0 where it is not about them."""
 
     def __str__(self) -> str:
         """Name it for a person."""
@@ -269,18 +271,19 @@ def claimed(
     *,
     directory: Path | None = None,
     of_the_dead: bytes | None = None,
+    rows: int = 0,
 ) -> Iterator[Claim]:
     """Be the only writer of this task (or `directory`).
 
     Raises HeldError with the holder where there is one, OutputError where nothing can be written.
 
     `sleep` is called between looks at a holder of which only time can tell whether it lives; `of_the_dead`
-    is what one's `owner` holds of whom it is known.
+    is what one's `owner` holds of whom it is known; `rows` are those of our input.
     Directories that were made for the claim and stayed empty are taken away again.
     """
     directory = directory or run_dir.task_directory
     made = [p for p in (directory, *directory.parents) if not p.exists()]
-    claim = Claim(directory, sleep=sleep)
+    claim = Claim(directory, replace(this_process(), rows=rows), sleep=sleep)
     try:
         make_directory(directory)
         claim.take(of_the_dead)

@@ -112,7 +112,8 @@ async def execute(
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(rare_collections())
         sleeper = Sleeper(control)
-        claim = await sleeper.run(lambda: stack.enter_context(claimed(prepared.run_dir, sleeper.sleep)))
+        holding = claimed(prepared.run_dir, sleeper.sleep, rows=prepared.dataset.total_rows)
+        claim = await sleeper.run(lambda: stack.enter_context(holding))
         model = info.model if info else model_of(job.engine)
         start = await sleeper.run(
             lambda: begin(prepared, claim, model, sleeper.sleep, fresh=fresh, retry_failed=retry_failed)

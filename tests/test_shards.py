@@ -146,3 +146,49 @@ def test_an_input_that_grows(tmp_path: Path, server: FakeSGLang) -> None:
         assert batchrun(file, "-q", "--shard", shard).exit_code == 0
     assert [row["row"] for row in results_of(job)] == list(range(80))
     assert len(server.sent) == 80
+
+
+def test_files_added_while_a_task_works(tmp_path: Path, server: FakeSGLang) -> None:
+    """A share of more rows would overlap with that of a task that found fewer: its end is waited for."""
+    write_rows(tmp_path / "in" / "day1.parquet", 300)
+    job = job_of(tmp_path, server, input={"path": str(tmp_path / "in")}, window=4)
+    file = write_job(job, tmp_path)
+    server.script = lambda sent: "hold" if sent.tries == 1 and sent.prompt == "row 210" else "answer"
+    with started(file, "--shard", "2/3") as task:
+        server.wait_for(1)
+        write_rows(tmp_path / "in" / "day2.parquet", 300, first=300)
+        for shard in ("0/3", "1/3"):
+            refused = batchrun(file, "--shard", shard)
+            assert refused.exit_code == 2
+            assert "the input has 600 rows, and 300 for shard-00002-of-00003" in refused.stderr
+            assert "wait for its end" in refused.stderr
+        server.script = lambda _: "answer"
+        server.ask_again()
+        assert task.end() == 0
+    assert len(server.sent) == 100
+    server.script = lambda _: "hold"
+    with started(file, "--shard", "0/3") as first, started(file, "--shard", "1/3") as second:
+        server.wait_for(100 + 2 * 4)
+        server.script = lambda _: "answer"
+        server.ask_again()
+        assert (first.end(), second.end()) == (0, 0)
+    assert batchrun(file, "--shard", "2/3").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(600))
+    assert len(server.sent) == 600
+
+
+def test_a_killed_task_keeps_nobody_waiting(tmp_path: Path, server: FakeSGLang) -> None:
+    """What it had found does not count any more, though its name stays."""
+    write_rows(tmp_path / "in" / "day1.parquet", 30)
+    job = job_of(tmp_path, server, input={"path": str(tmp_path / "in")})
+    file = write_job(job, tmp_path)
+    server.script = lambda _: "hold"
+    with started(file, "--shard", "1/2") as task:
+        server.wait_for(1)
+        task.process.kill()
+        task.process.wait()
+    server.script = lambda _: "answer"
+    write_rows(tmp_path / "in" / "day2.parquet", 30, first=30)
+    for shard in ("0/2", "1/2"):
+        assert batchrun(file, "--shard", shard).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(60))
