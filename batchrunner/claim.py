@@ -42,6 +42,8 @@ LOOK_S = 1.0
 SHORTLY_S = 0.2
 HALF_WRITTEN_S = 5.0
 """So long a name may be missing in `owner`: its writer is between two system calls, or died there."""
+NOBODY = 0
+"""The process ID in the name of a task that was left."""
 
 
 class ClaimLostError(StorageError):
@@ -70,6 +72,8 @@ class Holder:
 
     def is_dead(self, seen_from: Holder) -> bool | None:
         """Tell whether it has ended, as far as can be told from a process; None where it cannot be told."""
+        if self.pid == NOBODY:
+            return True
         if (self.host, self.machine) != (seen_from.host, seen_from.machine) or not self.boot:
             return None
         if self.boot != seen_from.boot:
@@ -174,13 +178,18 @@ class Claim:
         """
         while True:
             try:
-                self._create()
+                file = os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
                 self._steal(self._wait_for_its_end() if of_the_dead is None else of_the_dead)
                 of_the_dead = None
-            else:
+                continue
+            try:
+                self._sign(file)
                 self.beat()
-                return
+            except OSError:
+                self.release()  # our name would stay, and we live
+                raise
+            return
 
     def beat(self) -> None:
         """Show that we live."""
@@ -206,20 +215,30 @@ class Claim:
         )
 
     def leave(self) -> None:
-        """Keep the name when we end: others are to find what we could not bring to its end."""
+        """Keep the name when we let go: others are to find what we could not bring to its end."""
         self.is_left = True
 
     def release(self) -> None:
         """Let go, so that the next start need not look whether we live."""
-        if self.is_left:
-            return
         with contextlib.suppress(OSError, ClaimLostError):
             self.verify()
+            if self.is_left:
+                self._name_nobody()
+                return
             self._heartbeat.unlink(missing_ok=True)
             self._owner.unlink(missing_ok=True)
 
-    def _create(self) -> None:
-        file = os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    def _name_nobody(self) -> None:
+        """Say that we are dead, which our process may not be for long: in place, as a disk may be full."""
+        file = os.open(self._owner, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            name = orjson.dumps(asdict(replace(self._me, pid=NOBODY)))
+            os.pwrite(file, name.ljust(os.fstat(file).st_size), 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _sign(self, file: int) -> None:
         try:
             os.write(file, orjson.dumps(asdict(self._me)))
             os.fsync(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import threading
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+import batchrunner
 from batchrunner.claim import DEAD_AFTER_S, Claim, ClaimLostError, Holder, this_process
 from batchrunner.errors import OutputError
 from tests.conftest import job_of, results_of, started, write_job
@@ -113,6 +115,37 @@ def test_a_name_that_was_never_written(tmp_path: Path) -> None:
     clock = Clock()
     claim_of(tmp_path, on_host("a"), clock).take()
     assert clock.now < 10
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A start that could not take the run leaves no name, which would be that of a process that lives."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job = job_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"os.{call}", full)
+        with pytest.raises(OutputError, match="cannot be written: No space left"):
+            batchrunner.run(job)
+    assert not (tmp_path / "run" / "tasks" / "main" / "owner").exists()
+    assert batchrunner.run(job).rows_ok == 10
+
+
+def test_one_that_left_is_dead_everywhere(tmp_path: Path) -> None:
+    """Who could not bring a task to its end is replaced at once, anywhere, while its process lives."""
+    first, clock = claim_of(tmp_path, this_process()), Clock()
+    first.take()
+    first.leave()
+    first.release()
+    second = claim_of(tmp_path, on_host("b"), clock)
+    assert second.is_held() is False
+    second.take()
+    assert clock.now == 0.0
+    second.verify()
+    first.release()  # it is not its own any more
+    second.verify()
 
 
 @pytest.mark.parametrize("turn", range(20))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
+import os
 import signal
 import tempfile
 from collections import Counter
@@ -24,6 +26,7 @@ from pyroaring import BitMap64
 import batchrunner
 from batchrunner.checkpoint import read_done
 from batchrunner.claim import Claim, ClaimLostError, this_process
+from batchrunner.errors import StorageError
 from batchrunner.events import read_events
 from batchrunner.jobfile import load_job
 from batchrunner.join import join
@@ -469,6 +472,25 @@ def test_a_task_that_was_replaced_ends(tmp_path: Path, server: FakeSGLang) -> No
     server.script = lambda _: "answer"
     assert batchrun(file, "--join").exit_code == 0
     assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
+def test_a_task_that_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that could not write its rows counts as dead though its process lives: a notebook's, say."""
+    job = job_of(tmp_path, rows=500, limits={"disk_wait": 0.1})
+    with monkeypatch.context() as full:
+        full.setattr("pyarrow.parquet.write_table", _full)
+        with pytest.raises(StorageError, match="No space left"):
+            batchrunner.run(job, join=True)
+    (left,) = (tmp_path / "run" / "tasks").glob("join-*/owner")
+    assert _status(tmp_path / "run")["running"] is None
+    report = batchrunner.run(job, join=True)
+    assert (report.exit_code, report.rows_left) == (0, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(500))
+    assert not left.exists()
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_joined_run_begins_anew(tmp_path: Path, server: FakeSGLang) -> None:
