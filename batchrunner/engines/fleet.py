@@ -252,8 +252,8 @@ def gpu_slices(devices: Sequence[str], each: int, replicas: int | str) -> list[l
     count = len(devices) // each if replicas == "auto" else int(replicas)
     if count * each > len(devices) or count == 0:
         raise EngineStartError(
-            f"engine.replicas {replicas} with {each} GPUs each (engine.tp, times pp-size and dp-size) needs "
-            f"{max(count, 1) * each}: {len(devices)} there"
+            f"engine.replicas {replicas} with {each} each (engine.tp, times pp-size and dp-size) needs "
+            f"{max(count, 1) * each} GPUs: {len(devices)} there"
         )
     return [list(devices[n * each : (n + 1) * each]) for n in range(count)]
 
