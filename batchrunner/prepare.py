@@ -95,12 +95,15 @@ def _check_parting(run_dir: RunDir, *, begun: bool) -> None:
     """Refuse a start that parts the rows in another way than those before: some would be done twice.
 
     A run in one piece may be joined: whoever makes the plan waits for its end, and leaves out what it did.
-    Before a run has `begun` only those count that are at it now: others may have failed to start.
+    Those count that are at it now and, once it has `begun`, that came as far as to take rows: others failed
+    to start.
     """
     mine = parted(run_dir.task)
     for other in run_dir.all_tasks():
         theirs = parted(other.task)
-        counts = begun or Claim(other.task_directory).is_held() is not False
+        counts = Claim(other.task_directory).is_held() is not False or (
+            begun and (other.events.exists() or other.own_parts() or other.journals())
+        )
         if theirs != mine and (theirs, mine) != ("", "--join") and counts:
             raise ResumeError(
                 f"{run_dir.path}: this run is done with {theirs or 'neither --shard nor --join'}: "

@@ -368,6 +368,19 @@ def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> Non
 NO_ENGINE = "engine={kind: attach, urls: ['http://127.0.0.1:9']}"
 
 
+def test_what_failed_to_start_binds_nobody(tmp_path: Path) -> None:
+    """Not even by the log of its engine: a start on its own may go on with what it has begun."""
+    job = job_of(tmp_path, rows=40)
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--join", "--set", NO_ENGINE).exit_code == 2
+    log = tmp_path / "run" / "tasks" / "join-host-1" / "engine.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("no such model")
+    for _ in range(2):
+        assert batchrun(file).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(40))
+
+
 @pytest.mark.parametrize("end", ["done", "killed"])
 @pytest.mark.parametrize("died", [False, True])
 def test_a_plan_whose_tasks_failed_to_start(
