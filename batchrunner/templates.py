@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import difflib
 import json
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import jinja2.filters
 import jinja2.meta
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.errors import JobError, RowRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
+
+_TO_TEXT = (
+    "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
+    "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
+)  # fmt: skip
+"""Filters that make a null the text "None"."""
 
 
 class NullValueError(ValueError):
@@ -33,7 +41,7 @@ class Template:
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
         self.columns = _columns_of(source, where=where, available=available)
-        template = _environment().from_string(source)
+        template = _text_environment().from_string(source)
         self._globals = dict(template.globals)
         self._new_context, self._parts = template.new_context, template.root_render_func
 
@@ -83,21 +91,82 @@ def _columns_of(source: str, *, where: str, available: Collection[str]) -> list[
         _environment().compile(source)  # finds more: filters and tests that do not exist
     except jinja2.TemplateSyntaxError as failure:
         raise JobError(f"{where}: line {failure.lineno}: {failure.message}") from None
-    names = jinja2.meta.find_undeclared_variables(tree) - (set(_environment().globals) - set(available))
+    if any(name.name == "self" for name in tree.find_all(jinja2.nodes.Name)):
+        raise JobError(f"{where}: `self` is a template's own name: no column can be read by it")
+    bare = _environment().overlay()
+    bare.globals = {}  # a column wins over jinja2's function of its name, such as `range`
+    names = jinja2.meta.find_undeclared_variables(bare.parse(source))
+    names -= set(_environment().globals) - set(available)
     for name in sorted(names):
         if name not in available:
             raise JobError(f"{where}: {unknown_column(name, available)}")
     return sorted(names)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Finds a struct's field before a method of its name, such as `items`."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return a field, or what jinja2 finds."""
+        if isinstance(obj, dict) and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+class _TextCode(CodeGenerator):
+    """Looks at each value that `~` makes a text."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Write the call that joins them."""
+        self.write("str_join((")
+        for part in node.nodes:
+            self.write("environment.finalize(")
+            self.visit(part, frame)
+            self.write("), ")
+        self.write("))")
+
+
 @cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        undefined=jinja2.StrictUndefined, finalize=_refuse_null, keep_trailing_newline=False
+def _environment() -> _Environment:
+    environment = _Environment(
+        undefined=jinja2.StrictUndefined, finalize=_printed, keep_trailing_newline=False
     )
     # jinja2's own escapes < > & ' for HTML, which no prompt wants
     environment.filters["tojson"] = _tojson
     return environment
+
+
+@cache
+def _text_environment() -> _Environment:
+    """Return that of prompts, where a null may not read "None"; an expression may compare it."""
+    environment = _environment().overlay()
+    assert isinstance(environment, _Environment)
+    environment.code_generator_class = _TextCode
+    environment.filters = dict(environment.filters)
+    for name in _TO_TEXT:
+        environment.filters[name] = _guarded(environment.filters[name], _refuse_null)
+    environment.filters["join"] = _guarded(
+        environment.filters["join"], lambda values: [_refuse_null(value) for value in values]
+    )
+    environment.filters["format"] = _format
+    return environment
+
+
+def _guarded(text_of: Callable[..., Any], look: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Look at what a filter makes a text."""
+    first = 1 if hasattr(text_of, "jinja_pass_arg") else 0  # after jinja2's own argument
+
+    @wraps(text_of)
+    def guarded(*args: Any, **named: Any) -> Any:
+        return text_of(*args[:first], look(args[first]), *args[first + 1 :], **named)
+
+    return guarded
+
+
+def _format(text: str, *values: Any, **named: Any) -> Any:
+    for value in (*values, *named.values()):
+        _refuse_null(value)
+    return jinja2.filters.do_format(text, *values, **named)
 
 
 def _refuse_null(value: Any) -> Any:
@@ -106,5 +175,16 @@ def _refuse_null(value: Any) -> Any:
     return value
 
 
+def _printed(value: Any) -> Any:
+    """Refuse what would be a text without a meaning: a null, a method's address."""
+    if callable(value):
+        raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
+    return _refuse_null(value)
+
+
 def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    return str(_printed(value))

@@ -161,13 +161,38 @@ def test_rows_whose_data_does_not_fit_are_not_sent(tmp_path: Path, server: FakeS
     assert (zero["attempts"], zero["latency_s"]) == (0, None)
 
 
-def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang) -> None:
-    """A missing value fails its row instead of reading "None" in a prompt."""
+@pytest.mark.parametrize(
+    "printed",
+    ["a", "a ~ '!'", "a|upper", "a|trim|title", "a|replace('b', 'c')", "'%s'|format(a)", "[a, 'b']|join"],
+)
+def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang, printed: str) -> None:
+    """A missing value fails its row instead of reading "None" in a prompt, whatever is done to it before."""
     pq.write_table(pa.table({"a": ["x", None]}), tmp_path / "input.parquet")
-    job = job_of(tmp_path, server, prompt={"user": "Say {{ a }}"})
+    job = job_of(tmp_path, server, prompt={"user": "Say {{ " + printed + " }}"})
     batchrunner.run(job)
-    assert server.prompts == ["Say x"]
+    assert len(server.prompts) == 1
     assert "null columns: a" in results_of(job)[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("{{ range }} of {{ dict }}", "5 of d"),
+        ("{% for n in order.items %}{{ n }}{% endfor %} {{ order.items|tojson }}", "12 [1, 2]"),
+        ("{% for n in range(2) %}{{ n }}{% endfor %}{{ order['items'][1] }}", "012"),
+    ],
+)
+def test_a_column_wins_over_what_templates_have(
+    tmp_path: Path, server: FakeSGLang, prompt: str, sent: str
+) -> None:
+    """A column named like a function of jinja2, and a field named like a method, are read all the same."""
+    rows = {"dict": ["d"], "order": [{"items": [1, 2]}]}
+    if "range(" not in prompt:
+        rows["range"] = ["5"]
+    pq.write_table(pa.table(rows), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"text": prompt})
+    batchrunner.run(job)
+    assert (server.prompts, results_of(job)[0]["error"]) == ([sent], None)
 
 
 def test_a_filter_that_fails_on_a_row_fails_that_row(tmp_path: Path, server: FakeSGLang) -> None:
