@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 ENV_PREFIX = "BATCHRUN__"
+_MARKED = tuple("\"'|>!&*")
+"""What begins a text that is written as YAML has it, in quotes or as a block."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -70,13 +72,20 @@ def load_job(
     # sorted: BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, which is a part of it
     for key, text in sorted((os.environ if environ is None else environ).items()):
         if key.startswith(ENV_PREFIX):
-            _override(tree, key[len(ENV_PREFIX) :].lower().split("__"), text, where=f"environment: {key}")
+            _override(tree, _steps_of(key), text, where=f"environment: {key}")
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
             raise JobError(f"--set {override}: write it as a.b=value")
         _override(tree, path.strip().split("."), text, where=f"--set {path}")
     return _validated(tree, name)
+
+
+def _steps_of(key: str) -> list[str]:
+    """Read BATCHRUN__ENGINE__MODEL as engine.model; names that are not ours keep their case."""
+    steps = key[len(ENV_PREFIX) :].split("__")
+    ours = [step.lower() for step in steps]
+    return ours[:2] + steps[2:] if ours[:2] in (["engine", "env"], ["input", "rename"]) else ours
 
 
 def _tree_of(source: object) -> tuple[dict[str, Any], str]:
@@ -155,12 +164,17 @@ def _override(tree: dict[str, Any], path: list[str], text: str, *, where: str) -
 
 
 def _value_of(text: str, where: str) -> Any:
-    """Read YAML; a template, or an expression, that is none or a comment in it is a text."""
+    """Read YAML; a template, or an expression, that is none or a comment in it is a text.
+
+    So is any other text that YAML would change: it folds lines, and cuts what follows a ` #`.
+    """
     try:
         value = _parse(text, where)
     except JobError:
         if re.match(r"\s*(\[|{(?![{%#]))", text):  # a list or a mapping that has not come out right
             raise
+        return text
+    if isinstance(value, str) and value != text.strip() and not text.lstrip().startswith(_MARKED):
         return text
     is_null = text.strip().lower() in {"", "~", "null"}
     return text if value is None and not is_null else value

@@ -255,6 +255,30 @@ def test_the_order_of_variables_is_nothing(order: list[str]) -> None:
     assert engine.args == {"enable-metrics": True, "tp-size": 2}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Summarise.\nIn one line.\n# {{ text }}",
+        "Answer #yes or #no: {{ text }}",
+        "Answer in French.\n\n{{ text }}\n",
+    ],
+)
+def test_a_text_stays_what_it_is(text: str) -> None:
+    """YAML would fold its lines and cut it at a comment: `--set "prompt.user=$(cat prompt.txt)"`."""
+    assert example([f"prompt.user={text}"]).prompt.user == text
+    assert example(environ={"BATCHRUN__PROMPT__USER": text}).prompt.user == text
+    quoted = example(["prompt.user='a # b'", "sampling.top_k=4 # not 3"])
+    assert (quoted.prompt.user, quoted.sampling.top_k) == ("a # b", 4)
+
+
+def test_names_that_are_not_ours_keep_their_case() -> None:
+    """A server's environment variables are as it knows them."""
+    values = {"BATCHRUN__ENGINE": "{kind: server, model: m}", "BATCHRUN__ENGINE__ENV__HF_HOME": "/x"}
+    engine = example(environ=values).engine
+    assert isinstance(engine, ServerEngine)
+    assert engine.env == {"HF_HOME": "/x"}
+
+
 def test_overrides_make_sections() -> None:
     """A section that the file leaves out can be set."""
     assert example(["limits={}", "limits.max_attempts=7"]).limits.max_attempts == 7
