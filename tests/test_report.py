@@ -8,6 +8,7 @@ import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
 import batchrunner
@@ -133,6 +134,17 @@ def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.Mon
     assert not set(text) & {"\x00", "\x1b", "\u202e"}
     assert "\U0001f600\u3000\u200d" in text
     assert len(text) < 200_000
+
+
+def test_values_that_python_cannot_hold(tmp_path: Path) -> None:
+    """A carried date beyond Python's years costs no page: its place says what it is."""
+    late = pa.array([253402300799, 0], pa.timestamp("s", "Asia/Tokyo"))  # 9999-12-31 23:59:59 in UTC
+    write_rows(tmp_path / "input.parquet", 2, late=late, far=pa.array([2**31 - 1, 0], pa.date32()))
+    batchrunner.run(job_of(tmp_path, input={"columns": ["id", "late", "far"]}))
+    page = page_of(tmp_path / "run")
+    assert page.text.count("unreadable value: ") == 2
+    assert "1970-01-01 09:00:00+09:00" in page.text
+    assert batchrun("report", tmp_path / "run").exit_code == 0
 
 
 @pytest.mark.parametrize("what", ["nothing", "no run", "damaged part", "name of no characters"])

@@ -17,6 +17,7 @@ from batchrunner.care.limit import Work
 from batchrunner.errors import ResumeError
 from batchrunner.htmlreport.charts import Counts, round_step
 from batchrunner.journal import read_journal
+from batchrunner.prompt import values_of
 from batchrunner.tally import Failures
 
 if TYPE_CHECKING:
@@ -213,14 +214,12 @@ def _answers(part: Path) -> list[dict[str, Any]]:
 
 
 def _shown(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return rows as texts of bounded length."""
+    """Return rows as texts of bounded length; what Python cannot hold says so in its place."""
+    names = [name for name in rows.schema.names if name in _SHOWN or name not in _READ]
+    columns = [values_of(rows.column(name)) for name in names]
     return [
-        {
-            name: str(value)[:SHOWN]
-            for name, value in row.items()
-            if value is not None and (name in _SHOWN or name not in _READ)
-        }
-        for row in rows.to_pylist()
+        {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
+        for values in zip(*columns, strict=True)
     ]
 
 
