@@ -14,6 +14,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import batchrunner
 from batchrunner.care.flags import Flags
 from batchrunner.care.tune import measure
 from batchrunner.care.tune.edit import apply_args, edited
@@ -274,6 +275,17 @@ def test_a_small_input_is_its_own_sample(tmp_path: Path, monkeypatch: pytest.Mon
     """All rows that the filter leaves, in order, where they are few."""
     rows = sampled(tmp_path, 600, monkeypatch, input={"filter": "id >= 100", "limit": 300})
     assert rows == list(range(100, 400))
+
+
+@pytest.mark.parametrize("rows", [10, 600])
+def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Rows that all ask the same are sampled too, few or many, and a job on the sample sends them."""
+    monkeypatch.setattr("batchrunner.care.tune.sample.MOST_ROWS", 512)
+    job = job_of(tmp_path, rows=rows, prompt={"user": "Tell me a story."}, sampling={"temperature": 1})
+    sample = take(prepare(load_job(job, environ={})), tmp_path / "tune")
+    assert sample.rows == min(rows, 512)
+    report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
+    assert report.rows_ok == sample.rows
 
 
 def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

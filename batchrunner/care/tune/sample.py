@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from batchrunner.columns import arrow_array
 from batchrunner.dataset import Batch
 from batchrunner.ordering import arrange, choice_for, order_at, remove_copies
 from batchrunner.prefixes import prefix_of
@@ -64,7 +65,10 @@ def take(prepared: Prepared, directory: Path) -> Sample:
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         wanted = min(MOST_ROWS, _affordable(prepared))
-        if len(rows) > wanted:
+        if not schema.names:  # its rows are all alike, but a table without a column has none
+            schema = pa.schema({"row": pa.int64()})
+            data = [pa.record_batch([arrow_array(list(rows[:wanted]), pa.int64())], schema=schema)]
+        elif len(rows) > wanted:
             blocks = _blocks(prepared, rows, candidates(len(rows), wanted // BLOCK_ROWS), directory)
             sizes = [_size(prepared, block) for block in blocks]
             data = [blocks[at] for at in spread(chosen(sizes))]
