@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from batchrunner.engines import wire
 from batchrunner.engines.model import check_model
 from batchrunner.engines.registry import launched_model, model_of
+from batchrunner.errors import RowRefusedError
 from batchrunner.jobfile import load_job
 from batchrunner.ordering import choice_for
 from batchrunner.prepare import find_done, prepare
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 PROMPTS_SHOWN = 3
 CHARACTERS_SHOWN = 2000
+_WITHOUT_JSON = {"inprocess", "simulated"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Check:
         ]
         for prompt in self.prompts:
             text = prompt["error"] or prompt["prompt"]
-            text = text if isinstance(text, str) else orjson.dumps(text, option=orjson.OPT_INDENT_2).decode()
+            if not isinstance(text, str):
+                text = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
             label = "cannot be sent" if prompt["error"] else prompt["kind"]
             lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
         bad = sum(prompt["error"] is not None for prompt in self.prompts)
@@ -79,11 +83,23 @@ def check(job: str, overrides: Sequence[str]) -> Check:
         rows_failed=done.failed,
         rows_to_do=len(todo),
         order=choice_for(prepared, todo),
-        prompts=[_shown(item) for item in islice(items, PROMPTS_SHOWN)],
+        prompts=[_shown(item, loaded.engine.kind) for item in islice(items, PROMPTS_SHOWN)],
     )
 
 
-def _shown(item: Request | Outcome) -> dict[str, Any]:
-    if isinstance(item, Request):
+def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
+    error = _refusal(item, engine) if isinstance(item, Request) else item.error
+    if isinstance(item, Request) and error is None:
         return {"row": item.ref.row, "kind": item.kind, "prompt": item.prompt, "error": None}
-    return {"row": item.ref.row, "kind": None, "prompt": None, "error": item.error}
+    return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
+
+
+def _refusal(request: Request, engine: str) -> str | None:
+    """Say why a run would not send this row, as far as that is known without an engine."""
+    try:
+        wire.refuse_deadly(request, None)
+        # within this process SGLang passes over what it does not know of a message, whatever its type
+        wire.bytes_of(wire.body_of(request), default=str if engine in _WITHOUT_JSON else None)
+    except RowRefusedError as failure:
+        return str(failure)
+    return None

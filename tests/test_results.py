@@ -895,6 +895,27 @@ def test_check_says_what_cannot_be_sent(tmp_path: Path) -> None:
     assert "3 of the first 3 rows cannot be sent" in batchrun("check", write_job(job, tmp_path)).stdout
 
 
+def test_check_says_what_json_cannot_hold(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that a run would refuse before it sends them are shown with its own words."""
+    kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "score": pa.decimal128(5, 2)}))
+    message = {"role": "user", "content": "hi", "score": Decimal("1.50")}
+    table = pa.table({"chat": pa.array([[message], [{**message, "score": None}]], kind), "text": ["a", ""]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    for prompt, bad in [({"messages": "chat"}, 0), ({"text": "{{ text }}"}, 1)]:
+        job = job_of(tmp_path, server, prompt=prompt, output={"path": str(tmp_path / f"run{bad}")})
+        file = write_job(job, tmp_path)
+        shown = batchrun("check", file)
+        assert "1 of the first 2 rows cannot be sent" in shown.stdout
+        found = json.loads(batchrun("check", file, "--json").stdout)["prompts"]
+        inside = batchrun("check", file, "--set", "engine={kind: inprocess, model: a/b}").stdout
+        assert ("the job is fine" in inside) is (bad == 0)  # it takes any value beside a message's text
+        batchrunner.run(job)
+        errors = [row["error"] for row in results_of(job)]
+        assert [prompt["error"] for prompt in found] == errors
+        assert errors[bad] is not None
+        assert errors[bad] in shown.stdout
+
+
 def test_a_lost_engine_leaves_a_report(tmp_path: Path, server: FakeSGLang) -> None:
     """`--json` prints the report whatever ended the run."""
     server.script = lambda _: "busy 503"

@@ -18,7 +18,7 @@ from batchrunner.job import GATEWAY_DROPS
 from batchrunner.records import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from batchrunner.detokens import Detokenizer
     from batchrunner.records import Request
@@ -147,10 +147,10 @@ def body_of(request: Request) -> dict[str, Any]:
     return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 
-def bytes_of(body: Mapping[str, Any]) -> bytes:
-    """Write a body as it is sent; raises RowRefusedError for what JSON cannot hold."""
+def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """Write a body as it is sent; raises RowRefusedError for what JSON and `default` cannot hold."""
     try:
-        return orjson.dumps(body)
+        return orjson.dumps(body, default=default)
     except TypeError as failure:  # an unpaired surrogate, that a template can write
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
 
