@@ -132,6 +132,18 @@ def _read_journals(run_dir: RunDir) -> list[pa.Table]:
     return found
 
 
+def schema_of_results(run_dir: RunDir) -> pa.Schema | None:
+    """Return the schema of a part, or of a journal that is to be one; None where there is neither."""
+    with contextlib.suppress(FileNotFoundError):  # it became a part, or was moved away, since it was listed
+        for path in run_dir.all_parts():
+            with open_part(path) as part:
+                return part.schema_arrow
+        for path in (path for task in run_dir.all_tasks() for path in task.journals()):
+            for table in read_journal(path):
+                return table.schema
+    return None
+
+
 def drop_failed(run_dir: RunDir) -> None:
     """Rewrite this task's parts without their failed rows; killed half-way, the old parts stand."""
     for path in run_dir.own_parts():

@@ -94,9 +94,9 @@ class Dataset:
         stored = {name for schema in self._schemas for name in schema.names}
         in_paths = partition_types([file.partitions for file in self.files])
         # some writers keep a partition's column, and any directory may have a "=" in its name
-        self._partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
+        self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
         self.schema = pa.schema(
-            [*self._schemas[0], *(pa.field(*item) for item in self._partition_types.items())]
+            [*self._schemas[0], *(pa.field(*item) for item in self.partition_types.items())]
         )
 
     def row_group_ends(self) -> list[int]:
@@ -112,7 +112,7 @@ class Dataset:
         if name not in self.schema.names:
             raise InputError(f"{where}: {unknown_column(name, self.schema.names)}")
         field = self.schema.field(self.schema.names.index(name))
-        if name in self._partition_types:
+        if name in self.partition_types:
             return field
         for file, schema in zip(self.files, self._schemas, strict=True):
             found = schema.get_all_field_indices(name)
@@ -159,19 +159,19 @@ class Dataset:
         batches = parquet.iter_batches(
             batch_size=batch_rows(metadata.num_rows, _bytes_of(columns, _leaves(metadata))),
             row_groups=[group],
-            columns=[name for name in columns if name not in self._partition_types],
+            columns=[name for name in columns if name not in self.partition_types],
             use_threads=False,
         )
         return parquet, map(_with_alike_schema, batches)
 
     def with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
         """Add those of the columns that stand in the file's path."""
-        missing = [name for name in columns if name in self._partition_types]
+        missing = [name for name in columns if name in self.partition_types]
         if not missing:
             return batch
         data = batch.data
         for name in missing:
-            value = pa.scalar(file.partitions[name]).cast(self._partition_types[name])
+            value = pa.scalar(file.partitions[name]).cast(self.partition_types[name])
             data = data.append_column(name, pa.repeat(value, data.num_rows))
         return Batch(batch.rows, data)
 

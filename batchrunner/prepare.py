@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchrunner.checkpoint import DISCARD, Done, check_same_run, fingerprint, read_done, read_run_json
+from batchrunner.checkpoint import (
+    DISCARD,
+    Done,
+    check_same_run,
+    fingerprint,
+    read_done,
+    read_run_json,
+    schema_of_results,
+)
 from batchrunner.claim import Claim
 from batchrunner.dataset import Dataset
 from batchrunner.discover import shown
@@ -134,4 +142,19 @@ def check_resumes(prepared: Prepared, model: str | None) -> bool:
         return False
     new = fingerprint(prepared.job, prepared.dataset, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
+    _check_partitions(prepared)
     return True
+
+
+def _check_partitions(prepared: Prepared) -> None:
+    """Refuse files that give a carried column of the paths another type: no merge takes both."""
+    carried = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)
+    in_paths = [(name, field) for name, field in carried if name in prepared.dataset.partition_types]
+    before = schema_of_results(prepared.run_dir) if in_paths else None
+    for name, field in in_paths:
+        if before and field.name in before.names and (kind := before.field(field.name).type) != field.type:
+            raise ResumeError(
+                f"{prepared.run_dir.path}: the column {name!r}, which stands in the paths, was {kind} in the "
+                f"results so far, and the files added make it {field.type}: name their directories alike, "
+                f"take another output.path, or discard what is there with {DISCARD}"
+            )

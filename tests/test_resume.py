@@ -134,6 +134,26 @@ def test_files_that_were_added(tmp_path: Path, server: FakeSGLang) -> None:
     assert [(row["row"], row["id"]) for row in results_of(job)] == [(i, i) for i in range(7)]
 
 
+def test_a_partition_that_becomes_another_type(tmp_path: Path, server: FakeSGLang) -> None:
+    """Parts of two types could not be merged: the start is refused, unless no row carries the column."""
+    source = tmp_path / "in"
+    write_rows(source / "day=01" / "a.parquet", 2)
+    job = job_of(tmp_path, server, input={"path": str(source), "columns": ["day"], "rename": {"day": "d"}})
+    other = {**job, "input": {"path": str(source)}, "output": {"path": str(tmp_path / "other")}}
+    batchrunner.run(job)
+    batchrunner.run(other)
+    write_rows(source / "day=02" / "a.parquet", 2)
+    assert batchrunner.run(job).rows_resumed == 2
+    server.forget()
+    write_rows(source / "day=late" / "a.parquet", 2)
+    with pytest.raises(ResumeError, match=r"'day', .* was int64 .* make it string"):
+        batchrunner.run(job)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 2
+    assert server.sent == []
+    assert batchrunner.run(other).rows_total == 6
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+
+
 READS = [
     ("batchrunner.dataset.Dataset.open_group", "input"),
     ("batchrunner.order.SortedCopy._read_group", "prefix"),
