@@ -262,7 +262,7 @@ def merge(run: RunArgument) -> None:
     merged: Path = _or_exit(merge_parts, run)
     report: Report = _or_exit(report_of_all, run)
     leave_page(RunDir(run))
-    print("\n".join(report.lines()), file=sys.stderr)  # noqa: T201
+    _tell("\n".join(report.lines()))
     _print([str(merged)])
     raise typer.Exit(EXIT_STOPPED if report.rows_left else EXIT_DONE)  # what reads it may want all of it
 
@@ -332,7 +332,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:  # before the run had its own way with it
-        print("batchrun: interrupted", file=sys.stderr)  # noqa: T201
+        _tell("batchrun: interrupted")
         sys.exit(130)
 
 
@@ -347,7 +347,7 @@ def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def _exit_with(error: BatchrunError) -> NoReturn:
-    print(f"batchrun: {error}", file=sys.stderr)  # noqa: T201
+    _tell(f"batchrun: {error}")
     raise typer.Exit(error.exit_code) from None
 
 
@@ -355,10 +355,15 @@ def _print_report(report: Report, *, quiet: bool, as_json: bool) -> None:
     if as_json:
         _print(report.as_dict())
     elif not quiet or report.exit_code:
-        try:
-            print("\n".join(report.lines()), file=sys.stderr, flush=True)  # noqa: T201
-        except OSError:  # a full disk, a closed pipe: Python would end with 120, whatever became of the rows
-            sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+        _tell("\n".join(report.lines()))
+
+
+def _tell(text: str) -> None:
+    """Print to standard error, whose own failure changes no exit code."""
+    try:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:  # a full disk, a closed pipe: Python would end with 120, whatever became of the rows
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
 
 
 def _print(found: list[str] | dict[str, Any]) -> None:

@@ -443,5 +443,6 @@ def test_a_log_that_cannot_be_written_costs_no_row(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "batchrunner.cli", str(write_job(job, tmp_path))]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stderr=full, timeout=60, check=False)
-    assert done.returncode == 0
+        wrong = subprocess.run([*command, "--set", "limits=7"], stderr=full, timeout=60, check=False)
+    assert (done.returncode, wrong.returncode) == (0, 2)
     assert [row["row"] for row in results_of(job)] == list(range(300))

@@ -410,6 +410,7 @@ def test_gpus_are_dealt_out() -> None:
         ({"pp-size": 2}, ["4,5", "6,7"]),
         ({"data-parallel-size": 2}, ["4,5", "6,7"]),
         ({"dp-size": 2, "enable-dp-attention": True}, ["4", "5", "6", "7"]),
+        ({"dp_size": 2, "enable_dp_attention": True}, ["4", "5", "6", "7"]),
     ],
 )
 def test_the_jobs_own_gpus_are_dealt_out(

@@ -78,7 +78,8 @@ def split_over(args: Mapping[str, Any], tp: int | None = None) -> int:
 def cards_of(args: Mapping[str, Any], tp: int | None = None) -> int:
     """Return how many cards a server takes: `dp-size` makes copies, unless attention alone is parted."""
     dp = args.get(name_in(args, "dp-size"))
-    copies = dp if isinstance(dp, int) and dp > 0 and not args.get("enable-dp-attention") else 1
+    parted = args.get(name_in(args, "enable-dp-attention"))
+    copies = dp if isinstance(dp, int) and dp > 0 and not parted else 1
     return copies * split_over(args, tp)
 
 

@@ -14,6 +14,8 @@ TAIL_BYTES = 4 << 20
 """Of its end: after one rank's error its siblings may write thousands of tracebacks."""
 HEAD_BYTES = 1 << 20
 """Of a log's beginning: the arguments of a server (16 kB a process) and its limits stand there."""
+LINE_BYTES = 64 << 10
+"""Of its end, where the newest line alone is asked for, again and again."""
 MOST_LINES = 3
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
 # for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
@@ -48,7 +50,7 @@ def cause_in(log: Path, since: int = 0) -> str:
 
 def last_line(log: Path) -> str:
     """Return the newest line of a log; empty without one."""
-    return next((line for line in reversed(_lines(log)) if line), "")
+    return next((line for line in reversed(_lines(log, most=LINE_BYTES)) if line), "")
 
 
 def story(log: Path, since: int = 0) -> list[str]:
@@ -69,11 +71,11 @@ def unstamped(line: str) -> str:
     return _PREFIX.sub("", clean(line).strip()).strip()
 
 
-def _lines(log: Path, since: int = 0) -> list[str]:
+def _lines(log: Path, since: int = 0, most: int = TAIL_BYTES) -> list[str]:
     """Read the log's end without time stamps."""
     try:
         with log.open("rb") as file:
-            file.seek(max(since, log.stat().st_size - TAIL_BYTES))
+            file.seek(max(since, log.stat().st_size - most))
             return [unstamped(line) for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return []
