@@ -422,6 +422,8 @@ def test_the_jobs_own_gpus_are_dealt_out(
     spec = GatewayEngine(kind="gateway", model="org/model", args=args, env=env)
     servers = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())._make_servers("o/m", cpu=False)
     assert [server.process.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == slices
+    for server in servers:
+        asyncio.run(server.stop())  # gives its port back
 
 
 def test_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
