@@ -160,7 +160,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.errors import (
+    from batchrunner.api import OpenEngine, arun, generate, open_engine, run
+    from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
         EngineStartError,
@@ -170,9 +171,8 @@ if TYPE_CHECKING:
         ResumeError,
         StorageError,
     )
-    from batchrunner.job import Job
-    from batchrunner.library import OpenEngine, arun, generate, open_engine, run
-    from batchrunner.report import Report
+    from batchrunner.job.spec import Job
+    from batchrunner.report.report import Report
 
 __all__ = [
     "BatchrunError",
@@ -193,13 +193,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Job": "job",
-    "OpenEngine": "library",
-    "Report": "report",
-    "arun": "library",
-    "generate": "library",
-    "open_engine": "library",
-    "run": "library",
+    "Job": "job.spec",
+    "OpenEngine": "api",
+    "Report": "report.report",
+    "arun": "api",
+    "generate": "api",
+    "open_engine": "api",
+    "run": "api",
 }
 
 
@@ -209,7 +209,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'batchrunner' has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415
 
-    return getattr(import_module(f"batchrunner.{_HOMES.get(name, 'errors')}"), name)
+    return getattr(import_module(f"batchrunner.{_HOMES.get(name, 'core.errors')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -13,9 +13,9 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.care.tune.outcome import Tuned
-    from batchrunner.errors import BatchrunError
-    from batchrunner.report import Report
+    from batchrunner.core.errors import BatchrunError
+    from batchrunner.report.report import Report
+    from batchrunner.tune.outcome import Tuned
 
 EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
 wrong · 3 done, but more rows failed than tolerated · 130/138/143 interrupted (run it again to resume)"""
@@ -93,8 +93,8 @@ def run(
 
     Example: batchrun jobs/summarize.yaml --set engine.model=Qwen/Qwen3-8B --set input.limit=1000
     """
-    from batchrunner.errors import BatchrunError  # noqa: PLC0415
-    from batchrunner.foreground import run_in_foreground  # noqa: PLC0415
+    from batchrunner.core.errors import BatchrunError  # noqa: PLC0415
+    from batchrunner.runner.foreground import run_in_foreground  # noqa: PLC0415
 
     _log_to_stderr(quiet=quiet)
     try:
@@ -156,7 +156,7 @@ def slurm(
 
     Example: batchrun slurm jobs/summarize.yaml --array 0-15 --gpus-per-task 1 --time 4:00:00 --submit
     """
-    from batchrunner import slurm as to_slurm  # noqa: PLC0415
+    from batchrunner.runner.cluster import slurm as to_slurm
 
     planned: to_slurm.SlurmArray = _or_exit(
         to_slurm.plan_array,
@@ -187,7 +187,7 @@ def check(job: JobArgument, overrides: SetOption = None, as_json: JsonOption = F
 
     Example: batchrun check jobs/summarize.yaml
     """
-    from batchrunner.check import check as check_job  # noqa: PLC0415
+    from batchrunner.runner.check import check as check_job  # noqa: PLC0415
 
     found = _or_exit(check_job, job, overrides or [])
     _print(found.as_dict() if as_json else found.lines())
@@ -217,8 +217,8 @@ def tune(
 
     Example: batchrun tune jobs/summarize.yaml --budget 30m
     """
-    from batchrunner.care.tune.tuner import parse_budget  # noqa: PLC0415
-    from batchrunner.care.tune.tuner import tune as tune_job  # noqa: PLC0415
+    from batchrunner.tune.tuner import parse_budget  # noqa: PLC0415
+    from batchrunner.tune.tuner import tune as tune_job  # noqa: PLC0415
 
     _log_to_stderr(quiet=True)
     # what its trials' runs say is no news
@@ -240,8 +240,8 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 
     Example: batchrun status out/summarize
     """
-    from batchrunner.status import status as status_of  # noqa: PLC0415
-    from batchrunner.status import status_lines  # noqa: PLC0415
+    from batchrunner.runner.status import status as status_of  # noqa: PLC0415
+    from batchrunner.runner.status import status_lines  # noqa: PLC0415
 
     state = _or_exit(status_of, run)
     _print(state if as_json else status_lines(state))
@@ -253,11 +253,11 @@ def merge(run: RunArgument) -> None:
 
     Example: batchrun merge out/summarize
     """
-    from batchrunner.account import report_of_all  # noqa: PLC0415
-    from batchrunner.htmlreport.page import leave_page  # noqa: PLC0415
-    from batchrunner.merge import merge as merge_parts  # noqa: PLC0415
-    from batchrunner.report import EXIT_DONE, EXIT_STOPPED  # noqa: PLC0415
-    from batchrunner.storage import RunDir  # noqa: PLC0415
+    from batchrunner.output.merge import merge as merge_parts  # noqa: PLC0415
+    from batchrunner.output.run_dir import RunDir  # noqa: PLC0415
+    from batchrunner.report.html.page import leave_page  # noqa: PLC0415
+    from batchrunner.report.report import EXIT_DONE, EXIT_STOPPED  # noqa: PLC0415
+    from batchrunner.report.totals import report_of_all  # noqa: PLC0415
 
     merged: Path = _or_exit(merge_parts, run)
     report: Report = _or_exit(report_of_all, run)
@@ -276,8 +276,8 @@ def report(
 
     Example: batchrun report out/summarize --open
     """
-    from batchrunner.htmlreport.page import write_page  # noqa: PLC0415
-    from batchrunner.storage import RunDir  # noqa: PLC0415
+    from batchrunner.output.run_dir import RunDir  # noqa: PLC0415
+    from batchrunner.report.html.page import write_page  # noqa: PLC0415
 
     page: Path = _or_exit(write_page, RunDir(run))
     _print([str(page)])
@@ -308,8 +308,8 @@ def advise(
 
     Example: batchrun advise out/summarize
     """
-    from batchrunner.care.advise import advise as judge  # noqa: PLC0415
-    from batchrunner.care.thresholds import Thresholds  # noqa: PLC0415
+    from batchrunner.advise.advise import advise as judge  # noqa: PLC0415
+    from batchrunner.engines.logs.thresholds import Thresholds  # noqa: PLC0415
 
     limits = _or_exit(Thresholds().with_values, thresholds or [])
     found = _or_exit(judge, source, limits, span_s=span, card=card)
@@ -322,7 +322,7 @@ def schema() -> None:
 
     Example: batchrun schema > job.schema.json
     """
-    from batchrunner.job import Job  # noqa: PLC0415
+    from batchrunner.job.spec import Job  # noqa: PLC0415
 
     _print(Job.model_json_schema())
 
@@ -338,7 +338,7 @@ def main() -> None:
 
 def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
     """Call, and turn an error of ours into its one line and its exit code."""
-    from batchrunner.errors import BatchrunError  # noqa: PLC0415
+    from batchrunner.core.errors import BatchrunError  # noqa: PLC0415
 
     try:
         return function(*args, **options)
@@ -378,7 +378,7 @@ def _log_to_stderr(*, quiet: bool) -> None:
     """Show our own log only; an engine in this process has the root logger to itself."""
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
-    from batchrunner.slurm import task_name  # noqa: PLC0415
+    from batchrunner.runner.cluster.slurm import task_name  # noqa: PLC0415
 
     task = task_name(os.environ)
     handler = logging.StreamHandler(sys.stderr)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import batchrunner
-from batchrunner.care.advise import advise
+from batchrunner.advise.advise import advise
 from benchmarks.measure import interval, save
 from tests.tiny_model import make_tiny_llama
 

@@ -31,15 +31,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import batchrunner
-from batchrunner.care.advise import advise
-from batchrunner.care.limit import UnknownLimitError
-from batchrunner.care.thresholds import Thresholds
-from batchrunner.care.tune.tuner import tune
-from batchrunner.checkpoint import read_run_json
+from batchrunner.advise.advise import advise
+from batchrunner.advise.roofline import UnknownLimitError
 from batchrunner.engines.device import card_name, has_gpu
-from batchrunner.htmlreport.results import read_results
-from batchrunner.htmlreport.share import share_of_limit
-from batchrunner.storage import RunDir
+from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.output.resume import read_run_json
+from batchrunner.output.run_dir import RunDir
+from batchrunner.report.html.results import read_results
+from batchrunner.report.html.share import share_of_limit
+from batchrunner.tune.tuner import tune
 from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
 from benchmarks.measure import RESULTS, save
 from tests.tiny_model import TOKENIZER_FILES

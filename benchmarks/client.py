@@ -33,12 +33,12 @@ import pyarrow.parquet as pq
 import uvloop
 from yarl import URL
 
-from batchrunner.engines import wire
-from batchrunner.foreground import run_in_foreground
-from batchrunner.job import AttachEngine
-from batchrunner.jobfile import load_job
-from batchrunner.prepare import prepare
-from batchrunner.records import Request
+from batchrunner.core.types import Request
+from batchrunner.engines.http import wire
+from batchrunner.job.load import load_job
+from batchrunner.job.spec import AttachEngine
+from batchrunner.runner.foreground import run_in_foreground
+from batchrunner.runner.prepare import prepare
 from benchmarks.measure import in_fresh_process, interval, save
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.admission import Admission
-from batchrunner.controller import Band
-from batchrunner.gate import Gate
-from batchrunner.records import EngineInfo, Signals
+from batchrunner.core.types import EngineInfo, Signals
+from batchrunner.dispatch.concurrency.controller import Band
+from batchrunner.dispatch.concurrency.limits import Admission
+from batchrunner.dispatch.concurrency.window import tokens_a_row
+from batchrunner.dispatch.slots import Gate
 from batchrunner.simulation.cost import H100_8B
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import Sample
 from batchrunner.simulation.scheduler import SchedulerConfig
-from batchrunner.window import tokens_a_row
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 

@@ -39,9 +39,9 @@ import uvloop
 from yarl import URL
 
 from batchrunner.engines.device import cpu_environment, server_args
-from batchrunner.engines.process import LAUNCHER, to_argv
-from batchrunner.engines.sockets import free_port
-from batchrunner.foreground import run_in_foreground
+from batchrunner.engines.http.connections import free_port
+from batchrunner.engines.launched.process import LAUNCHER, to_argv
+from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import in_fresh_process, interval, save
 from tests.tiny_model import make_tiny_llama
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.engines.router import gateway_process, start_gateway
-from batchrunner.engines.workerlist import WorkerList
-from batchrunner.job import GatewayEngine
+from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.launched.gateway import gateway_process, start_gateway
+from batchrunner.job.spec import GatewayEngine
 from benchmarks.engine import (
     KEY_VARIABLE,
     SEED,

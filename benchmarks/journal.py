@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchrunner import sink
+from batchrunner.output import writer as sink
 from benchmarks.client import job_for, nginx, runner, write_input
 from benchmarks.measure import in_fresh_process, interval, save
 

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.foreground import run_in_foreground
+from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import in_fresh_process, save
 
 SEED = 7

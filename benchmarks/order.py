@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.events import read_events
+from batchrunner.output.events import read_events
 from benchmarks.engine import (
     KEY_VARIABLE,
     SERVER_ARGS,

@@ -4,7 +4,7 @@ The schedulers are simulated (`batchrunner.simulation`: SGLang's admission, radi
 step times of an 8B model on an H100), the gate and the admission are the runner's own. Each workload is sent
 in no order, sorted by prompt, and sorted with leaders before followers, in three ways: in windows whose
 shared beginnings take a share of the KV pool; with every follower so many computed tokens behind the row that
-brings its beginning in; and as the runner does it (`batchrunner.arrange`), which finds its distance itself.
+brings its beginning in; and as the runner does it (`batchrunner.dispatch.prefix_order.reorder`), which finds its distance itself.
 The least that must be computed is known exactly. No figure here is a measurement of a GPU.
 """
 
@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchrunner.arrange import Arranger, Primer
-from batchrunner.lead import Lead
-from batchrunner.lengths import Lengths
-from batchrunner.records import Completion, EngineInfo, Request, RowRef
+from batchrunner.core.types import Completion, EngineInfo, Request, RowRef
+from batchrunner.dispatch.pending_row import Work
+from batchrunner.dispatch.prefix_order.distance import Lead
+from batchrunner.dispatch.prefix_order.lengths import Lengths
+from batchrunner.dispatch.prefix_order.reorder import Arranger, Primer
 from batchrunner.simulation.sample import Sample
 from batchrunner.simulation.scheduler import SchedulerConfig
-from batchrunner.work import Work
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
@@ -48,7 +48,7 @@ from benchmarks.prompts import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from batchrunner.records import Outcome
+    from batchrunner.core.types import Outcome
 
 SEED = 5
 GOAL = 1.05

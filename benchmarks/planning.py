@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.gain import choose
-from batchrunner.jobfile import load_job
-from batchrunner.ordering import arrange, order_at
-from batchrunner.prepare import prepare
+from batchrunner.input.sort.decide import choose
+from batchrunner.input.sort.plan import arrange, order_at
+from batchrunner.job.load import load_job
+from batchrunner.runner.prepare import prepare
 from benchmarks.measure import in_fresh_process, save
 from benchmarks.memory import peak_mb
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
-    from batchrunner.order import Order
-    from batchrunner.prepare import Prepared
+    from batchrunner.input.row_reader import Order
+    from batchrunner.runner.prepare import Prepared
 
 SEED = 7
 GOAL_S_A_MILLION, GOAL_MB = 400.0, 512

@@ -21,23 +21,23 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.claim import claimed
 from batchrunner.cli import app
+from batchrunner.core.types import Signals
+from batchrunner.dispatch.load_loop import SAMPLE_S, write_sample
+from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.engines.simulated import Simulator
-from batchrunner.events import EventLog
-from batchrunner.feedback import SAMPLE_S, write_sample
-from batchrunner.journal import Journal
-from batchrunner.parts import write_part
-from batchrunner.progress import Snapshot
-from batchrunner.records import Signals
-from batchrunner.storage import RunDir, make_directory
+from batchrunner.output.events import EventLog
+from batchrunner.output.journal import Journal
+from batchrunner.output.parts import write_part
+from batchrunner.output.run_dir import RunDir, make_directory
+from batchrunner.output.task_lock import claimed
 from benchmarks.measure import in_fresh_process, save
 from benchmarks.memory import peak_mb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from batchrunner.records import Completion, Request
+    from batchrunner.core.types import Completion, Request
 
 SEED = 7
 GOAL_S, GOAL_MB = 10.0, 300

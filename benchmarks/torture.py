@@ -38,17 +38,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.checkpoint import read_done
-from batchrunner.foreground import run_in_foreground
-from batchrunner.sink import Sink
-from batchrunner.storage import RunDir
+from batchrunner.output.resume import read_done
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.writer import Sink
+from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import save
 from tests.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from batchrunner.records import Outcome
+    from batchrunner.core.types import Outcome
 
 Strike: TypeAlias = "Callable[[subprocess.Popen[bytes]], None]"
 CALLS = ("fsync", "pwrite", "replace", "rename", "link", "unlink", "open", "ftruncate", "mkdir", "rmdir")

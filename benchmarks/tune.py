@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.care.tune.sample import take
-from batchrunner.care.tune.search import Ask
-from batchrunner.care.tune.trial import Bench
-from batchrunner.care.tune.tuner import engine_to_tune, tune
-from batchrunner.jobfile import load_job
-from batchrunner.prepare import prepare
+from batchrunner.job.load import load_job
+from batchrunner.runner.prepare import prepare
+from batchrunner.tune.sample import take
+from batchrunner.tune.search import Ask
+from batchrunner.tune.trial import Bench
+from batchrunner.tune.tuner import engine_to_tune, tune
 from benchmarks.engine import SERVER_ENVIRONMENT, VOCABULARY
 from benchmarks.measure import interval, save
 from tests.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
-    from batchrunner.care.tune.measure import Result
-    from batchrunner.care.tune.space import Args
+    from batchrunner.tune.measure import Result
+    from batchrunner.tune.space import Args
 
 SEED = 13
 GOAL, GOAL_TIME = 0.95, 0.25

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from typer.testing import CliRunner
 
 from batchrunner.cli import app
-from batchrunner.events import read_events
+from batchrunner.output.events import read_events
 from tests.fake_sglang import PATIENCE_S, FakeSGLang
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def server() -> Iterator[FakeSGLang]:
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without the pauses that are for real engines."""
-    monkeypatch.setattr("batchrunner.retry.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.001)
 
 
 def require_engine(*modules: str) -> None:

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from batchrunner.controller import Controller, Decision, Reading
+from batchrunner.dispatch.concurrency.controller import Controller, Decision, Reading
 
 
 @dataclass

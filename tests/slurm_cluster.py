@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.engines.sockets import free_port
+from batchrunner.engines.http.connections import free_port
 from tests.conftest import eventually
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 
 import batchrunner
-from batchrunner.engines.sockets import free_port
-from batchrunner.errors import EngineLostError
+from batchrunner.core.errors import EngineLostError
+from batchrunner.engines.http.connections import free_port
 from tests.conftest import events_of, eventually, job_of, results_of
 from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 

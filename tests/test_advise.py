@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchrunner.care.advise import Judgement, advise
-from batchrunner.care.flags import CHECK_HELP, Flags, installed, parse_help
-from batchrunner.care.logfile import LogReader
-from batchrunner.care.rules import RULES, apply_all, table
-from batchrunner.care.situation import Situation
-from batchrunner.care.thresholds import Thresholds
+from batchrunner.advise.advise import Judgement, advise
+from batchrunner.advise.rules.table import RULES, apply_all, table
+from batchrunner.advise.situation import Situation
+from batchrunner.engines.flags import CHECK_HELP, Flags, installed, parse_help
+from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.thresholds import Thresholds
 from tests.conftest import batchrun, require_engine
 from tests.sglang_logs import GENERATIONS, LogWriter, interleaved
 
@@ -76,7 +76,7 @@ RETRACTIONS = {  # verbatim
 @pytest.fixture(autouse=True)
 def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed SGLang, whose --help takes seconds."""
-    monkeypatch.setattr("batchrunner.care.advise.installed", lambda _: Flags())
+    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
 
 
 def judged(text: str, directory: Path, **options: Any) -> Judgement:
@@ -663,7 +663,7 @@ def test_a_log_without_arguments_asks_the_installed_sglang(
     load = LogWriter().decode(30, r=400, g=False).text()
     assert judged(load, tmp_path).lines()[-1] == f"({CHECK_HELP})"
     old = parse_help("  --cuda-graph-max-bs N", "0.5.2")
-    monkeypatch.setattr("batchrunner.care.advise.installed", lambda _: old)
+    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: old)
     assert changes(judged(load, tmp_path)) == {"cuda-graph": "--cuda-graph-max-bs 512"}
     assert CHECK_HELP not in judged(load, tmp_path).lines()[-1]
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from batchrunner.care.advise import Judgement, advise, advise_run
-from batchrunner.care.flags import Flags
-from batchrunner.care.rules import apply_all
-from batchrunner.care.series import Series
-from batchrunner.care.signs import Sample
-from batchrunner.care.situation import Situation
-from batchrunner.care.thresholds import Thresholds
-from batchrunner.errors import InputError
-from batchrunner.library import run
+from batchrunner.advise.advise import Judgement, advise, advise_run
+from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.situation import Situation
+from batchrunner.api import run
+from batchrunner.core.errors import InputError
+from batchrunner.engines.flags import Flags
+from batchrunner.engines.logs.series import Series
+from batchrunner.engines.logs.signs import Sample
+from batchrunner.engines.logs.thresholds import Thresholds
 from tests.conftest import batchrun, eventually, job_of, started, write_job
 from tests.fake_sglang import FakeSGLang
 from tests.launchable import launchable
@@ -43,7 +43,7 @@ QUICK = Thresholds(span_s=0.2, samples=3)
 @pytest.fixture(autouse=True)
 def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed SGLang, whose --help takes seconds."""
-    monkeypatch.setattr("batchrunner.care.advise.installed", lambda _: Flags())
+    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
 
 
 def changes(judgement: Judgement) -> dict[str, str]:
@@ -409,7 +409,7 @@ def test_a_server_that_tells_its_load_by_metrics_only() -> None:
 
 def test_counters_of_several_ranks_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What /metrics counts is summed over data-parallel ranks, and a sample is of one of them."""
-    monkeypatch.setattr("batchrunner.care.live.METRICS_S", 0.2)
+    monkeypatch.setattr("batchrunner.advise.from_server.METRICS_S", 0.2)
     looks = count()
 
     def metrics() -> str:
@@ -438,7 +438,7 @@ class Slow(FakeSGLang):
 
 def test_what_a_server_says_of_its_model_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is slow to answer what does not matter is watched all the same."""
-    monkeypatch.setattr("batchrunner.care.live.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("batchrunner.advise.from_server.TIMEOUT_S", 0.3)
     with Slow(max_running=4, others=40) as server:
         assert set(changes(advise(server.url, QUICK, span_s=1.5))) == {"running-capped"}
 
@@ -557,7 +557,7 @@ def test_an_endless_answer_is_not_read_to_its_end() -> None:
 
 def test_a_silent_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes the connection and says nothing is told from one that is not there."""
-    monkeypatch.setattr("batchrunner.care.live.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("batchrunner.advise.from_server.TIMEOUT_S", 0.3)
     words = r"no server answers there: no answer within 0\.3 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(InputError, match=words):
         advise(f"http://127.0.0.1:{silent.getsockname()[1]}", span_s=0.1)

@@ -10,15 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.arrange import LAST_ROWS, SHARED_ROWS, WINDOW_BYTES, WINDOW_ROWS, Arranger, Primer
-from batchrunner.families import find_families
-from batchrunner.lead import LOOK_ROWS, Lead
-from batchrunner.lengths import Lengths
-from batchrunner.pace import MOST_HELD_BYTES
-from batchrunner.prefixes import common
-from batchrunner.ready import Ready
-from batchrunner.records import Completion, EngineInfo, Outcome, Request, RowRef
-from batchrunner.work import Work
+from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef
+from batchrunner.dispatch.pending_row import Work
+from batchrunner.dispatch.prefix_order.distance import LOOK_ROWS, Lead
+from batchrunner.dispatch.prefix_order.lengths import Lengths
+from batchrunner.dispatch.prefix_order.pacing import MOST_HELD_BYTES
+from batchrunner.dispatch.prefix_order.prefix_tree import find_families
+from batchrunner.dispatch.prefix_order.reorder import (
+    LAST_ROWS,
+    SHARED_ROWS,
+    WINDOW_BYTES,
+    WINDOW_ROWS,
+    Arranger,
+    Primer,
+)
+from batchrunner.dispatch.queue import Ready
+from batchrunner.input.prefixes import common
 from tests.test_prefixes import shared
 
 if TYPE_CHECKING:

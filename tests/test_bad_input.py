@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 import batchrunner
-from batchrunner.errors import InputError, JobError, StorageError
-from batchrunner.job import Job
-from batchrunner.prepare import prepare
+from batchrunner.core.errors import InputError, JobError, StorageError
+from batchrunner.job.spec import Job
+from batchrunner.runner.prepare import prepare
 from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
 from tests.fake_sglang import FakeSGLang
 

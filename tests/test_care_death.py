@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from batchrunner.care.death import Death, Kind, Life, examine
-from batchrunner.care.facts import Facts
-from batchrunner.care.flags import Flags, of_arguments
-from batchrunner.care.logfile import LogReader
-from batchrunner.care.safer import in_effect, safer
-from batchrunner.care.thresholds import Thresholds
-from batchrunner.engines.batchlines import Phase, Ready
+from batchrunner.engines.flags import Flags, of_arguments
+from batchrunner.engines.logs.facts import Facts
+from batchrunner.engines.logs.lines import Phase, Ready
+from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.recovery.diagnosis import Death, Kind, Life, examine
+from batchrunner.engines.recovery.safer_args import in_effect, safer
 
 READY = (
     "[2025-08-11 17:17:03 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "

@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 import batchrunner
-from batchrunner.claim import DEAD_AFTER_S, Claim, ClaimLostError, Holder, this_process
-from batchrunner.errors import OutputError
+from batchrunner.core.errors import OutputError
+from batchrunner.output.task_lock import DEAD_AFTER_S, Claim, ClaimLostError, Holder, this_process
 from tests.conftest import job_of, results_of, started, write_job
 
 if TYPE_CHECKING:

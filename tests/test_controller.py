@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrunner.controller import BACK_OFF, Band, Controller, Reading
+from batchrunner.dispatch.concurrency.controller import BACK_OFF, Band, Controller, Reading
 from tests.plant import Plant
 
 BAND = Band(100, 2000)

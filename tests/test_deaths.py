@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.engines import guard
-from batchrunner.engines.guard import MOST_QUICK_DEATHS, Guard
-from batchrunner.errors import EngineLostError
-from batchrunner.suspects import MOST_DEATHS, Suspects
+from batchrunner.core.errors import EngineLostError
+from batchrunner.dispatch.poison_rows import MOST_DEATHS, Suspects
+from batchrunner.engines.launched import supervisor as guard
+from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, Guard
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
 from tests.launchable import launchable
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from batchrunner.engines.process import LaunchedProcess
+    from batchrunner.engines.launched.process import LaunchedProcess
 
 FRAGILE = """
 class Handler(Server):
@@ -50,8 +50,8 @@ if os.path.exists(os.environ.get("BROKEN_BY_IT", "/no")):
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts and retries without the pauses that are for real engines."""
     monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.retry.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
+    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
 
 
 def fragile_job(
@@ -95,7 +95,7 @@ if not os.path.exists(os.environ["LOST"]):
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_server_that_finds_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not started for ever, and the start after does not take the old log for its own."""
-    monkeypatch.setattr("batchrunner.engines.process.WORD_EVERY_S", 0.01)
+    monkeypatch.setattr("batchrunner.engines.launched.process.WORD_EVERY_S", 0.01)
     loses = """
 if not os.path.exists(os.environ["WINS"]):
     sys.exit("OSError: [Errno 98] error while attempting to bind on address: address already in use")

@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.journal import Journal, read_journal
-from batchrunner.sink import PART_S
+from batchrunner.output.journal import Journal, read_journal
+from batchrunner.output.writer import PART_S
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -191,7 +191,7 @@ def test_what_is_there_is_counted(
             len(bad),
             tokens,
         )
-        with mock.patch("batchrunner.tally.MOST_GROUPS", 3):
+        with mock.patch("batchrunner.output.counts.MOST_GROUPS", 3):
             report = batchrunner.run(job, retry_failed=retry_failed)
         kept = 0 if retry_failed else len(bad)
         assert (report.rows_resumed, report.rows_failed) == (len(there) - len(bad) + kept, kept)
@@ -431,7 +431,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_part_that_is_due_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part whose time is over while rows end is written: the loop gives such a timer no time of its own."""
-    monkeypatch.setattr("batchrunner.sink.PART_S", 0.0)
+    monkeypatch.setattr("batchrunner.output.writer.PART_S", 0.0)
     job = job_of(tmp_path, rows=2000)
     assert batchrunner.run(job).exit_code == 0
     rows_once(job, 2000)

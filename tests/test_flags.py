@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchrunner.care.flags import CHECK_HELP, Flags, installed, of_arguments, parse_help
+from batchrunner.engines.flags import CHECK_HELP, Flags, installed, of_arguments, parse_help
 from tests.conftest import require_engine
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.gate import LONGEST_REST_S, Gate
+from batchrunner.dispatch.slots import LONGEST_REST_S, Gate
 
 ROUTES = ("a", "b", "c")
 events = st.lists(

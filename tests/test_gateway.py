@@ -25,14 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.engines import wire
-from batchrunner.engines.device import gpus
-from batchrunner.engines.fleet import LaunchedGateway, gpu_slices
-from batchrunner.engines.registry import make_engine, model_of
-from batchrunner.engines.router import gateway_process, start_gateway
-from batchrunner.engines.sockets import HeldPort, free_port, loopback_sources
-from batchrunner.engines.workerlist import WorkerList
-from batchrunner.errors import (
+from batchrunner.core.errors import (
     AttemptFailedError,
     EngineBusyError,
     EngineDownError,
@@ -40,9 +33,16 @@ from batchrunner.errors import (
     JobError,
     RowRefusedError,
 )
-from batchrunner.job import GATEWAY_DROPS, GatewayEngine, LimitsSpec, SamplingSpec
-from batchrunner.jobfile import parse_engine
-from batchrunner.records import Request, RowRef
+from batchrunner.core.types import Request, RowRef
+from batchrunner.engines.device import gpus
+from batchrunner.engines.http import wire
+from batchrunner.engines.http.connections import HeldPort, free_port, loopback_sources
+from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.launched.fleet import LaunchedGateway, gpu_slices
+from batchrunner.engines.launched.gateway import gateway_process, start_gateway
+from batchrunner.engines.registry import make_engine, model_of
+from batchrunner.job.load import parse_engine
+from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, LimitsSpec, SamplingSpec
 from tests.conftest import (
     SMALL_MODEL,
     batchrun,
@@ -60,7 +60,7 @@ from tests.tiny_model import make_tiny_llama
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchrunner.engines.process import LaunchedProcess
+    from batchrunner.engines.launched.process import LaunchedProcess
 
 ROOT = Path(__file__).parent.parent
 KEY_VARIABLE = "SGLANG_API_KEY"
@@ -175,7 +175,7 @@ async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path
         await real_gateway.use(one.url, two.url)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(KEY_VARIABLE, real_gateway.key)
-            patch.setattr("batchrunner.engines.gateway.REFRESH_S", 0)
+            patch.setattr("batchrunner.engines.attached_gateway.REFRESH_S", 0)
             engine = make_engine(
                 parse_engine({"kind": "gateway", "url": real_gateway.url}),
                 log_dir=tmp_path,
@@ -475,7 +475,7 @@ def test_a_held_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tasks of a node that draw the same port do not both start a server on it."""
     one, other = free_port(), free_port()
     drawn = iter([one, one, other, one])
-    monkeypatch.setattr("batchrunner.engines.sockets.free_port", lambda: next(drawn))
+    monkeypatch.setattr("batchrunner.engines.http.connections.free_port", lambda: next(drawn))
     ours = HeldPort()
     theirs = HeldPort()
     ours.release()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.engines.hang import TIMES_LONGEST, WARM_UP, Pulse, Vigil
-from batchrunner.errors import EngineLostError
-from batchrunner.records import Signals
-from batchrunner.suspects import MOST_DEATHS
+from batchrunner.core.errors import EngineLostError
+from batchrunner.core.types import Signals
+from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.engines.hang_detector import TIMES_LONGEST, WARM_UP, Pulse, Vigil
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, results_of, write_job
 from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.launchable import launchable
@@ -174,9 +174,9 @@ HANG_S = 0.3
 @pytest.fixture
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts and retries without the pauses that are for real engines."""
-    monkeypatch.setattr("batchrunner.engines.guard.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.retry.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
+    monkeypatch.setattr("batchrunner.engines.launched.supervisor.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
 
 
 def sticky_job(directory: Path, rows: int, poison: str, **environ: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.care.healer import MOST_CHANGES, Healer
-from batchrunner.care.remembered import Lesson, Remembered
-from batchrunner.suspects import MOST_DEATHS
+from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer
+from batchrunner.engines.recovery.remembered import Lesson, Remembered
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
 from tests.launchable import launchable
 from tests.memory_cgroup import memory_cgroup
@@ -63,9 +63,9 @@ IN_PREFILL = f"if chunk > 2048: {OOM}"
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Restarts without the pauses that are for real engines; nothing learned from another test."""
-    monkeypatch.setattr("batchrunner.engines.guard.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.retry.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
+    monkeypatch.setattr("batchrunner.engines.launched.supervisor.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -178,7 +178,7 @@ def test_healing_can_be_switched_off(tmp_path: Path) -> None:
 
 def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that no argument saves is given up, with the cause; every change was another one."""
-    monkeypatch.setattr("batchrunner.engines.guard.MOST_QUICK_DEATHS", 1)
+    monkeypatch.setattr("batchrunner.engines.launched.supervisor.MOST_QUICK_DEATHS", 1)
     job = job_of(tmp_path, hungry(tmp_path, OOM), rows=300)
     result = run(job, tmp_path)
     assert result.exit_code == 1

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrunner.errors import JobError
-from batchrunner.job import RESULT_COLUMNS, AttachEngine, FromColumn, Job, ServerEngine, SimulatedEngine
-from batchrunner.jobfile import load_job, parse_engine
+from batchrunner.core.errors import JobError
+from batchrunner.job.load import load_job, parse_engine
+from batchrunner.job.spec import RESULT_COLUMNS, AttachEngine, FromColumn, Job, ServerEngine, SimulatedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -24,21 +24,21 @@ from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 import batchrunner
-from batchrunner.checkpoint import read_done
-from batchrunner.claim import Claim, ClaimLostError, this_process
-from batchrunner.errors import StorageError
-from batchrunner.events import read_events
-from batchrunner.jobfile import load_job
-from batchrunner.join import join
-from batchrunner.journal import Journal
-from batchrunner.leases import Leases, next_lease
-from batchrunner.library import open_engine, run
-from batchrunner.parts import write_part
-from batchrunner.plan import MOST_LEASE_ROWS, cut_into_leases
-from batchrunner.prepare import prepare
-from batchrunner.shard import joint_task
-from batchrunner.storage import RunDir
-from batchrunner.submit import READ_AHEAD_ROWS
+from batchrunner.api import open_engine, run
+from batchrunner.core.errors import StorageError
+from batchrunner.dispatch.dispatcher import READ_AHEAD_ROWS
+from batchrunner.input.select import MOST_LEASE_ROWS, cut_into_leases
+from batchrunner.job.load import load_job
+from batchrunner.output.events import read_events
+from batchrunner.output.journal import Journal
+from batchrunner.output.parts import write_part
+from batchrunner.output.resume import read_done
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import Claim, ClaimLostError, this_process
+from batchrunner.runner.cluster.join import join
+from batchrunner.runner.cluster.leases import Leases, next_lease
+from batchrunner.runner.cluster.shard import joint_task
+from batchrunner.runner.prepare import prepare
 from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def test_a_part_that_cannot_be_made(
         server.answer_held()
 
     with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
-        patch.setattr("batchrunner.sink.write_part", mock.Mock(side_effect=RuntimeError("no part")))
+        patch.setattr("batchrunner.output.writer.write_part", mock.Mock(side_effect=RuntimeError("no part")))
         pool.submit(answer_the_last)
         with pytest.raises(RuntimeError, match="no part"):
             batchrunner.run(job, join=True)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.errors import (
+from batchrunner.core.errors import (
     BatchrunError,
     EngineStartError,
     InputError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchrunner.care.limit import CARDS, Setting, UnknownLimitError, Work, limit, model_of_config
+from batchrunner.advise.roofline import CARDS, Setting, UnknownLimitError, Work, limit, model_of_config
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,

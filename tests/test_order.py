@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 import batchrunner
-from batchrunner.dataset import Dataset
-from batchrunner.errors import OutputError
-from batchrunner.events import read_events
-from batchrunner.gain import STRETCHES, WINDOW_ROWS, decide
-from batchrunner.prefixes import common, sort_key
-from batchrunner.sort import cut_into_groups
+from batchrunner.core.errors import OutputError
+from batchrunner.input.dataset import Dataset
+from batchrunner.input.prefixes import common, sort_key
+from batchrunner.input.sort.decide import STRETCHES, WINDOW_ROWS, decide
+from batchrunner.input.sort.external_sort import cut_into_groups
+from batchrunner.output.events import read_events
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -188,8 +188,8 @@ def test_longest_first_with_odd_limits(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A null is the default, 1024; a number that cannot be sent fails its row, and no other."""
-    monkeypatch.setattr("batchrunner.arrange.WINDOW_ROWS", 20)
-    monkeypatch.setattr("batchrunner.arrange.LAST_ROWS", 10)
+    monkeypatch.setattr("batchrunner.dispatch.prefix_order.reorder.WINDOW_ROWS", 20)
+    monkeypatch.setattr("batchrunner.dispatch.prefix_order.reorder.LAST_ROWS", 10)
     limits = pa.array([10.0, None, 500.0, 1e300, -1e300] * 20, pa.float64())
     texts = [f"{name} {row}" for row in range(20) for name in ("ten", "none", "500", "huge", "wrong")]
     write_texts(tmp_path / "input.parquet", texts, limit=limits)
@@ -416,8 +416,8 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("batchrunner.ordering.write_sorted", full)
-    monkeypatch.setattr("batchrunner.gain.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sort.plan.write_sorted", full)
+    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
     with pytest.raises(OutputError, match=r"No space left.*MiB are free: make room, or say order: input$"):
         batchrunner.run(sorted_job(tmp_path))
@@ -430,8 +430,8 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for a sorted copy none is begun, unless the job asks for it."""
-    monkeypatch.setattr("batchrunner.gain.WINDOW_ROWS", 50)
-    monkeypatch.setattr("batchrunner.ordering.ROOM", 1 << 50)
+    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sort.plan.ROOM", 1 << 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
     job = sorted_job(tmp_path, order="auto")
     assert batchrunner.run(job).rows_ok == 200
@@ -445,8 +445,8 @@ def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_room_for_what_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns that the job does not read take no room in a sorted copy, and make no batch smaller."""
-    monkeypatch.setattr("batchrunner.gain.WINDOW_ROWS", 50)
-    monkeypatch.setattr("batchrunner.ordering.ROOM", shutil.disk_usage(tmp_path).free >> 20)
+    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sort.plan.ROOM", shutil.disk_usage(tmp_path).free >> 20)
     images = [number.to_bytes(2) * 50_000 for number in range(200)]
     table = pa.table({"text": shuffled(200, 10), "image": images, "text2": images})
     pq.write_table(table, tmp_path / "input.parquet")
@@ -630,7 +630,7 @@ def test_only_who_sorts_loads_the_database(tmp_path: Path, order: str, *, loads:
     """A start that leaves rows as they stand does not pay for what sorts them; the page is another matter."""
     file = write_job(job_of(tmp_path, order=order), tmp_path)
     code = (
-        "import asyncio; from batchrunner.jobfile import load_job; from batchrunner.runner import execute; "
+        "import asyncio; from batchrunner.job.load import load_job; from batchrunner.runner.execute import execute; "
         f"asyncio.run(execute(load_job({str(file)!r}), page=False))"
     )
     assert ("duckdb" in loaded_by(code)) == loads

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.prefixes import common, prefix_of
-from batchrunner.records import Request, RowRef
+from batchrunner.core.types import Request, RowRef
+from batchrunner.input.prefixes import common, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from batchrunner.records import PromptKind
+    from batchrunner.core.types import PromptKind
 
 REF = RowRef(0, pa.RecordBatch.from_pydict({"a": [1]}), 0)
 

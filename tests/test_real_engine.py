@@ -22,14 +22,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.care.tune.measure import Rival
-from batchrunner.care.tune.sample import take
-from batchrunner.care.tune.search import Ask
-from batchrunner.care.tune.trial import Bench
-from batchrunner.care.tune.tuner import engine_to_tune
 from batchrunner.engines.device import has_gpu
-from batchrunner.jobfile import load_job
-from batchrunner.prepare import prepare
+from batchrunner.job.load import load_job
+from batchrunner.runner.prepare import prepare
+from batchrunner.tune.measure import Rival
+from batchrunner.tune.sample import take
+from batchrunner.tune.search import Ask
+from batchrunner.tune.trial import Bench
+from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import SMALL_MODEL, require_engine
 from tests.tiny_model import make_tiny_llama
 
@@ -385,7 +385,7 @@ def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> N
 
 async def test_trials_of_flags(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of two settings and of a flag that SGLang refuses: speeds, passes and deaths as they are."""
-    monkeypatch.setattr("batchrunner.care.tune.measure.LEAST_STEADY_S", 4.0)
+    monkeypatch.setattr("batchrunner.tune.measure.LEAST_STEADY_S", 4.0)
     ids = [[(7 * row + at) % 9000 + 100 for at in range(40)] for row in range(2000)]
     pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), tmp_path / "input.parquet")
     job = load_job(

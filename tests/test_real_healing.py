@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrunner.engines.device import has_gpu
-from batchrunner.events import read_events
+from batchrunner.output.events import read_events
 from tests.conftest import SMALL_MODEL, eventually, report_of, require_engine, results_of, write_job
 from tests.memory_cgroup import memory_cgroup
 from tests.tiny_model import make_tiny_llama

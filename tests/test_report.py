@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 
 import batchrunner
-from batchrunner.events import last_sample
-from batchrunner.htmlreport.page import make_page
-from batchrunner.htmlreport.results import read_results
-from batchrunner.htmlreport.story import MOST_CELLS, tell
-from batchrunner.htmlreport.timeline import Axis, make_timeline
-from batchrunner.storage import RunDir
+from batchrunner.output.events import last_sample
+from batchrunner.output.run_dir import RunDir
+from batchrunner.report.html.page import make_page
+from batchrunner.report.html.results import read_results
+from batchrunner.report.html.story import MOST_CELLS, tell
+from batchrunner.report.html.timeline import Axis, make_timeline
 from tests import fake_sglang
 from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
 from tests.fake_sglang import FakeSGLang

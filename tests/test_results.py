@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.account import report_of_all
-from batchrunner.claim import claimed
-from batchrunner.errors import InputError, OutputError
-from batchrunner.events import read_events
-from batchrunner.progress import Bar, Snapshot
-from batchrunner.status import status
-from batchrunner.storage import RunDir
+from batchrunner.core.errors import InputError, OutputError
+from batchrunner.dispatch.snapshot import Bar, Snapshot
+from batchrunner.output.events import read_events
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import claimed
+from batchrunner.report.totals import report_of_all
+from batchrunner.runner.status import status
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -412,7 +412,7 @@ class Bucket:
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bucket with what a failed Spark job leaves behind beside what another wrote."""
     remote = SimpleNamespace(**{**vars(pafs), "FileSystem": Bucket(tmp_path)})
-    monkeypatch.setattr("batchrunner.discover.pafs", remote)
+    monkeypatch.setattr("batchrunner.input.files.pafs", remote)
     for number, name in enumerate(["year=1/a", "year=2/b", "_temporary/0/year=2/b", "other"]):
         top = tmp_path / "bucket" / ("in" if "/" in name else "")
         write_rows(top / f"{name}.parquet", 1, first=number)
@@ -690,7 +690,7 @@ def test_merge_of_nothing(tmp_path: Path) -> None:
 
 def test_merge_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket is bounded by its bytes too, where footers hide them: all rows carry the same long text."""
-    monkeypatch.setattr("batchrunner.merge.BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr("batchrunner.output.merge.BUCKET_BYTES", 1 << 20)
     write_rows(tmp_path / "input.parquet", 40, page=["x" * 100_000] * 40)
     job = job_of(tmp_path, input={"columns": ["page"]}, output={"part_rows": 7})
     batchrunner.run(job)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.errors import EngineStartError, OutputError, ResumeError
+from batchrunner.core.errors import EngineStartError, OutputError, ResumeError
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -155,14 +155,14 @@ def test_a_partition_that_becomes_another_type(tmp_path: Path, server: FakeSGLan
 
 
 READS = [
-    ("batchrunner.dataset.Dataset.open_group", "input"),
-    ("batchrunner.order.SortedCopy._read_group", "prefix"),
+    ("batchrunner.input.dataset.Dataset.open_group", "input"),
+    ("batchrunner.input.row_reader.SortedCopy._read_group", "prefix"),
 ]
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, read: str, calls: range) -> None:
     """Let these calls of a function that reads fail, as those of a network do."""
-    monkeypatch.setattr("batchrunner.source.READ_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr("batchrunner.dispatch.source.READ_PAUSES_S", (0.01, 0.01))
     function = operator.attrgetter(read.removeprefix("batchrunner."))(batchrunner)
     numbers = itertools.count()
 

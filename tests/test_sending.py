@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.clientside import Prompts
+from batchrunner.dispatch.tokenize import Prompts
 from tests.conftest import eventually, job_of, results_of, started, write_job
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.records import Outcome, Request
+    from batchrunner.core.types import Outcome, Request
     from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -117,8 +117,8 @@ def test_long_rows_are_made_ready_a_few_at_a_time(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of prompts take much memory: few are made at once, and not many wait to be sent."""
-    monkeypatch.setattr("batchrunner.submit.SLICE_BYTES", 2500)
-    monkeypatch.setattr("batchrunner.submit.READ_AHEAD_BYTES", 5000)
+    monkeypatch.setattr("batchrunner.dispatch.dispatcher.SLICE_BYTES", 2500)
+    monkeypatch.setattr("batchrunner.dispatch.dispatcher.READ_AHEAD_BYTES", 5000)
     made: list[int] = []
     ahead: list[int] = []
     ready = Prompts.ready

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchrunner.care.series import Series
-from batchrunner.care.signs import Sample
-from batchrunner.care.thresholds import Thresholds
-from batchrunner.engines.batchlines import Batch
-from batchrunner.errors import JobError
+from batchrunner.core.errors import JobError
+from batchrunner.engines.logs.lines import Batch
+from batchrunner.engines.logs.series import Series
+from batchrunner.engines.logs.signs import Sample
+from batchrunner.engines.logs.thresholds import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

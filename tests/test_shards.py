@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.shard import Shard
+from batchrunner.runner.cluster.shard import Shard
 from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job, write_rows
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.admission import Admission
-from batchrunner.controller import Band
-from batchrunner.records import EngineInfo, Signals
-from batchrunner.sharing import PRIOR_ROWS, Shares
+from batchrunner.core.types import EngineInfo, Signals
+from batchrunner.dispatch.concurrency.controller import Band
+from batchrunner.dispatch.concurrency.limits import Admission
+from batchrunner.dispatch.concurrency.sharing import PRIOR_ROWS, Shares
 
 ROUTES = ("a", "b", "c")
 

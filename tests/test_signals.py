@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.signals import counters_in, from_loads, from_metrics
-from batchrunner.records import Signals
+from batchrunner.core.types import Signals
+from batchrunner.engines.http.load import counters_in, from_loads, from_metrics
 
 URL = "http://127.0.0.1:30000"
 

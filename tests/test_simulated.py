@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.types import Completion, PromptKind, Request, RowRef
 from batchrunner.engines.simulated import (
     LONGEST_TEXT_WORDS,
     MARK,
@@ -17,9 +19,7 @@ from batchrunner.engines.simulated import (
     answer,
     count_tokens,
 )
-from batchrunner.errors import RowRefusedError
-from batchrunner.job import SimulatedEngine
-from batchrunner.records import Completion, PromptKind, Request, RowRef
+from batchrunner.job.spec import SimulatedEngine
 
 if TYPE_CHECKING:
     from batchrunner.engines.base import Engine

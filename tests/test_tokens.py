@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.errors import CannotTokenizeError, EngineStartError, JobError, RowRefusedError
-from batchrunner.events import read_events
-from batchrunner.records import Request, RowRef
-from batchrunner.room import Room, cut_tokens
-from batchrunner.tokens import Encoder, Tokenizer
+from batchrunner.core.errors import CannotTokenizeError, EngineStartError, JobError, RowRefusedError
+from batchrunner.core.types import Request, RowRef
+from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
+from batchrunner.input.tokenize.truncate import Room, cut_tokens
+from batchrunner.output.events import read_events
 from tests.conftest import SMALL_MODEL, job_of, require_engine, results_of, write_rows
 from tests.fake_sglang import FakeSGLang
 from tests.launchable import launchable
@@ -26,7 +26,7 @@ from tests.tiny_tokenizer import CHATML, END, START, make_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from batchrunner.room import Cut
+    from batchrunner.input.tokenize.truncate import Cut
 
 TEMPLATES = {
     "chatml": CHATML,

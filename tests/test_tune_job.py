@@ -15,18 +15,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.care.flags import Flags
-from batchrunner.care.tune import measure
-from batchrunner.care.tune.edit import apply_args, edited
-from batchrunner.care.tune.logwork import output_rate, signs_at_start, signs_of_work
-from batchrunner.care.tune.sample import BLOCK_ROWS, chosen, spread, take
-from batchrunner.care.tune.space import Machine
-from batchrunner.care.tune.tuner import engine_to_tune
-from batchrunner.claim import claimed
-from batchrunner.errors import JobError
-from batchrunner.jobfile import load_job
-from batchrunner.prepare import prepare
-from batchrunner.storage import RunDir
+from batchrunner.core.errors import JobError
+from batchrunner.engines.flags import Flags
+from batchrunner.job.load import load_job
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import claimed
+from batchrunner.runner.prepare import prepare
+from batchrunner.tune import measure
+from batchrunner.tune.edit import apply_args, edited
+from batchrunner.tune.log_work import output_rate, signs_at_start, signs_of_work
+from batchrunner.tune.sample import BLOCK_ROWS, chosen, spread, take
+from batchrunner.tune.space import Machine
+from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.launchable import launchable
 from tests.tuning_lab import CPU
@@ -34,7 +34,7 @@ from tests.tuning_lab import CPU
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.job import ServerEngine
+    from batchrunner.job.spec import ServerEngine
     from tests.fake_sglang import FakeSGLang
 
 LIMITED = """
@@ -74,8 +74,8 @@ def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of a second, for an engine whose rows take 20 ms."""
     monkeypatch.setattr(measure, "LEAST_STEADY_S", 0.6)
     monkeypatch.setattr(measure, "LEAST_JUDGED_S", 0.4)
-    monkeypatch.setattr("batchrunner.feedback.POLL_S", 0.05)
-    monkeypatch.setattr("batchrunner.engines.process.POLL_S", 0.02)
+    monkeypatch.setattr("batchrunner.dispatch.load_loop.POLL_S", 0.05)
+    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
 
 
 def limited_job(directory: Path, *, room: int = 20, **changes: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_passes_are_counted_by_our_own_interval(tmp_path: Path, monkeypatch: pyt
         launched.append(spec.args)
         raise JobError("enough")
 
-    monkeypatch.setattr("batchrunner.care.tune.trial.make_engine", engine)
+    monkeypatch.setattr("batchrunner.tune.trial.make_engine", engine)
     options = ["--set", "engine.args.decode-log-interval=40"]
     assert "enough" in batchrun("tune", write_job(limited_job(tmp_path), tmp_path), *options).stderr
     assert [args["decode-log-interval"] for args in launched] == [10]
@@ -178,11 +178,11 @@ def test_trials_of_another_machine_or_job_do_not_count(
         found.append(about)
         raise JobError("enough")
 
-    monkeypatch.setattr("batchrunner.care.tune.tuner.History", history)
+    monkeypatch.setattr("batchrunner.tune.tuner.History", history)
     file = write_job(limited_job(tmp_path), tmp_path)
     h100 = Machine(Flags(), cpu=False, cards=1, card="NVIDIA H100 80GB HBM3", card_gb=80)
     for machine in (h100, replace(h100, card="NVIDIA H100 PCIe"), replace(h100, card_gb=94), CPU):
-        monkeypatch.setattr("batchrunner.care.tune.tuner.machine_for", lambda *_, **__: machine)  # noqa: B023
+        monkeypatch.setattr("batchrunner.tune.tuner.machine_for", lambda *_, **__: machine)  # noqa: B023
         for setting in ("window=auto", "window=8", "queue=[10, 100]", "dedupe=false"):
             assert "enough" in batchrun("tune", file, "--set", setting).stderr
     assert len(set(found)) == len(found) == 16
@@ -250,7 +250,7 @@ def test_bad_options(tmp_path: Path, options: list[str], line: str) -> None:
 
 
 def sampled(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
-    monkeypatch.setattr("batchrunner.care.tune.sample.MOST_ROWS", 512)
+    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     job = load_job(job_of(tmp_path, rows=rows, **changes), environ={})
     sample = take(prepare(job), tmp_path / "tune")
     texts: list[str] = pq.read_table(sample.path)["text"].to_pylist()
@@ -280,7 +280,7 @@ def test_a_small_input_is_its_own_sample(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("rows", [10, 600])
 def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Rows that all ask the same are sampled too, few or many, and a job on the sample sends them."""
-    monkeypatch.setattr("batchrunner.care.tune.sample.MOST_ROWS", 512)
+    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     job = job_of(tmp_path, rows=rows, prompt={"user": "Tell me a story."}, sampling={"temperature": 1})
     sample = take(prepare(load_job(job, environ={})), tmp_path / "tune")
     assert sample.rows == min(rows, 512)
@@ -291,7 +291,7 @@ def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the job sorts its rows by prefix the blocks are taken from the sorted order."""
     prompt = {"text": '{{ ("document %d " % (id % 40)) * 40 }}: row {{ id }}'}
-    monkeypatch.setattr("batchrunner.care.tune.sample.MOST_ROWS", 512)
+    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     job = load_job(job_of(tmp_path, rows=8000, prompt=prompt, order="prefix"), environ={})
     sample = take(prepare(job), tmp_path / "tune")
     documents = [row % 40 for row in pq.read_table(sample.path)["id"].to_pylist()]

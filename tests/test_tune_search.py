@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrunner.care.flags import Flags
-from batchrunner.care.tune.measure import Moment, Result, Rival, Signs, Watch, tokens_at
-from batchrunner.care.tune.outcome import Tuned, account
-from batchrunner.care.tune.race import _quantile as quantile
-from batchrunner.care.tune.race import compare, spread_of
-from batchrunner.care.tune.search import Ask, Search, key_of
-from batchrunner.care.tune.space import KNOBS, Knob, Machine, Move, Now
-from batchrunner.care.tune.tuner import drive
-from batchrunner.errors import EngineStartError
-from batchrunner.records import Signals
+from batchrunner.core.errors import EngineStartError
+from batchrunner.core.types import Signals
+from batchrunner.engines.flags import Flags
+from batchrunner.tune.measure import Moment, Result, Rival, Signs, Watch, tokens_at
+from batchrunner.tune.outcome import Tuned, account
+from batchrunner.tune.race import _quantile as quantile
+from batchrunner.tune.race import compare, spread_of
+from batchrunner.tune.search import Ask, Search, key_of
+from batchrunner.tune.space import KNOBS, Knob, Machine, Move, Now
+from batchrunner.tune.tuner import drive
 from tests.tuning_lab import CPU, Card, Lab, chat_rows
 
 if TYPE_CHECKING:
-    from batchrunner.care.tune.space import Args
+    from batchrunner.tune.space import Args
 
 WRONG = {"schedule-conservativeness": 3, "max-running-requests": 8}
 ROWS = chat_rows(4000)

@@ -7,20 +7,20 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.care.flags import Flags
-from batchrunner.care.tune.measure import Result, Watch
-from batchrunner.care.tune.space import Machine
-from batchrunner.records import Signals
+from batchrunner.core.types import Signals
+from batchrunner.engines.flags import Flags
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import Sample
 from batchrunner.simulation.scheduler import SchedulerConfig
+from batchrunner.tune.measure import Result, Watch
+from batchrunner.tune.space import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.care.tune.search import Ask
-    from batchrunner.care.tune.space import Args
+    from batchrunner.tune.search import Ask
+    from batchrunner.tune.space import Args
 
 TICK_S = 0.25
 TINY_CPU = CostModel(base_s=6e-3, sample_s=2.5e-4, kv_token_s=1e-7, prefill_token_s=5e-5)

@@ -6,16 +6,16 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from batchrunner.engines.hang import Vigil, marks
-from batchrunner.engines.http import HttpEngine
-from batchrunner.records import Incident
+from batchrunner.core.types import Incident
+from batchrunner.engines.hang_detector import Vigil, marks
+from batchrunner.engines.http.client import HttpEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.engines.route import Route
-    from batchrunner.job import LimitsSpec
-    from batchrunner.records import Completion, EngineInfo, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Request, Signals
+    from batchrunner.engines.http.endpoint import Route
+    from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.records import Completion, EngineInfo, Incident, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, Signals
 
 
 class Engine(Protocol):

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from anyio.from_thread import start_blocking_portal
 
-from batchrunner.engines import wire
+from batchrunner.core.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
+from batchrunner.core.types import EngineInfo, Signals
 from batchrunner.engines.device import (
     CPU_NOTE,
     CPU_SHIM,
@@ -31,18 +32,17 @@ from batchrunner.engines.device import (
     on_cpu,
     server_args,
 )
-from batchrunner.engines.model import check_model, model_identity, vocabulary_of
-from batchrunner.engines.tokenizing import tokenizing_of
-from batchrunner.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
-from batchrunner.records import EngineInfo, Signals
+from batchrunner.engines.http import wire
+from batchrunner.engines.http.tokenizer_info import tokenizing_of
+from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from anyio.from_thread import BlockingPortal
 
-    from batchrunner.job import InprocessEngine
-    from batchrunner.records import Completion, Incident, Request
+    from batchrunner.core.types import Completion, Incident, Request
+    from batchrunner.job.spec import InprocessEngine
 
 log = logging.getLogger(__name__)
 

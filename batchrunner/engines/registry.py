@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
-from batchrunner.engines.model import model_identity
-from batchrunner.job import (
+from batchrunner.engines.model_files import model_identity
+from batchrunner.job.spec import (
     AttachEngine,
     GatewayEngine,
     InprocessEngine,
@@ -18,9 +18,9 @@ from batchrunner.job import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.detokens import Detokenizer
     from batchrunner.engines.base import Engine
-    from batchrunner.job import EngineSpec
+    from batchrunner.input.tokenize.detokenizer import Detokenizer
+    from batchrunner.job.spec import EngineSpec
 
 
 def make_engine(
@@ -35,22 +35,22 @@ def make_engine(
     match spec:
         case AttachEngine():
             from batchrunner.engines.attached import AttachedServers  # noqa: PLC0415
-            from batchrunner.engines.http import api_key_from  # noqa: PLC0415
+            from batchrunner.engines.http.client import api_key_from  # noqa: PLC0415
 
             key = api_key_from(spec.api_key_env)
             return AttachedServers(spec.urls, api_key=key, limits=limits)
         case ServerEngine():
-            from batchrunner.engines.server import LaunchedServer  # noqa: PLC0415
+            from batchrunner.engines.launched.server import LaunchedServer  # noqa: PLC0415
 
             return LaunchedServer(spec, log_path=log_dir / "engine-server.log", limits=limits, reader=reader)
         case GatewayEngine(url=str(url)):
-            from batchrunner.engines.gateway import AttachedGateway  # noqa: PLC0415
-            from batchrunner.engines.http import api_key_from  # noqa: PLC0415
+            from batchrunner.engines.attached_gateway import AttachedGateway  # noqa: PLC0415
+            from batchrunner.engines.http.client import api_key_from  # noqa: PLC0415
 
             key = api_key_from(spec.api_key_env)
             return AttachedGateway(url, api_key=key, limits=limits)
         case GatewayEngine():
-            from batchrunner.engines.fleet import LaunchedGateway  # noqa: PLC0415
+            from batchrunner.engines.launched.fleet import LaunchedGateway  # noqa: PLC0415
 
             return LaunchedGateway(spec, log_dir=log_dir, limits=limits, reader=reader)
         case InprocessEngine():

@@ -13,8 +13,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from batchrunner.errors import RowRefusedError
-from batchrunner.records import Completion, EngineInfo, Signals
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.types import Completion, EngineInfo, Signals
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import Sample
@@ -23,8 +23,8 @@ from batchrunner.simulation.scheduler import SchedulerConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.job import SimulatedEngine
-    from batchrunner.records import Incident, Request
+    from batchrunner.core.types import Incident, Request
+    from batchrunner.job.spec import SimulatedEngine
 
 MARK = "[simulated] "
 """Every answer starts with it, so that none is ever taken for a model's."""

@@ -1,0 +1,148 @@
+"""`batchrun advise`: a log, a live server or a run → what its signs mean and what to change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.advise.from_run import read_run
+from batchrunner.advise.from_server import watch_server
+from batchrunner.advise.rules.table import BY_NAME, apply_all
+from batchrunner.advise.situation import Situation
+from batchrunner.core.errors import InputError
+from batchrunner.engines.flags import Flags, installed, of_arguments
+from batchrunner.engines.logs.facts import KNOWN_CARDS, architecture_of
+from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.thresholds import Thresholds
+
+if TYPE_CHECKING:
+    from batchrunner.advise.advice import Advice
+
+WATCH_S = 20.0
+"""How long a live server is watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was seen, and what follows from it."""
+
+    source: str
+    situation: Situation
+    advice: list[Advice]
+    flags: Flags
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is enough to go by and nothing is wrong."""
+        wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
+        return self.situation.load.enough and not wrong
+
+    def lines(self) -> list[str]:
+        """Return what a person reads."""
+        lines = [f"{self.source}: {self.reading()}"]
+        if self.healthy:
+            lines.append(f"healthy: {self.figures()}")
+        lines += [line for advice in self.advice for line in advice.lines()]
+        if any(advice.args for advice in self.advice) and self.flags.note:
+            lines.append(f"({self.flags.note})")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as `--json` has it."""
+        load = self.situation.load
+        return {
+            "source": self.source,
+            "healthy": self.healthy,
+            "enough": load.enough,
+            "reading": {
+                **self.situation.evidence("empty", "in_band", "deep", "conservative", "full", "no_graph"),
+                "schedulers": len(load.tracks),
+                "retractions": self.situation.retractions,
+                "retractions_per_min": round(self.situation.retractions_per_min, 2),
+            },
+            "version": self.flags.version,
+            "flags_known": not self.flags.note,
+            "advice": [advice.as_dict() for advice in self.advice],
+            "thresholds": asdict(load.limits),
+        }
+
+    def reading(self) -> str:
+        """Say what it goes by; where that is too little for advice, what was seen, and how much it takes."""
+        load = self.situation.load
+        if self.situation.facts.mute:
+            return "the server does not tell its load: neither /v1/loads nor /metrics (--enable-metrics) does"
+        if not load.counted:
+            return "no request was running"
+        if load.enough:
+            return load.over()
+        return (
+            f"{self.figures()}. A reading, not advice: {load.over()}, and advice takes "
+            f"{load.limits.samples:.0f} over {load.limits.span_s:.0f} s"
+        )
+
+    def figures(self) -> str:
+        """Say what is usual."""
+        load = self.situation.load
+        rate = load.median("rate")
+        return (
+            f"median #running-req {load.median('running'):.0f}, #queue-req {load.median('queue'):.0f} "
+            f"(0 in {load.share('empty'):.0%}), token usage {load.median('usage'):.2f}, "
+            f"{self.situation.retractions} retractions" + (f", {rate:,.0f} tokens/s" if rate else "")
+        )
+
+
+def advise(
+    source: str,
+    limits: Thresholds | None = None,
+    *,
+    span_s: float = WATCH_S,
+    card: str | None = None,
+    python: str | None = None,
+) -> Judgement:
+    """Judge a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
+
+    `card` is the GPU's name where the source does not tell it; `python` the interpreter that has SGLang.
+    Raises InputError or OutputError where the source is none of these, InputError for an unknown card.
+    """
+    if card and architecture_of(card) is None:
+        raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
+    situation = _look(source, limits or Thresholds(), span_s)
+    situation.facts.card = card or situation.facts.card
+    names_flags = any(found.args for found in apply_all(situation, Flags()))
+    flags = _flags(situation, python, ask=names_flags)
+    return Judgement(source, situation, apply_all(situation, flags), flags)
+
+
+def advise_run(run: Path) -> Judgement:
+    """Judge a run for its report; a simulated one gets no advice. Asks no installed SGLang.
+
+    Raises OutputError where the path holds no run.
+    """
+    situation = read_run(run, Thresholds())
+    flags = of_arguments(situation.facts.version, situation.facts.arguments)
+    simulated = situation.client is not None and situation.client.simulated
+    return Judgement(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
+
+
+def _look(source: str, limits: Thresholds, span_s: float) -> Situation:
+    if source.startswith(("http://", "https://")):
+        return watch_server(source, limits, span_s)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return read_run(path, limits)
+    if not path.exists():
+        raise InputError(
+            f"{source}: no such file or directory; give a log, a run's output path or an http:// URL"
+        )
+    log = LogReader(limits).read(path)
+    return Situation(log.series, log.series, log.facts)
+
+
+def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
+    """Return the flags of the server that was looked at; to `ask`, of the installed one if that may be it."""
+    facts = situation.facts
+    if facts.arguments:
+        return of_arguments(facts.version, facts.arguments)
+    here = installed(python) if ask else Flags()
+    return here if facts.version in {None, here.version} else Flags(facts.version)

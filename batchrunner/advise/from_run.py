@@ -1,0 +1,176 @@
+"""A run directory, of a run that ended, was interrupted or goes on: its samples and its engines' logs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchrunner.advise.situation import Client, Situation
+from batchrunner.core.errors import InputError
+from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.series import Series, spread
+from batchrunner.engines.logs.signs import Sample
+from batchrunner.output.events import read_events
+from batchrunner.output.resume import facts_of
+from batchrunner.output.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from batchrunner.engines.logs.thresholds import Thresholds
+
+MOST_PARTS = 20
+"""Of the newest, looked at for the lengths of outputs."""
+FULL = 0.9
+"""Share of the window in flight from which it is full."""
+FLAGS = ("version", "card", "max_running", "prefill_tokens")
+"""What a start says of its engine that servers with the same flags have alike …"""
+SAME_POOL = 0.02
+"""… and by which share their KV pools differ at most: each takes the memory that it finds."""
+
+
+def read_run(run: Path, limits: Thresholds) -> Situation:
+    """Read what a run, or each of its tasks, tells; raises OutputError where the path holds none."""
+    run_dir = RunDir(run)
+    facts = facts_of(run_dir)
+    client = _client(facts)
+    load, log = Series(limits), LogReader(limits)
+    for own in {task.own: task for task in (run_dir, *run_dir.all_tasks())}.values():
+        task = _Task(own.task, load, client)
+        task.read(own.events)
+        client = task.client
+        for path in sorted(own.own.glob("engine*.log")):
+            log.source = f"{own.task} {path.stem}"
+            with contextlib.suppress(InputError):  # the gateway's, or of one that never started
+                log.read(path)
+    load.settle()
+    _lengths(run_dir, client)
+    server = log.facts
+    server.version = facts["engine"].get("version")
+    server.card = server.card or facts["engine"].get("card")
+    seen = facts["engine"].get("gpus")
+    if seen and server.arguments:
+        server.idle_gpus = max(0, seen - server.gpus)
+    return Situation(load if load.counted else log.series, log.series, server, client)
+
+
+def _client(facts: Mapping[str, Any]) -> Client:
+    job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
+    most = sampling.get("max_new_tokens")
+    return Client(
+        window=job.get("window", "auto"),
+        connections=facts["engine"].get("connections"),
+        max_new_tokens=most if isinstance(most, int) else None,
+        ignore_eos=sampling.get("ignore_eos") is True,
+        order=job.get("order", "auto"),
+        kind=job["engine"]["kind"],
+        simulated=bool(facts["engine"].get("simulated")),
+    )
+
+
+class _Task:
+    """Adds what a task's events tell, since its servers have the flags of now, to the tasks before it."""
+
+    def __init__(self, name: str, load: Series, client: Client) -> None:
+        self.client = client
+        """What our side did in all of these tasks."""
+        self._name = name
+        self._load = load
+        self._before = dict(load.tracks), replace(client)
+        self._start: Mapping[str, Any] | None = None
+        self._learned: dict[str, Any] = {}
+        """Flags that the servers have over the job's."""
+        self._tracks: dict[str, str] = {}
+        """Of this start's schedulers, by their place in it: a server of ours has a new port at each start."""
+        self._retractions: dict[str, int] = {}
+        """Of this start so far, by scheduler; "" for all."""
+        self._unplaced = 0
+        """Retractions of which it is not known whose they were."""
+
+    def read(self, path: Path) -> None:
+        """Read the task's event log to its end."""
+        for event in read_events(path):
+            match event["event"]:
+                case "start":
+                    if self._start and not _alike(self._start, event):
+                        self._begin_anew()
+                    self._start, self._tracks, self._retractions = event, {}, {}
+                case "engine_recalled" | "engine_healed" if not event["new"].items() <= self._learned.items():
+                    self._learned |= event["new"]
+                    self._begin_anew()
+                case "tokenize":
+                    self.client.tokenize = event.get("where")
+                case "sample":
+                    self._count_retractions(event)
+                    self._add(event)
+        tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
+        spread(max(0, self._unplaced), tracks)  # whose some were may be told only after a new beginning
+
+    def _begin_anew(self) -> None:
+        """Forget what was seen: it was of servers with other flags."""
+        tracks, client = self._before
+        self._load.tracks = dict(tracks)
+        self.client = replace(client, tokenize=self.client.tokenize)
+        self._unplaced = 0
+
+    def _track(self, scheduler: str) -> str:
+        return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
+
+    def _count_retractions(self, sample: Mapping[str, Any]) -> None:
+        told = {s["scheduler"]: s["retractions"] for s in sample["signals"] if "retractions" in s}
+        told[""] = sample.get("retractions", 0)
+        new = {who: count - self._retractions.get(who, 0) for who, count in told.items()}
+        self._retractions |= told
+        self._unplaced += new.pop("") - sum(new.values())
+        for who, count in new.items():
+            if count:
+                self._load.track(self._track(who)).retractions += count
+
+    def _add(self, sample: Mapping[str, Any]) -> None:
+        client, signals = self.client, sample["signals"]
+        in_flight, window = sample["in_flight"], sample["window"]
+        unsent = max(0, sample["rows_total"] - sample["rows_done"] - in_flight)
+        client.widest = max(client.widest, in_flight)
+        if not in_flight or not signals:
+            return
+        for told in signals:
+            look = Sample(
+                sample["time"], told["running"], told["queue"], told["token_usage"], told.get("max_running"),
+                rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
+            )  # fmt: skip
+            self._load.add(self._track(told["scheduler"]), look)
+        if unsent and not any(told["queue"] for told in signals):
+            client.dry += 1
+            full = in_flight >= FULL * window
+            client.at_window += full
+            client.on_way += full and 2 * sum(told["running"] for told in signals) < in_flight
+            client.resting += not full and sample.get("resting", 0) > 0
+
+
+def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether the servers of two starts had the same flags, by what is known of them."""
+    one, two = start.get("engine") or {}, other.get("engine") or {}
+    pools = [engine.get("max_total_tokens") or 0 for engine in (one, two)]
+    alike = all(one.get(name) == two.get(name) for name in FLAGS) and math.isclose(*pools, rel_tol=SAME_POOL)
+    return alike and start.get("args") == other.get("args")
+
+
+def _lengths(run_dir: RunDir, client: Client) -> None:
+    """Look at the newest parts for how long outputs are."""
+    found: list[pa.ChunkedArray] = []
+    for path in run_dir.all_parts()[-MOST_PARTS:]:
+        with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # a part that is damaged, or goes
+            tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
+            found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
+    if lengths := [chunk for column in found for chunk in column.chunks]:
+        tokens = pa.chunked_array(lengths).drop_null()
+        client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
+        if client.outputs:
+            client.longest_output = int(pc.quantile(tokens, 0.99)[0].as_py())

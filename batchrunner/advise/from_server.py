@@ -1,0 +1,203 @@
+"""A live server, ours or not, watched for a while: its load, counters and arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+
+from batchrunner.advise.situation import Situation
+from batchrunner.core.errors import InputError
+from batchrunner.engines.http.load import counters_in, from_loads, from_metrics
+from batchrunner.engines.logs.facts import Facts, number
+from batchrunner.engines.logs.lines import Ready
+from batchrunner.engines.logs.series import Series, spread
+from batchrunner.engines.logs.signs import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.core.types import Signals
+    from batchrunner.engines.logs.thresholds import Thresholds
+
+POLL_S = 0.25
+"""`/v1/loads` reads shared memory; a sample that was seen before is not counted again."""
+METRICS_S = 1.5
+"""Between two looks at `/metrics`: a long text, whose gauges are seconds old."""
+TIMEOUT_S = 5.0
+MOST_BYTES = 8 << 20
+"""Of a reply; `/metrics` of a large server has a tenth of it. What says more is something else."""
+KEY_VARIABLE = "SGLANG_API_KEY"
+
+
+def watch_server(url: str, limits: Thresholds, span_s: float) -> Situation:
+    """Watch a server for `span_s` seconds, or until Ctrl-C, and return what was seen.
+
+    Raises InputError where nobody answers there, or nobody who is SGLang.
+    """
+    return asyncio.run(_watch(url.rstrip("/"), limits, span_s))
+
+
+async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
+    enough = asyncio.Event()
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # not in the main thread
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        server = _Server(session, url, limits)
+        await server.ask_arguments()
+        end = time.monotonic() + span_s
+        while not enough.is_set() and time.monotonic() < end:
+            await server.look()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), POLL_S)
+        return server.situation()
+
+
+class _Server:
+    """One server that is polled."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, limits: Thresholds) -> None:
+        self._session = session
+        self._url = url
+        self._series = Series(limits)
+        self._facts = Facts()
+        self._seen: dict[str, float | None] = {}
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._summed = 1
+        """Schedulers whose counters these are."""
+        self._next_metrics = 0.0
+
+    async def ask_arguments(self) -> None:
+        """Read what the server says of itself; raises InputError."""
+        try:
+            info = await self._json("/server_info") or await self._json("/get_server_info")
+        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            reason = f"{getattr(failure, 'os_error', failure)}" or f"no answer within {TIMEOUT_S:g} s"
+            raise InputError(f"{self._url}: no server answers there: {reason}") from None
+        if not info or "model_path" not in info:
+            raise InputError(
+                f"{self._url}: not an SGLang server (no /server_info): give a server's own address, "
+                "not a gateway's"
+            )
+        self._facts.version = info.get("version")
+        self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}
+        state = next((s for s in _listed(info.get("internal_states")) if isinstance(s, dict)), {})
+        memory = state.get("memory_usage")
+        memory = memory if isinstance(memory, dict) else {}
+        self._facts.ready = _limits(info, state, memory)
+        self._facts.weights_gb = number(memory.get("weight"))
+        self._facts.card_gb = _free_at_first(memory)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # one can do without
+            about = await self._json("/model_info") or {}
+            self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
+
+    async def look(self) -> None:
+        """Take one sample of each scheduler; a poll that fails is left out."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            metrics: Sequence[Signals] = []
+            if time.monotonic() >= self._next_metrics:
+                metrics = await self._metrics()
+            self._add(await self._loads(metrics))
+
+    def situation(self) -> Situation:
+        """Return what was seen, with the counters' growth."""
+        grown = {name: max(0.0, value - self._first.get(name, 0.0)) for name, value in self._last.items()}
+        prefills, prompt = self._series.prefills, grown.get("prompt_tokens_total", 0.0)
+        prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
+        prefills.new_tokens = max(0, int(prompt) - prefills.cached_tokens)
+        prefills.prompts = int(grown.get("num_requests_total", 0))
+        tracks = list(self._series.tracks.values())[: self._summed]
+        spread(int(grown.get("num_retracted_requests_total", 0)), tracks)
+        self._series.settle()
+        self._facts.mute = not self._seen
+        return Situation(self._series, self._series, self._facts)
+
+    async def _metrics(self) -> list[Signals]:
+        """Take the counters of `/metrics`; return the load that it tells, if it is there."""
+        self._next_metrics = time.monotonic() + METRICS_S
+        text = await self._text("/metrics")
+        self._facts.metrics = text is not None and "sglang:" in text
+        if text is None or not self._facts.metrics:
+            return []
+        self._last = counters_in(text)
+        self._first = self._first or self._last
+        load = from_metrics(text, self._url)
+        self._summed = len(load) or 1
+        return load
+
+    async def _loads(self, metrics: Sequence[Signals]) -> Sequence[Signals]:
+        reply = await self._json("/v1/loads?include=core")
+        if reply is None:
+            return metrics
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return from_loads(reply, self._url)
+        return []
+
+    def _add(self, signals: Sequence[Signals]) -> None:
+        graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
+        for told in signals:
+            new = told.taken_at is None or self._seen.get(told.scheduler) != told.taken_at
+            self._seen[told.scheduler] = told.taken_at
+            if new and told.has_work:
+                sample = Sample(
+                    time.monotonic(), told.running, told.queue, told.token_usage, told.max_running,
+                    None if graph is None or not told.running else bool(graph),
+                    rate and rate / self._summed,
+                )  # fmt: skip
+                self._series.add(told.scheduler, sample)
+
+    async def _json(self, path: str) -> dict[str, Any] | None:
+        text = await self._text(path)
+        with contextlib.suppress(orjson.JSONDecodeError):
+            found = orjson.loads(text or "")
+            return found if isinstance(found, dict) else None
+        return None
+
+    async def _text(self, path: str) -> str | None:
+        """Return what a path answers, None where it is not there; raises InputError without the key."""
+        async with self._session.get(self._url + path) as response:
+            if response.status in {401, 403}:
+                raise InputError(f"{self._url}: refuses the API key: set {KEY_VARIABLE}")
+            body = bytearray()
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MOST_BYTES:
+                    return None
+            return body.decode(errors="replace") if response.ok else None
+
+
+def _free_at_first(memory: dict[str, Any]) -> float | None:
+    """Return what a card had free before the weights were loaded: what became of it, in GB."""
+    graphs = memory.get("graph")
+    parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
+    parts += graphs.values() if isinstance(graphs, dict) else []
+    told = [part for part in map(number, parts) if part is not None]
+    return sum(told) if len(told) == len(parts) else None
+
+
+def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> Ready:
+    """Return the first scheduler's limits: its own numbers are resolved, the arguments may be null."""
+    told = {**info, **{name: value for name, value in state.items() if value}}
+    told["max_running_requests"] = state.get("effective_max_running_requests_per_dp") or told.get(
+        "max_running_requests"
+    )
+    names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
+    pool, chunk, running, context = (
+        None if (limit := number(told.get(name))) is None else int(limit) for name in names
+    )
+    left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
+    return Ready(pool, chunk, running, context, left)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,42 @@
+"""Rules on deaths that no shortage of the card's memory explains. Each is pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchrunner.advise.situation import LONGEST, Finding, command_line
+from batchrunner.engines.recovery.diagnosis import Death
+from batchrunner.engines.recovery.safer_args import safer
+
+if TYPE_CHECKING:
+    from batchrunner.advise.situation import Situation
+    from batchrunner.engines.flags import Flags
+
+
+def killed(s: Situation, flags: Flags) -> Finding | None:
+    """Find that a process was killed, which is the kernel's way with one that takes too much memory."""
+    died = s.facts.died
+    if died is None or not died.killed:
+        return None
+    args = safer(Death("killed", died.text), s.facts, flags)
+    host = "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says `oom-kill`"
+    if s.facts.arguments.get("enable_hierarchical_cache"):
+        host += ", or a smaller --hicache-ratio"
+    return Finding(
+        f"killed (SIGKILL), as the kernel does for want of the host's memory: {died.text[:LONGEST]}",
+        args,
+        ", or ".join(filter(None, (command_line(args), host))),
+        {"line": died.text},
+    )
+
+
+def crashed(s: Situation, _: Flags) -> Finding | None:
+    """Find that the server died of something that no flag is known to cure."""
+    died = s.facts.died
+    if died is None or died.killed or s.facts.last_trouble:
+        return None
+    return Finding(
+        f"the server died: {died.text[:LONGEST]}",
+        change="look for that error in the log and among SGLang's issues: another release may not have it",
+        evidence={"line": died.text},
+    )

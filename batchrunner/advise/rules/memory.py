@@ -1,0 +1,137 @@
+"""Rules on memory: what is left at the start, and where it ran out. Each is pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.advise.situation import LONGEST, Finding, command_line
+from batchrunner.engines.recovery.diagnosis import Death
+from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
+
+if TYPE_CHECKING:
+    from batchrunner.advise.situation import Situation
+    from batchrunner.engines.flags import Flags
+    from batchrunner.engines.logs.facts import Trouble
+    from batchrunner.engines.logs.lines import Phase
+
+STEP = 0.01
+"""The guides' step of `--mem-fraction-static`."""
+
+
+def memory_left(s: Situation, flags: Flags) -> Finding | None:
+    """Find GPU memory that lies idle, or that it is as it should be."""
+    left, band = s.facts.ready.gpu_gb if s.facts.ready else None, s.memory_band
+    if left is None or left < band.low:
+        return None
+    seen = f"available_gpu_mem is {left:.2f} GB when the server is ready"
+    evidence = {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
+    good = f"{round(band.low, 1):g}-{round(band.high, 1):g} GB"
+    if left <= band.high:
+        return Finding(f"{seen}: {good} is good", evidence=evidence, fine=True)
+    if s.facts.number("max_total_tokens"):
+        return Finding(
+            f"{seen}: more than {good}, because --max-total-tokens limits the KV pool",
+            {"max-total-tokens": None},
+            evidence=evidence,
+        )
+    return _fraction(s, flags, f"{seen}: more than {good}, the rest lies idle", left, evidence)
+
+
+def memory_tight(s: Situation, flags: Flags) -> Finding | None:
+    """Find that too little GPU memory is left for activations."""
+    left, low = s.facts.ready.gpu_gb if s.facts.ready else None, s.memory_band.low
+    if left is None or left >= low:
+        return None
+    seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
+    return _fraction(
+        s, flags, f"{seen} it may run out", left, {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
+    )
+
+
+def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict[str, Any]) -> Finding | None:
+    """Move mem-fraction-static so that the good amount is left; by how much, the card's memory says.
+
+    Never below what the weights and a pool take: then there is nothing to say.
+    """
+    now, more = s.facts.number("mem_fraction_static"), left - s.memory_band.good
+    up = more > 0
+    if not flags.spelling("mem-fraction-static"):
+        return Finding(sign)
+    if now is None or not s.facts.card_gb:
+        way = "up" if up else "down"
+        return Finding(sign, change=f"--mem-fraction-static {way} in steps of {STEP}", evidence=evidence)
+    steps = (
+        max(1, math.floor(more / s.facts.card_gb / STEP)) if up else math.floor(more / s.facts.card_gb / STEP)
+    )
+    least = math.ceil(least_fraction(s.facts) / STEP) * STEP
+    target = round(min(HIGHEST_FRACTION, max(least, now + steps * STEP)), 3)
+    if target == now or (target > now) is not up:
+        return None
+    args = flags.setting("mem-fraction-static", target)
+    moved = f"{abs(target - now) * s.facts.card_gb:.1f} GB of {s.facts.card_gb:.0f}"
+    what = f"{command_line(args)} (from {now:g}: {moved} {'more' if up else 'less'} for the KV pool)"
+    return Finding(sign, args, what, evidence)
+
+
+def oom_prefill(s: Situation, flags: Flags) -> Finding | None:
+    """Find that a prefill pass ran out of memory."""
+    known = {"chunked_prefill_size": in_effect(s.facts, "chunked-prefill-size")}
+    trouble = _last(s, "prefill")
+    return _ran_out(s, trouble, flags, "in prefill", known) if trouble else None
+
+
+def oom_decode(s: Situation, flags: Flags) -> Finding | None:
+    """Find that decoding ran out of memory."""
+    trouble = _last(s, "decode") or _last(s, "requests")
+    if not trouble:
+        return None
+    return _ran_out(s, trouble, flags, f"in decoding, at {trouble.running} running", {})
+
+
+def oom_graph(s: Situation, flags: Flags) -> Finding | None:
+    """Find that capturing CUDA graphs ran out of memory."""
+    trouble = _last(s, "graph") or _last(s, "prefill-graph")
+    return _ran_out(s, trouble, flags, "while CUDA graphs were captured", {}) if trouble else None
+
+
+def oom_weights(s: Situation, flags: Flags) -> Finding | None:
+    """Find that the weights, or the weights and any KV pool at all, do not fit."""
+    if trouble := _last(s, "pool"):
+        where = "before there was a KV pool: the weights take what mem-fraction-static allows"
+        return _ran_out(s, trouble, flags, where, {}, "" if s.facts.on_cpu else "more GPUs (--tp-size)")
+    if trouble := _last(s, "load"):
+        args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
+        quantised = s.facts.quantised or s.facts.arguments.get("quantization")
+        room = command_line(args) or "a machine with more memory"
+        ways = room if quantised else f"{room}, or a quantised model"
+        found = _ran_out(s, trouble, flags, "while weights were loaded", {}, ways)
+        return replace(found, args=args)
+    return None
+
+
+def oom_general(s: Situation, flags: Flags) -> Finding | None:
+    """Find that memory ran out, and it is not known where."""
+    trouble = _last(s, "general")
+    return _ran_out(s, trouble, flags, "", {}) if trouble else None
+
+
+def _last(s: Situation, phase: Phase) -> Trouble | None:
+    return next((trouble for trouble in reversed(s.facts.troubles) if trouble.phase == phase), None)
+
+
+def _ran_out(
+    s: Situation, trouble: Trouble, flags: Flags, where: str, known: dict[str, Any], beside: str = ""
+) -> Finding:
+    """Return the finding with the step that a launched engine would be given; `beside` is another way."""
+    times = sum(other.phase == trouble.phase for other in s.facts.troubles)
+    text = trouble.what.text
+    args = safer(Death(trouble.phase, text, trouble.running), s.facts, flags)
+    ways = [way for way in (command_line(args), beside) if way] or ["a smaller model, or a larger card"]
+    return Finding(
+        f"out of memory{where and ' '}{where}: {text[:LONGEST]}",
+        args,
+        ", or ".join(ways),
+        {**known, "times": times, "running": trouble.running},
+    )

@@ -1,0 +1,120 @@
+"""Rules on what a forward pass does: prefill chunks, long prompts, CUDA graphs. Each is pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.advise.rules.load import LESS_CONSERVATIVE, conservativeness
+from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Finding
+from batchrunner.engines.logs.facts import prefill_graph_off
+from batchrunner.engines.recovery.safer_args import in_effect, least_fraction
+
+if TYPE_CHECKING:
+    from batchrunner.advise.situation import Situation
+    from batchrunner.engines.flags import Flags
+
+LARGEST_CHUNK = 16_384
+"""SGLang's own largest default."""
+GRAPH_GB_A_REQUEST = 2 / 1024
+"""What SGLang's memory_hook reserves for decode graphs."""
+USUAL_CAPTURED = 160
+"""Requests; the guides: "typically 160-256"."""
+LARGE_TP = 4
+
+
+def running_low(s: Situation, flags: Flags) -> Finding | None:
+    """Find that prefill brings new requests no faster than others end."""
+    if not s.load.frequent("far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
+        return None
+    prefills = s.log.prefills
+    if prefills.passes < s.limits.samples or prefills.filled < s.limits.frequent * prefills.passes:
+        return None
+    return Finding(
+        f"{s.load.median('running'):.0f} requests run of {s.max_running} that may, others wait and "
+        f"memory is left {s.often('far_below')}: they end as fast as full prefill passes bring new ones",
+        larger_chunk(s, flags),
+        evidence=s.evidence("far_below"),
+    )
+
+
+def long_prompts(s: Situation, flags: Flags) -> Finding | None:
+    """Find that one or two prompts fill a prefill pass."""
+    prefills = s.log.prefills
+    share = prefills.few_long / max(1, prefills.passes)
+    if prefills.passes < s.limits.samples or share < s.limits.frequent:
+        return None
+    tokens = max(prefills.mean_prompt, prefills.mean_streak)
+    if tokens < s.limits.long_prompt:
+        return None
+    args = larger_chunk(s, flags)
+    if prefill_graph_off(s.facts.arguments) and not s.facts.on_cpu:
+        args |= flags.setting("cuda-graph-backend-prefill", "breakable")
+    return Finding(
+        f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
+        f"({tokens:,.0f} tokens, one pass after the other): long prompts dominate",
+        args,
+        evidence={
+            "passes": prefills.passes,
+            "few_long_share": round(share, 4),
+            "mean_prompt_tokens": round(prefills.mean_prompt),
+            "mean_streak_tokens": round(prefills.mean_streak),
+        },
+    )
+
+
+def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
+    """Find that decoding runs without CUDA graphs at batch sizes where they matter."""
+    large = s.facts.tp >= LARGE_TP
+    sign = "no_graph_tp" if large else "no_graph"
+    if s.facts.on_cpu or not s.log.frequent(sign):
+        return None
+    running, captured = s.log.median("running"), s.facts.graph_max_bs
+    target = int(s.limits.graph_batch_tp if large else s.limits.graph_batch)
+    if s.facts.graph_disabled:
+        args, why = _graph_on(s, flags), "the server's arguments switch them off"
+    elif running <= target and not (captured and captured >= target):
+        pool = smaller_pool(s, flags, GRAPH_GB_A_REQUEST * (target - (captured or USUAL_CAPTURED)))
+        if pool is None:
+            return None
+        args = flags.setting("cuda-graph-max-bs-decode", target) | pool
+        why = f"they are captured up to {captured or 'some 160-256'}"
+    else:
+        return None
+    share = s.log.share(sign)
+    return Finding(
+        f"cuda graph: False in {share:.0%} of {s.log.over()}, at {running:.0f} running: {why}",
+        args,
+        evidence={**s.evidence(), "no_graph_share": round(share, 4), "captured": captured},
+        certainty="high" if s.facts.graph_disabled else None,
+    )
+
+
+def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
+    if s.facts.arguments.get("disable_cuda_graph") or not flags.spelling("cuda-graph-backend-decode"):
+        return {"disable-cuda-graph": None}
+    return flags.setting("cuda-graph-backend-decode", "full")
+
+
+def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
+    """Return a chunk of twice the size, and a smaller pool where its memory must come from there."""
+    chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
+    larger = min(2 * chunk, LARGEST_CHUNK)
+    pool = smaller_pool(s, flags, (larger - chunk) * CHUNK_GB_A_TOKEN)
+    if not 0 < chunk < larger or pool is None:
+        return {}
+    args = flags.setting("chunked-prefill-size", larger)
+    return args | pool if args else {}
+
+
+def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any] | None:
+    """Return the mem-fraction-static that leaves room for so many GB more, empty where there is room.
+
+    None where weights and a pool of some use would not be left.
+    """
+    now, left = s.facts.number("mem_fraction_static"), s.facts.ready.gpu_gb if s.facts.ready else None
+    wanting = gb - max(0.0, left - s.memory_band.low) if left else gb
+    if s.facts.on_cpu or now is None or not s.facts.card_gb or wanting <= 0:
+        return {}
+    target = round(now - math.ceil(100 * wanting / s.facts.card_gb) / 100, 3)
+    return flags.setting("mem-fraction-static", target) if target > least_fraction(s.facts) else None

@@ -1,0 +1,221 @@
+"""Rules on what was chosen before the start: metrics, GPUs, parallelism, precision, kernels, cache, order.
+
+Each is pure, and says nothing where the model or the card that it is about is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from batchrunner.advise.situation import Finding, command_line
+from batchrunner.engines.logs.facts import FP8
+
+if TYPE_CHECKING:
+    from batchrunner.advise.situation import Situation
+    from batchrunner.engines.flags import Flags
+    from batchrunner.engines.logs.facts import Architecture, Facts
+
+ROOM_FOR_KV = 0.6
+"""Share of a card that all weights may take so that one GPU is enough: the rest holds the KV pool."""
+FEW_PROMPTS = 50
+LONG_ENOUGH = 1024
+"""Tokens of a prompt from which keeping its prefix on the host is cheaper than to compute it again."""
+_BACKENDS: dict[Architecture, tuple[str, str]] = {
+    "hopper": ("fa3", "flashinfer"),
+    "blackwell": ("trtllm_mha", "flashinfer"),
+    "ada": ("flashinfer", "triton"),
+    "ampere": ("flashinfer", "triton"),
+}
+"""The guides' attention backend of each generation of cards, and the one to compare it with."""
+_CHOSEN_FOR = (
+    "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
+    "Inkling", "MiniCPM", "Llama4",
+)  # fmt: skip
+"""Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
+model_config and model_overrides)."""
+_GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
+"""Backends that run on any card; a special one was chosen for a reason."""
+_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
+"""What `--kv-cache-dtype` is where keys and values have 16 bits; others have 8 or 4."""
+
+
+def metrics_off(s: Situation, flags: Flags) -> Finding | None:
+    """Find that the server tells less than it could."""
+    args = s.facts.arguments
+    off = [name for name in ("enable_metrics", "enable_cache_report") if args.get(name) is False]
+    if s.facts.metrics is False and "enable_metrics" not in off:
+        off.insert(0, "enable_metrics")
+    shown = {
+        "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
+        "enable_cache_report": "cached tokens of each chat answer",
+    }
+    settings = {k: v for name in off for k, v in flags.setting(name.replace("_", "-"), value=True).items()}
+    return Finding(f"not told: {' and '.join(shown[name] for name in off)}", settings) if off else None
+
+
+def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find that a model is spread over GPUs although it fits one, or that GPUs are idle."""
+    tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
+    ours = s.client is not None and s.client.kind in {"server", "gateway"}
+    if s.facts.idle_gpus and s.client and s.client.kind == "server":
+        return Finding(
+            f"{s.facts.idle_gpus} GPUs that the server saw are idle",
+            change="`engine: {kind: gateway}`: a replica for every GPU",
+            evidence={"idle_gpus": s.facts.idle_gpus},
+            certainty="high",
+        )
+    whole = (weights or 0.0) * tp * (s.facts.number("pp_size", 1) or 1)
+    if tp < 2 or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
+        return None
+    args = flags.setting("tp-size", 1)
+    how = "`engine: {kind: gateway, tp: 1}`" if ours else f"{tp} servers behind SGLang's Model Gateway, each"
+    return Finding(
+        f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is spread over {tp}",
+        args,
+        f"{how} with {command_line(args)}",
+        {"weights_gb": round(whole, 1), "card_gb": card, "tp": tp},
+    )
+
+
+def data_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find replicas inside one server."""
+    dp = s.facts.number("dp_size", 1) or 1
+    if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
+        return None
+    return Finding(
+        f"--dp-size {dp:.0f} parts the requests in turn, whatever each replica has to do",
+        flags.setting("dp-size", 1),
+        f"{dp:.0f} servers behind SGLang's Model Gateway instead",
+    )
+
+
+def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find a mixture of experts on several GPUs without expert parallelism."""
+    if not s.facts.is_moe or s.facts.tp < 2 or (s.facts.number("ep_size", 1) or 1) > 1:  # noqa: PLR2004
+        return None
+    return Finding(
+        f"{s.facts.model} has experts, each of them cut over {s.facts.tp} GPUs",
+        flags.setting("ep-size", s.facts.tp),
+    )
+
+
+def dp_attention(s: Situation, flags: Flags) -> Finding | None:
+    """Find a model with latent attention whose KV cache is held on each GPU again."""
+    if not s.facts.is_mla or s.facts.tp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
+        return None
+    return Finding(
+        f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs",
+        flags.setting("attn-dp-size", s.facts.tp),
+    )
+
+
+def torch_compile(s: Situation, flags: Flags) -> Finding | None:
+    """Find a small model at a small batch."""
+    weights = s.facts.weights_gb
+    if s.facts.on_cpu or not weights or weights * s.facts.tp > s.limits.small_model_gb:
+        return None
+    if s.facts.arguments.get("enable_torch_compile") or not s.load.frequent("small_batch"):
+        return None
+    return Finding(
+        f"a small model ({weights * s.facts.tp:.1f} GB), {s.load.median('running'):.0f} requests running",
+        flags.setting("enable-torch-compile", value=True),
+    )
+
+
+def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
+    """Find 16-bit weights on a card that computes in 8 bits, where memory limits the batch."""
+    if s.facts.architecture not in FP8 or not s.facts.in_16_bits or not s.load.frequent("kv_bound"):
+        return None
+    return Finding(
+        f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits",
+        flags.setting("quantization", "fp8"),
+        evidence=s.evidence("kv_bound"),
+    )
+
+
+def fp8_cache(s: Situation, flags: Flags) -> Finding | None:
+    """Find a full pool of 16-bit keys and values on such a card."""
+    args = s.facts.arguments
+    if s.facts.architecture not in FP8 or not s.load.frequent("kv_bound"):
+        return None
+    if not args or args.get("kv_cache_dtype") not in _OF_16_BITS:
+        return None
+    return Finding(
+        f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers",
+        flags.setting("kv-cache-dtype", "fp8_e4m3"),
+        evidence=s.evidence("kv_bound"),
+    )
+
+
+def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
+    """Find prompts that begin alike, in an order that finds little of it in the cache."""
+    prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
+    share = prefills.cached_share
+    if prefills.prompts < FEW_PROMPTS or not s.limits.shared <= share <= s.limits.cached_well:
+        return None
+    seen = f"{share:.0%} of {prefills.cached_tokens + prefills.new_tokens:,} prompt tokens were in the cache"
+    evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
+    if s.client is not None:
+        ordered = s.client.order in {"auto", "prefix"}
+        return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
+    if policy == "lpm" and s.load.largest("queue") > s.limits.lpm_queue:
+        sign = (
+            f"{seen}; lpm, up to 0.4.3 the default, gives up above {s.limits.lpm_queue:.0f} waiting requests"
+        )
+        return Finding(
+            sign, {}, "send requests that begin alike one after another, as batchrun does", evidence
+        )
+    if policy in {"lpm", None} or s.load.largest("queue") >= s.limits.lpm_queue:
+        return Finding(
+            seen, {}, "send requests that begin alike one after another, as batchrun does", evidence
+        )
+    return Finding(seen, flags.setting("schedule-policy", "lpm"), evidence=evidence)
+
+
+def host_cache(s: Situation, flags: Flags) -> Finding | None:
+    """Find long prefixes that the KV pool may have dropped before their next use."""
+    prefills = s.log.prefills
+    shared = s.limits.shared <= prefills.cached_share <= s.limits.cached_well
+    if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
+        return None
+    if not s.load.frequent("full") or s.facts.on_cpu or s.facts.arguments.get("enable_hierarchical_cache"):
+        return None
+    return Finding(
+        f"prompts of {prefills.mean_prompt:,.0f} tokens begin alike, {prefills.cached_share:.0%} was in "
+        f"the cache, and the pool is full {s.often('full')}",
+        flags.setting("enable-hierarchical-cache", value=True),
+        evidence={"cached_share": round(prefills.cached_share, 4), **s.evidence("full")},
+    )
+
+
+def attention_backend(s: Situation, flags: Flags) -> Finding | None:
+    """Find a general attention backend on a card that has a better one."""
+    architecture, now = s.facts.architecture, s.facts.arguments.get("attention_backend")
+    if architecture is None or now not in _GENERAL:
+        return None
+    best = next(iter(best_backends(architecture, s.facts)), now)
+    if now == best:
+        return None
+    asked = str(s.facts.arguments.get("launch_command") or "--config")  # of /server_info alone
+    given = re.search("attention.backend", asked)
+    if not given and "--config" not in asked:
+        return None
+    who = "as it was asked to" if given else "set so, or SGLang's choice: its arguments do not tell"
+    return Finding(
+        f"{now} attention on {s.facts.card} ({who})",
+        flags.setting("attention-backend", best),
+        certainty="medium" if given else None,
+    )
+
+
+def best_backends(architecture: Architecture, facts: Facts) -> tuple[str, ...]:
+    """Return the guides' attention backend for a model on such a card, then the one to compare it with.
+
+    By the model's class in `facts`; empty where the choice is SGLang's own.
+    """
+    if any(name in (facts.model or "") for name in _CHOSEN_FOR):
+        return ()
+    if not facts.is_mla or architecture == "hopper":
+        return _BACKENDS[architecture]
+    return ("trtllm_mla", "flashinfer") if architecture == "blackwell" else ()  # elsewhere triton

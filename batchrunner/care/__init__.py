@@ -1,1 +1,0 @@
-"""Engine care: see what SGLang does, explain it, advise, heal, tune."""

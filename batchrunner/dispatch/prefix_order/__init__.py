@@ -1,0 +1,1 @@
+"""TODO prefix_order."""

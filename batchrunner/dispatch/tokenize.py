@@ -1,0 +1,214 @@
+"""Where prompts are made tokens, here or by the engine: here where both are known to come to the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.core.backoff import pause_before_retry
+from batchrunner.core.errors import CannotTokenizeError, RequestError, RowRefusedError
+from batchrunner.core.jsonfile import read_json
+from batchrunner.input.tokenize.chat_template import OWN_NAMES
+from batchrunner.input.tokenize.detokenizer import Detokenizer
+from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
+from batchrunner.input.tokenize.truncate import Room
+from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, ServerEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, Tokenizing
+    from batchrunner.engines.base import Engine
+    from batchrunner.job.spec import Job
+
+log = logging.getLogger(__name__)
+
+ROWS_COMPARED = 4
+TRIES = 7
+"""Of each question to the engine: with 16 s of pauses."""
+CHARACTERS_COMPARED = 65_536
+"""Longer rows are not among them: they come back as ids, and a few hundred say as much."""
+PROBE = (
+    "  Zürich, naïve Ελληνικά РУССКИЙ 日本語テスト 한국어 עברית العربية हिन्दी ไทย"
+    " 👩\u200d👩\u200d👧 🇨🇭 e\u0301 \ufb01 \u00a0\u200b\ufeff … “quotes” --- ___ \\u0041 &amp; %20"
+    "\t1234567890 3.14159\n\n    def f(x):\r\n\treturn {'a': x**2}  # it's WE'LL don't\n"
+    "<s></s><|endoftext|><|im_end|>[INST]<bos></think> "
+)
+"""Where tokenizers differ: scripts, spaces, digits, code, marks of other models, normal forms."""
+_SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+"""What SGLang's chat endpoint takes from generation_config.json (`get_default_sampling_params`)."""
+
+
+_NEEDS_TOKENIZER = (
+    *("stop", "stop_regex", "min_new_tokens", "spaces_between_special_tokens"),
+    *("json_schema", "regex", "ebnf", "structural_tag"),
+)
+"""Sampling parameters that a server needs its tokenizer for (`raise_if_tokenizer_required`, grammars)."""
+
+
+def reader_for(job: Job) -> Detokenizer | None:
+    """Return what reads answers, where the job wants all tokens made here and its engine can go without.
+
+    Then the server makes neither tokens nor texts: its tokenizer and detokenizer are one process each, for
+    all requests of however many GPUs (with 1,024 running they were the limit: SGLang issue 23393).
+    """
+    engine = job.engine
+    if job.tokenize != "client" or not isinstance(engine, (ServerEngine, GatewayEngine)) or not engine.model:
+        return None
+    try:
+        _check_needless(job)
+        reader = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
+    except CannotTokenizeError as why:
+        log.info("the engine keeps its tokenizer: %s", why)
+        return None
+    log.info("the engine goes without a tokenizer: texts are made of its answers here")
+    return reader
+
+
+def _check_needless(job: Job) -> None:
+    for name in _NEEDS_TOKENIZER:
+        if getattr(job.sampling, name) is not None:
+            raise CannotTokenizeError(f"sampling.{name} needs it")
+    if job.prompt.messages is not None:
+        raise CannotTokenizeError("prompt.messages may hold what only the server makes tokens of")
+
+
+class Prompts:
+    """Makes rendered rows ready to be sent; the first time it compares a few with the engine's own tokens."""
+
+    def __init__(
+        self, job: Job, engine: Engine, info: EngineInfo, kind: PromptKind, tell: Callable[..., None]
+    ) -> None:
+        """Find out whether that can be; raises CannotTokenizeError where the job needs it and it cannot."""
+        self._engine = engine
+        self._tell = tell
+        self._kind = kind
+        self._told = info.tokenizing
+        self._compared = False
+        self._needed = job.tokenize == "client" or job.prompt.truncate is not None
+        self._encoder: Encoder | None = None
+        if self._needed or (job.tokenize == "auto" and kind != "input_ids" and not info.simulated):
+            try:
+                self._encoder = make_encoder(job, info, kind)
+            except CannotTokenizeError as why:
+                self._leave_to_engine(why)
+
+    async def ready(self, items: list[Request]) -> list[Request | Outcome]:
+        """Encode a batch in a thread; see `Encoder.encode`. The first may raise CannotTokenizeError."""
+        if self._encoder is not None and not self._compared:
+            await self._compare(self._encoder, items)
+        if self._encoder is None:
+            return [*items]
+        return await asyncio.to_thread(self._encoder.encode, items)
+
+    async def _compare(self, encoder: Encoder, items: Sequence[Request]) -> None:
+        """Compare our tokens of the first rows, and of a text made for it, with the engine's."""
+        taken = [item for item in items if encoder.takes(item)]
+        if not taken:
+            return
+        self._compared = True
+        told = self._told
+        if self._kind != "input_ids" and not (told and told.absent):
+            try:
+                prompts = await _agree(self._engine, encoder, taken)
+            except CannotTokenizeError as why:
+                self._leave_to_engine(why)
+                return
+            log.info("prompts are made tokens here: %d compared, the engine makes the same", prompts)
+        self._tell("tokenize", where="client", engine_has_tokenizer=not (told and told.absent))
+
+    def _leave_to_engine(self, why: CannotTokenizeError) -> None:
+        if self._needed:
+            raise CannotTokenizeError(f"tokenize: prompts cannot be made tokens here: {why}") from None
+        self._encoder = None
+        log.info("prompts are made tokens by the engine: %s", why)
+        self._tell("tokenize", where="server", why=str(why))
+
+
+def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
+    """Make what encodes this job's prompts; raises CannotTokenizeError where the results could differ."""
+    told = info.tokenizing
+    cut = job.prompt.truncate
+    if cut is not None and info.context_length is None:
+        raise CannotTokenizeError("the engine does not tell its context length")
+    context = None if cut is None and told is not None and told.cuts else info.context_length
+    room = Room(context, told.longest_prompt if told else None)
+    if kind == "input_ids":
+        return Encoder(None, {}, room, cut)
+    if told is None:
+        raise CannotTokenizeError("the engine has no tokenizer that we know of")
+    why = told.own or (_own_chat(job, told) if kind == "messages" else None)
+    if why is not None:
+        raise CannotTokenizeError(why)
+    directory = Path(told.tokenizer).expanduser()
+    if not directory.is_dir():
+        raise CannotTokenizeError(f"the tokenizer's directory {told.tokenizer} is not on this machine")
+    return Encoder(Tokenizer(directory, kind, told.template), _chat_sampling(told), room, cut)
+
+
+def _own_chat(job: Job, told: Tokenizing) -> str | None:
+    """Say why this job's messages would come to something else as token ids on `/generate`."""
+    ours = sorted(OWN_NAMES & set(job.prompt.chat_template_kwargs or {}))
+    if ours:
+        return f"prompt.chat_template_kwargs.{ours[0]} is the server's"
+    if isinstance(job.engine, GatewayEngine):
+        given = {name for name in GATEWAY_DROPS["generate"] if getattr(job.sampling, name) is not None}
+        if given:
+            return f"sampling.{min(given)}: the gateway leaves it out of requests with token ids"
+    return told.own_chat
+
+
+def _chat_sampling(told: Tokenizing) -> dict[str, Any]:
+    """Return what the chat endpoint adds where a request is silent: no limit, and the model's own values."""
+    config = read_json(Path(told.model) / "generation_config.json") if told.model_sampling else {}
+    own = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
+    return {"max_new_tokens": None, **own}
+
+
+async def _agree(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> int:
+    """Return how many prompts were compared; raises CannotTokenizeError where none was, or tokens differ."""
+    rows = [request for request in taken if len(repr(request.prompt)) < CHARACTERS_COMPARED][:ROWS_COMPARED]
+    probe = PROBE if taken[0].kind == "text" else [{"role": "user", "content": PROBE}]
+    asked = [*rows, taken[0]._replace(prompt=probe)]
+    names = [*(f"row {request.ref.row}" for request in rows), "a text made to compare"]
+    ours = await asyncio.to_thread(encoder.ids, asked)
+    compared = 0
+    for request, ids, what in zip(asked, ours, names, strict=True):
+        theirs = await _tokens_of(engine, request)
+        match ids, theirs:
+            case list(), list():
+                if ids != theirs:
+                    raise CannotTokenizeError(
+                        f"the engine's tokenizer is another: of {what} it makes {len(theirs)} tokens, "
+                        f"we {len(ids)}"
+                    )
+                compared += 1
+            case list(), _:
+                raise CannotTokenizeError(f"the engine refuses {what}, we do not: {theirs}")
+            case _, list():
+                raise CannotTokenizeError(f"the engine makes tokens of {what}, we do not: {ids}")
+    if not compared:
+        raise CannotTokenizeError(f"there was nothing to compare: {ours[0]}")
+    return compared
+
+
+async def _tokens_of(engine: Engine, request: Request) -> list[int] | RowRefusedError:
+    """Ask the engine, again where that fails; raises CannotTokenizeError where it does not tell."""
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            found = await engine.tokens_of(request)
+        except RowRefusedError as refusal:
+            return refusal
+        except RequestError as failure:
+            pause_s = pause_before_retry(failure, tries=tries, failures=0, max_attempts=1, luck=1.0)
+            if pause_s is None or tries >= TRIES:
+                raise CannotTokenizeError(f"the engine did not tell its tokens: {failure}") from None
+            await asyncio.sleep(pause_s)
+            continue
+        if found is None:
+            raise CannotTokenizeError("the engine does not tell its tokens (no /v1/tokenize)")
+        return found

@@ -1,0 +1,136 @@
+"""Which flags a version of SGLang has, and how it spells those that were renamed."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.engines.device import cpu_environment, has_gpu
+from batchrunner.engines.launched.process import plain_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+HELP_TIMEOUT_S = 120.0
+"""`--help` imports torch: 6 s here, more from a cold network disk."""
+CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
+_SPELLINGS = (
+    ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
+    ("cuda-graph-backend-prefill", "enable-piecewise-cuda-graph"),
+    ("attn-dp-size", "enable-dp-attention"),
+    ("tp-size", "tensor-parallel-size", "tp"),
+    ("dp-size", "data-parallel-size", "dp"),
+    ("pp-size", "pipeline-parallel-size", "pp"),
+    ("ep-size", "expert-parallel-size", "ep"),
+)
+"""The names of one thing, newest first (SGLang 0.2.15 to 0.5.23)."""
+_AS_OLD_AS = {
+    "fa3": "moe-dense-tp-size",
+    "trtllm_mha": "decode-attention-backend",
+    "trtllm_mla": "decode-attention-backend",
+    "fp8_e4m3": "ep-size",
+}
+"""A flag that came with a value, or in the release after: where only the flags' names are known."""
+_OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
+_NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
+_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The flags of one version; without `names` it is not known which it has."""
+
+    version: str | None = None
+    names: frozenset[str] = frozenset()
+    """Without the leading dashes."""
+    choices: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The values that a flag takes, where it takes only some."""
+
+    @property
+    def note(self) -> str:
+        """What is to be said where the version's flags are not known, else empty."""
+        return "" if self.names else CHECK_HELP
+
+    def spelling(self, name: str) -> str | None:
+        """Return a flag's name in this version, given any of its names; None where it lacks the flag."""
+        spellings = _spellings(name)
+        if not self.names:
+            return spellings[0]
+        return next((spelling for spelling in spellings if spelling in self.names), None)
+
+    def setting(self, name: str, value: Any) -> dict[str, Any]:
+        """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
+        spelling = self.spelling(name)
+        if spelling is None or not self._takes(spelling, str(value)):
+            return {}
+        if spelling == "enable-dp-attention":
+            return {spelling: True, "dp-size": value}
+        if spelling == "ep-size" and "enable-ep-moe" in self.names:  # 0.4.0 to 0.5.2
+            return {"enable-ep-moe": True, spelling: value}
+        if spelling.startswith("enable-"):
+            return {spelling: None if value == "disabled" else True}
+        return {spelling: value}
+
+    def _takes(self, spelling: str, value: str) -> bool:
+        if spelling in self.choices:
+            return value in self.choices[spelling]
+        return not self.names or _AS_OLD_AS.get(value, spelling) in self.names
+
+
+def name_in(args: Mapping[str, Any], name: str) -> str:
+    """Return under which of a flag's names it stands among `engine.args`; this one where it does not."""
+    return next((spelling for spelling in _spellings(name) if spelling in args), name)
+
+
+def installed(python: str | None = None, environ: Mapping[str, str] | None = None) -> Flags:
+    """Ask the SGLang that this interpreter has, once; Flags without names where it has none.
+
+    `environ` is the job's `engine.env`. Takes some 6 s the first time.
+    """
+    return _ask(python or sys.executable, tuple(sorted((environ or {}).items())))
+
+
+def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the version of the SGLang that an interpreter has, `environ` being the job's; None without."""
+    environment = plain_environment() | dict(environ)
+    return _output([python or sys.executable, "-c", _VERSION], environment).strip() or None
+
+
+def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
+    """Return the flags of a server that tells all its arguments: /server_info does, and its log."""
+    return Flags(version, frozenset(name.replace("_", "-") for name in arguments))
+
+
+def parse_help(text: str, version: str | None = None) -> Flags:
+    """Read what `python -m sglang.launch_server --help` prints."""
+    found = [name.groups() for option in _OPTION.findall(text) for name in _NAME.finditer(option)]
+    choices = {name: frozenset(values.split(",")) for name, values in found if values}
+    return Flags(version, frozenset(name for name, _ in found), choices)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    return next((names for names in _SPELLINGS if name in names), (name,))
+
+
+@functools.cache
+def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
+    environment = plain_environment()
+    if not has_gpu():
+        environment |= cpu_environment(environment)
+    environment |= dict(environ)
+    told = _output([python, "-m", "sglang.launch_server", "--help"], environment)
+    return parse_help(told, version_of(python, dict(environ)))
+
+
+def _output(command: list[str], environment: dict[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=HELP_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if done.returncode else done.stdout

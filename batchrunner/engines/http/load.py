@@ -1,0 +1,108 @@
+"""What a server says of its load, as text → Signals: pure, for every source that SGLang offers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.core.types import Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PREFIX = "sglang:"
+
+
+def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[Signals]:
+    """Read the reply of `GET /v1/loads?include=core` (SGLang ≥ 0.5.9): one entry a DP rank.
+
+    `route` leads to the server at `url`, where it is not the URL itself.
+
+    Raises KeyError or TypeError where the reply is something else.
+    """
+    loads = reply["loads"]
+    return [
+        Signals(
+            scheduler=url if len(loads) == 1 else f"{url}#dp{load['dp_rank']}",
+            source="loads",
+            running=int(load["num_running_reqs"]),
+            queue=int(load["num_waiting_reqs"]),
+            token_usage=float(load["token_usage"]),
+            used_tokens=int(load["num_used_tokens"]),
+            max_total_tokens=int(load["max_total_num_tokens"]),
+            max_running=int(load["max_running_requests"]),
+            route=route or url,
+            taken_at=load.get("timestamp"),
+            work=_work(load),
+        )
+        for load in loads
+    ]
+
+
+def from_metrics(text: str, url: str, route: str | None = None) -> list[Signals]:
+    """Read `GET /metrics` (Prometheus text; servers started with --enable-metrics).
+
+    Raises ValueError where the text is not Prometheus's; empty where SGLang's gauges are not in it.
+    """
+    gauges: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for rank, name, value in _told(text):
+        gauges[rank][name] = value
+    ranks = {rank: g for rank, g in gauges.items() if "num_running_reqs" in g and "num_queue_reqs" in g}
+    return [
+        Signals(
+            scheduler=url if len(ranks) == 1 else f"{url}#dp{rank}",
+            source="metrics",
+            running=int(g["num_running_reqs"]),
+            queue=int(g["num_queue_reqs"]),
+            token_usage=g.get("token_usage", 0.0),
+            used_tokens=int(g["num_used_tokens"]) if "num_used_tokens" in g else None,
+            max_total_tokens=int(g["max_total_num_tokens"]) if "max_total_num_tokens" in g else None,
+            max_running=int(g["max_running_requests"]) if "max_running_requests" in g else None,
+            route=route or url,
+        )
+        for rank, g in sorted(ranks.items())
+    ]
+
+
+def counters_in(text: str) -> dict[str, float]:
+    """Return SGLang's numbers of `GET /metrics`, summed over schedulers, by their names without `sglang:`.
+
+    Raises ValueError where the text is not Prometheus's.
+    """
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, name, value in _told(text):
+        found[name] += value
+    return dict(found)
+
+
+def _told(text: str) -> Iterator[tuple[str, str, float]]:
+    """Yield SGLang's counters and gauges: the DP rank, the name without `sglang:`, the value.
+
+    All pipeline stages and tensor-parallel ranks of a DP rank say the same: the first speaks. With DP
+    attention it is not 0.
+    """
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
+
+    samples = [
+        (
+            sample.labels.get("dp_rank", ""),
+            (int(sample.labels.get("pp_rank") or 0), int(sample.labels.get("tp_rank") or 0)),
+            sample,
+        )
+        for family in text_string_to_metric_families(text)
+        if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX)
+        for sample in family.samples
+    ]
+    first: dict[str, tuple[int, int]] = {}
+    for dp, rank, _ in samples:
+        first[dp] = min(rank, first.get(dp, rank))
+    for dp, rank, sample in samples:
+        if rank == first[dp]:
+            yield dp, sample.name.removeprefix(PREFIX), sample.value
+
+
+def _work(load: Mapping[str, Any]) -> float | None:
+    """Return microseconds of prefill + decode steps; None before the release that counts them (0.5.23)."""
+    if "total_prefill_busy_us" not in load:
+        return None
+    return float(load["total_prefill_busy_us"] + (load.get("decode_moments") or [0])[0])

@@ -1,0 +1,167 @@
+"""A program started and ended by us, through the launcher: its start, its end, and why it died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+
+from batchrunner.core.errors import EngineStartError
+from batchrunner.engines.logs.cause import cause_in, last_line, story
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+log = logging.getLogger(__name__)
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+GRACE_S = 10.0
+POLL_S = 0.25
+WORD_EVERY_S = 15.0
+"""Loading takes minutes for large models: a sign of life, with the last line of the log."""
+
+
+@dataclass(slots=True)
+class LaunchedProcess:
+    """A Python module that runs as a program, never longer than this process; it can be started again."""
+
+    module: str
+    argv: Sequence[str]
+    """Its command line, without the key."""
+    key: str
+    """An API key that no argument vector, environment or log shows."""
+    environ: Mapping[str, str]
+    log_path: Path
+    python: str | None = None
+    """The interpreter, where it is not this one."""
+    name: str = "the engine"
+    """How messages call it."""
+    needs: str = "SGLang: install batchrunner[engine], or set engine.python"
+    """What an interpreter lacks that does not know the module."""
+    _process: asyncio.subprocess.Process | None = field(default=None, init=False)
+    _log_begins: int = field(default=0, init=False)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def code(self) -> int | None:
+        """The exit status of this life; None while it lasts, and once it has been stopped."""
+        return self._process.returncode if self._process else None
+
+    def story(self) -> list[str]:
+        """Return the beginning and the end of what it has logged in this life."""
+        return story(self.log_path, self._log_begins)
+
+    async def start(self) -> None:
+        """Start it; raises EngineStartError where the interpreter cannot be run."""
+        python = self.python or sys.executable
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                python, str(LAUNCHER),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL, env=dict(self.environ),
+            )  # fmt: skip
+        except OSError as failure:
+            raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
+        config = {
+            "module": self.module, "argv": list(self.argv), "secret": self.key, "secret_flag": "--api-key",
+            "log": str(self.log_path), "grace_s": GRACE_S,
+        }  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps(config) + b"\n")
+        await self._process.stdin.drain()
+
+    async def wait_until_ready(
+        self, is_ready: Callable[[aiohttp.ClientSession], Awaitable[bool]], timeout_s: float
+    ) -> None:
+        """Return when `is_ready` says so; raises EngineStartError where that does not come to pass."""
+        began = time.monotonic()
+        next_word_s = WORD_EVERY_S
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
+            while not await is_ready(session):
+                if not self.runs:
+                    raise EngineStartError(self.obituary(f"{self.name} did not start"))
+                waited_s = time.monotonic() - began
+                if waited_s > next_word_s:
+                    next_word_s += WORD_EVERY_S
+                    log.info("still starting (%.0f s): %s", waited_s, last_line(self.log_path)[:120])
+                    if self.found_port_taken():  # SGLang then hangs
+                        raise EngineStartError(self.obituary(f"{self.name} did not start"))
+                if waited_s > timeout_s:
+                    raise EngineStartError(self.obituary(f"{self.name} was not ready within {timeout_s:g} s"))
+                await asyncio.sleep(POLL_S)
+
+    async def ended(self) -> None:
+        """Return when it has ended, for whatever reason."""
+        if self._process is not None:
+            await self._process.wait()
+
+    async def stop(self) -> None:
+        """End it and everything it started; may be called again where that was cancelled."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # the launcher ends its program when its pipe ends
+            await self._process.wait()
+            self._process = None
+
+    def found_port_taken(self) -> bool:
+        """Tell whether this start failed for a port that another process has."""
+        return "address already in use" in cause_in(self.log_path, self._log_begins).lower()
+
+    def obituary(self, what: str) -> str:
+        """Return `what` with the exit status and the cause from the log."""
+        cause = cause_in(self.log_path, self._log_begins)
+        package = self.module.partition(".")[0]
+        if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
+            return f"{what}: {self.python or sys.executable} has no {self.needs}"
+        status = "" if self.code is None else f" (exit {self.code})"
+        return f"{what}{status}: {cause or 'its log is empty'} [{self.log_path}]"
+
+
+def plain_environment() -> dict[str, str]:
+    """Return our environment, for a program that runs with it."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
+    return environ
+
+
+def to_argv(args: Mapping[str, Any]) -> list[str]:
+    """Turn `{mem-fraction-static: 0.8, enable-metrics: true}` into a command line."""
+    argv: list[str] = []
+    for name, value in args.items():
+        if value is None or value is False:
+            continue
+        argv.append(f"--{name}")
+        if isinstance(value, (list, tuple)):
+            argv += [str(item) for item in value]
+        elif isinstance(value, dict):
+            argv.append(orjson.dumps(value).decode())
+        elif value is not True:
+            argv.append(str(value))
+    return argv
+
+
+async def answers(session: aiohttp.ClientSession, url: str, *paths: str) -> bool:
+    """Tell whether a GET gives 200 on the first of these paths that the program knows (not 404)."""
+    timeout = aiohttp.ClientTimeout(total=5)
+    for path in paths:
+        try:
+            async with session.get(url + path, timeout=timeout) as response:
+                if response.status != 404:  # noqa: PLR2004
+                    return response.status == 200  # noqa: PLR2004
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+    return False

@@ -1,0 +1,237 @@
+"""A log of any size and encoding → its load over time and what it says of its server, in bounded memory."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from batchrunner.core.errors import InputError
+from batchrunner.engines.logs.facts import Facts, Trouble
+from batchrunner.engines.logs.lines import (
+    Arguments,
+    Batch,
+    Card,
+    Died,
+    Doing,
+    OutOfMemory,
+    Raised,
+    Ready,
+    Record,
+    Retraction,
+    Weights,
+    clean,
+    origin_of,
+    record_in,
+)
+from batchrunner.engines.logs.series import Prefills, Series
+from batchrunner.engines.logs.signs import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.logs.thresholds import Thresholds
+
+BLOCK_BYTES = 1 << 20
+LONGEST_LINE = 1 << 18
+"""Characters: what is longer is no line of SGLang's, and is not kept."""
+SILENT_S = 2.0
+"""Reading that takes longer says how far it is, where there is a terminal."""
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
+_TUNED = (
+    "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
+    "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
+)  # fmt: skip
+"""Arguments that change the load: a server that starts anew with others begins a new story."""
+_CAPTURES = {"graph", "prefill-graph"}
+"""Phases in which a forward pass in a traceback is the one that is captured."""
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class LogReader:
+    """Takes the records of a log, one after another."""
+
+    def __init__(self, limits: Thresholds) -> None:
+        self.series = Series(limits)
+        self.facts = Facts()
+        self.records = 0
+        """Lines that told something."""
+        self.source = ""
+        """Goes before the schedulers' names, where several logs are read."""
+        self._speakers: dict[str, str] = {}
+        """The rank that tells of each scheduler: with tensor parallelism all may say the same."""
+        self._phase: Phase = "general"
+        self._running = 0
+        self._buried: Died | None = None
+        """The death of an earlier life: it counts until there is a batch again."""
+        self._prefills = Series(limits)
+
+    def read(self, path: Path) -> LogReader:
+        """Read a file to its end; raises InputError where it is not an SGLang log."""
+        others, self._buried = self.facts, None
+        self.facts = replace(others, arguments={}, troubles=[], last_trouble=None, died=None)
+        try:
+            for line in lines_of(path):
+                self.take(line)
+        except OSError as failure:
+            raise InputError(f"{path}: cannot be read: {failure.strerror or failure}") from None
+        finally:
+            self._add(others)
+        if not self.records:
+            raise InputError(
+                f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
+                "(such as `Decode batch, #running-req: …` or `server_args=…`)"
+            )
+        self.series.complete(self._prefills)  # scoring and embedding do nothing else
+        self.series.settle()
+        return self
+
+    def _add(self, others: Facts) -> None:
+        """Add what befell the servers of other logs, which has nothing to do with this one's."""
+        facts = self.facts
+        facts.arguments = facts.arguments or others.arguments
+        facts.troubles = others.troubles + facts.troubles
+        if facts.died is None:
+            facts.died, facts.last_trouble = others.died, others.last_trouble
+
+    def take(self, line: str) -> None:
+        """Take one line."""
+        line = clean(line)
+        record = record_in(line)
+        if record is not None:
+            self.records += isinstance(record, (Batch, Retraction, Ready, Arguments, Weights))
+            self._take(record, line)
+
+    def _take(self, record: Record, line: str) -> None:
+        match record:
+            case Batch():
+                self._batch(record, line)
+            case Retraction():
+                scheduler, _ = self._speaker(line)
+                if scheduler is not None:
+                    self.series.track(scheduler).retractions += 1
+                    self.series.prefills.retracted_tokens += record.tokens
+            case Arguments():
+                self._started(record)
+            case Ready():
+                self.facts.ready = record
+                self._phase = "general"
+            case Weights():
+                self._weights(record)
+            case Doing() if self._phase not in _CAPTURES or record.phase not in {"prefill", "decode"}:
+                self._phase = record.phase
+            case Card():
+                self.facts.card = record.name
+            case OutOfMemory() | Died() | Raised():
+                self._failed(record)
+
+    def _batch(self, batch: Batch, line: str) -> None:
+        scheduler, at = self._speaker(line)
+        if scheduler is None:
+            return
+        self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
+        if self.facts.died is self._buried:  # else other ranks go on for seconds
+            self.facts.died = self._buried = self.facts.last_trouble = None
+        most = self.facts.max_running
+        if batch.decode:
+            sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput)
+            self.series.add(scheduler, sample)
+        else:
+            self._prefills.add(
+                scheduler, Sample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
+            )
+            self.series.prefills.add(batch, self.facts.chunk, scheduler)
+
+    def _speaker(self, line: str) -> tuple[str | None, float | None]:
+        """Return the scheduler that a line is about and when; None where another rank speaks for it."""
+        origin = origin_of(line)
+        scheduler = f"{self.source} {origin.server} {origin.dp}"
+        speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
+        return scheduler if speaks else None, origin.at
+
+    def _started(self, record: Arguments) -> None:
+        """Begin anew where the server started with other flags: nothing but its card is as it was."""
+        before = self.facts.arguments
+        if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
+            self._forget(self.series)
+            self._forget(self._prefills)
+            self.facts = Facts(card=self.facts.card)
+        self._buried = self.facts.died
+        self._speakers.clear()  # with another tensor parallelism ranks are called otherwise
+        self.facts.arguments = record.values
+        self._phase = "load"
+
+    def _forget(self, series: Series) -> None:
+        """Drop the schedulers of this source; with several logs the prefill passes are everybody's."""
+        tracks = series.tracks.items()
+        series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
+        if not series.tracks:
+            series.prefills = Prefills()
+
+    def _weights(self, record: Weights) -> None:
+        facts = self.facts
+        self._phase = "load" if record.free_gb is not None else "general"
+        if record.free_gb is not None and facts.card_gb is None:
+            facts.card_gb = record.free_gb
+        if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # a draft model follows
+            facts.weights_gb, facts.model = record.used_gb, record.model
+            facts.quantised = record.quantised
+
+    def _failed(self, record: OutOfMemory | Died | Raised) -> None:
+        """Of a death keep what tells most: that it was killed, else the first exception; others follow it."""
+        known = None if self.facts.died is self._buried else self.facts.died
+        if isinstance(record, OutOfMemory):
+            self._trouble(record)
+        elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
+            self.facts.died = record
+        elif known is not None and known.text.endswith(_TRACEBACK):
+            self.facts.died = known._replace(text=record.text)
+
+    def _trouble(self, record: OutOfMemory) -> None:
+        phase = self._phase if record.phase == "general" or self._phase == "prefill-graph" else record.phase
+        self.facts.card_gb = record.total_gb or self.facts.card_gb
+        self.facts.last_trouble = new = Trouble(phase, record, self._running)
+        last = self.facts.troubles[-1] if self.facts.troubles else None
+        if last is None or (last.phase, last.what.text) != (phase, record.text):
+            self.facts.troubles = [*self.facts.troubles[-7:], new]
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Return a file's lines; of another encoding than UTF-8 what is ASCII in it, which is all that matters.
+
+    Memory is bounded, also where the file has no line ends. Raises OSError.
+    """
+    from tqdm import tqdm  # noqa: PLC0415 - the runs that read no log start without it
+
+    size = path.stat().st_size
+    with (
+        path.open("rb") as log,
+        tqdm.wrapattr(log, "read", size, desc=path.name, disable=None, delay=SILENT_S, leave=False) as file,
+    ):
+        block = file.read(BLOCK_BYTES)
+        decoder = codecs.getincrementaldecoder(_encoding(block))(errors="replace")
+        rest = ""
+        while block:
+            first, *others = (rest + decoder.decode(block)).split("\n")
+            if others:
+                yield first
+                rest = others.pop()
+                yield from others
+            else:
+                rest = first
+            rest = rest[-LONGEST_LINE:]
+            block = file.read(BLOCK_BYTES)
+        yield rest
+
+
+def _encoding(head: bytes) -> str:
+    """Guess by a mark or by zero bytes; GB18030, Latin-1 and the like have ASCII's letters where it has."""
+    marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
+    if marked:
+        return marked
+    big, little = head[:4096:2].count(0), head[1:4096:2].count(0)
+    if big + little > len(head[:4096]) // 4:
+        return "utf-16-le" if little > big else "utf-16-be"
+    return "utf-8"

@@ -1,0 +1,77 @@
+"""What one look at a scheduler can be a sign of. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchrunner.engines.logs.thresholds import Thresholds
+
+
+class Sample(NamedTuple):
+    """One look at a scheduler that has work."""
+
+    at: float | None
+    """Seconds of some clock; None where the log has no times."""
+    running: int
+    queue: int
+    usage: float
+    """0-1."""
+    max_running: int | None = None
+    graph: bool | None = None
+    rate: float | None = None
+    """Tokens generated a second."""
+    unsent: int | None = None
+    """Rows that its client had still to send; None where that is not known."""
+    prefill: bool = False
+    """Of a prefill pass: how many run, and whether they might be more, it does not tell."""
+
+
+def _empty(sample: Sample, _: Thresholds) -> bool | None:
+    return None if sample.unsent == 0 else sample.queue == 0
+
+
+def _conservative(sample: Sample, limit: Thresholds) -> bool | None:
+    if sample.prefill:
+        return None
+    return sample.queue > 0 and sample.usage < limit.usage_good and not _at_cap(sample, limit)
+
+
+def _capped(sample: Sample, limit: Thresholds) -> bool | None:
+    if sample.prefill:
+        return None
+    return sample.queue > 0 and sample.usage < limit.usage_good and _at_cap(sample, limit)
+
+
+def _far_below(sample: Sample, limit: Thresholds) -> bool | None:
+    if not sample.max_running or sample.prefill:
+        return None
+    below = sample.running < limit.far_below * sample.max_running
+    return sample.queue > 0 and below and sample.usage < limit.usage_good
+
+
+def _no_graph(sample: Sample, most: float) -> bool | None:
+    return None if sample.graph is None or sample.running > most else not sample.graph
+
+
+def _at_cap(sample: Sample, limit: Thresholds) -> bool:
+    return bool(sample.max_running) and sample.running >= limit.at_cap * (sample.max_running or 0)
+
+
+SIGNS: dict[str, Callable[[Sample, Thresholds], bool | None]] = {
+    "empty": _empty,
+    "in_band": lambda s, limit: None if s.unsent == 0 else limit.queue_low <= s.queue <= limit.queue_deep,
+    "deep": lambda s, limit: s.queue > limit.queue_deep,
+    "conservative": _conservative,
+    "capped": _capped,
+    "far_below": _far_below,
+    "full": lambda s, limit: s.usage >= limit.usage_good,
+    "kv_bound": lambda s, limit: s.usage >= limit.usage_good and s.queue > 0 and not _at_cap(s, limit),
+    "no_graph": lambda s, limit: _no_graph(s, limit.graph_batch),
+    "no_graph_tp": lambda s, limit: _no_graph(s, limit.graph_batch_tp),
+    "slow": lambda s, limit: None if not s.rate else s.running / s.rate > limit.latency_s,
+    "small_batch": lambda s, limit: None if s.prefill else s.running <= limit.small_batch,
+}
+"""What is counted of each sample; None where it does not apply to it."""

@@ -1,0 +1,103 @@
+"""The arguments that a model needed on a card: one small file each under the user's cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from batchrunner.core.errors import BatchrunError
+from batchrunner.output.run_dir import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+REMEMBERED = frozenset(
+    {
+        "chunked-prefill-size",
+        "max-running-requests",
+        "max-total-tokens",
+        "mem-fraction-static",
+        "cuda-graph-max-bs",
+        "cuda-graph-max-bs-decode",
+        "schedule-conservativeness",
+    }
+)
+"""Arguments that are taken from a file where they are numbers: who knows what lies in a cache."""
+OFF: Mapping[str, Any] = {
+    "cuda-graph-backend-decode": "disabled",
+    "disable-cuda-graph": True,
+    "cuda-graph-backend-prefill": "disabled",
+    "disable-piecewise-cuda-graph": True,
+}
+"""The only others, and the only values of theirs: the last steps, which switch graphs off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Arguments that worked where the ones before did not."""
+
+    args: dict[str, Any]
+    """As `engine.args` has them."""
+    why: str
+    """What the ones before died of."""
+    on: str
+    """The day, YYYY-MM-DD."""
+
+
+class Remembered:
+    """What is known of one model, card and version of SGLang."""
+
+    def __init__(self, model: str, card: str, version: str | None) -> None:
+        self._about = {"model": model, "card": card, "sglang": version or "unknown"}
+        digest = hashlib.sha256(orjson.dumps(self._about, option=orjson.OPT_SORT_KEYS)).hexdigest()[:12]
+        name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])[:60]
+        self.path = cache_directory() / "engines" / f"{name}-{digest}.json"
+
+    def recall(self) -> Lesson | None:
+        """Return what was learned; None where nothing was, and with a warning where it cannot be read."""
+        try:
+            return self._read()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as failure:
+            log.warning("%s: not read (%s): delete it", self.path, failure)
+            return None
+
+    def keep(self, lesson: Lesson) -> None:
+        """Write it down for the next run; a warning where that cannot be done."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, {"format": FORMAT, **self._about, **asdict(lesson)})
+        except (OSError, BatchrunError) as failure:
+            log.warning("what worked is not remembered for the next run: %s", failure)
+
+    def _read(self) -> Lesson | None:
+        told = orjson.loads(self.path.read_bytes())
+        if told["format"] != FORMAT or any(told[name] != value for name, value in self._about.items()):
+            raise ValueError("it is not of this version, or about another engine")
+        args = {name: value for name, value in told["args"].items() if name in REMEMBERED or name in OFF}
+        if not all(_is_ours(name, value) for name, value in args.items()):
+            raise TypeError("its args should be numbers, or switch graphs off")
+        return Lesson(args, str(told["why"])[:200], str(told["on"])[:10]) if args else None
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    """Tell whether healing may have set an argument to this."""
+    off = OFF.get(name)
+    return type(value) in {int, float} if off is None else type(value) is type(off) and value == off
+
+
+def cache_directory() -> Path:
+    """Return where our files lie: in XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "batchrunner"

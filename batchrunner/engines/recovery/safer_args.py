@@ -1,0 +1,156 @@
+"""Where memory ran out → the arguments that ask for less of it, by the tuning guides. Pure.
+
+The guides' order: in prefill, smaller chunks; in decode, fewer running; at graph capture, smaller graphs;
+anywhere, a smaller share of the card for the pool, which is also what is left when a step has no smaller one.
+On a CPU the pool is what a server's memory grows with, and its size is a number of tokens. Advice names these
+steps, and a launched engine that died gets them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.engines.logs.facts import prefill_graph_off
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from batchrunner.engines.flags import Flags
+    from batchrunner.engines.logs.facts import Facts
+    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.recovery.diagnosis import Death, Kind
+
+CHUNKS = (4096, 2048)
+"""`--chunked-prefill-size`, tokens: the guides' two steps."""
+FRACTIONS = (0.8, 0.7, 0.6)
+"""`--mem-fraction-static`: the guides' two steps, and one more for cards that others use too."""
+HIGHEST_FRACTION, FRACTION_STEP = 0.95, 0.05
+"""When the weights leave no room for a pool, more of the card is given to both, up to this much."""
+GRAPH, LEAST_GRAPH = 64, 16
+"""The largest batch of a graph where nobody says what it was, and the least: SGLang's own proposal is 16."""
+LEAST_RUNNING = 4
+MORE_CONSERVATIVE = 1.3
+"""`--schedule-conservativeness` for frequent retractions."""
+MOST_CONSERVATIVE = 1 / 0.7
+"""From here on a scheduler reserves all of `max_new_tokens`: it takes min(0.7 * conservativeness, 1)."""
+LEAST_POOL = 0.05
+"""Share of a card, for a KV pool of some use."""
+DP_ATTENTION_CONSERVATIVENESS = 0.3
+"""What SGLang multiplies `--schedule-conservativeness` with under DP attention (parallel_hook.py)."""
+_PARTED = {"chunked-prefill-size", "max-running-requests"}
+"""Flags that DP attention parts among its ranks, each of which tells its own share."""
+_AT_READY = {
+    "chunked-prefill-size": "chunked_prefill_size",
+    "max-running-requests": "max_running_requests",
+    "max-total-tokens": "max_total_num_tokens",
+    "context-length": "context_len",
+}
+"""Flags whose value in effect the scheduler says before it takes requests."""
+
+
+def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
+    """Return what is to be changed, as `engine.args` has it; empty where nothing is left that would help."""
+    steps = _STEPS.get(death.kind, ())
+    return next((args for step in steps if (args := step(facts, flags, death))), {})
+
+
+def in_effect(facts: Facts, flag: str) -> float | None:
+    """Return a flag's value in effect, as the flag would have it; None where it is not known."""
+    if flag.startswith("cuda-graph-max-bs"):
+        return facts.graph_max_bs
+    told = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    value = facts.number(flag.replace("-", "_")) if told is None else told
+    if value is None or (told is None and flag == "max-running-requests"):  # logged as it was given
+        return None if value is None else int(value)
+    value = as_flag(facts, flag, value)
+    return int(value) if value == int(value) else value
+
+
+def as_flag(facts: Facts, flag: str, value: float) -> float:
+    """Return what a flag must be so that one scheduler gets this value of it."""
+    if facts.attn_dp > 1 and flag in _PARTED:
+        return value * facts.attn_dp
+    if facts.attn_dp > 1 and flag == "schedule-conservativeness":
+        return round(value / DP_ATTENTION_CONSERVATIVENESS, 2)
+    return value
+
+
+def least_fraction(facts: Facts) -> float:
+    """Return the `--mem-fraction-static` that weights and a pool of some use take; 0 where it is unknown."""
+    weights, card = facts.weights_gb, facts.card_gb
+    return weights / card + LEAST_POOL if weights and card else 0.0
+
+
+def _smaller_chunks(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    now = in_effect(facts, "chunked-prefill-size")
+    lower = next((chunk for chunk in CHUNKS if now is None or now <= 0 or chunk < now), None)
+    return flags.setting("chunked-prefill-size", lower) if lower else {}
+
+
+def _fewer_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    most = int(in_effect(facts, "max-running-requests") or 0)
+    ran = int(as_flag(facts, "max-running-requests", death.running))
+    lower = 3 * min(ran or most, most or ran) // 4
+    return flags.setting("max-running-requests", lower) if lower >= LEAST_RUNNING else {}
+
+
+def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Make graphs smaller, and the pool at the same time: a capture that fails again costs minutes."""
+    captured = facts.graph_max_bs or 2 * GRAPH
+    lower = max(LEAST_GRAPH, captured // 2)
+    graphs = flags.setting("cuda-graph-max-bs-decode", lower) if lower < captured else {}
+    graphs = {} if facts.graph_disabled else graphs  # those of prefill are captured too
+    return graphs | _smaller_pool(facts, flags, death)
+
+
+def _no_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if facts.graph_disabled:
+        return {}
+    off = flags.setting("cuda-graph-backend-decode", "disabled")
+    return off or flags.setting("disable-cuda-graph", value=True)
+
+
+def _no_prefill_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if prefill_graph_off(facts.arguments):
+        return {}
+    off = flags.setting("cuda-graph-backend-prefill", "disabled")
+    return off or flags.setting("disable-piecewise-cuda-graph", value=True)
+
+
+def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if facts.on_cpu:
+        lower = int(in_effect(facts, "max-total-tokens") or 0) // 2
+        least = in_effect(facts, "context-length") or 1
+        return flags.setting("max-total-tokens", lower) if lower >= least else {}
+    now, least = facts.number("mem_fraction_static"), least_fraction(facts)
+    share = next((share for share in FRACTIONS if now is None or share < now), 0.0)
+    return flags.setting("mem-fraction-static", share) if share > least else {}
+
+
+def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Give weights and pool more of the card: a step, and more than SGLang says is the least."""
+    now = facts.number("mem_fraction_static") or FRACTIONS[0]
+    told = re.search(r"above (0\.\d+)", death.why)
+    share = round(max(now, float(told[1]) if told else 0.0) + FRACTION_STEP, 3)
+    return flags.setting("mem-fraction-static", share) if share <= HIGHEST_FRACTION else {}
+
+
+def _on_cpu(step: Step) -> Step:
+    """Leave a GPU's pool alone: it is not in the machine's memory."""
+    return lambda facts, flags, death: step(facts, flags, death) if facts.on_cpu else {}
+
+
+if TYPE_CHECKING:
+    Step = Callable[[Facts, Flags, Death], dict[str, Any]]
+
+_STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
+    "prefill": (_smaller_chunks, _smaller_pool),
+    "decode": (_fewer_running, _smaller_pool),
+    "requests": (_fewer_running,),
+    "graph": (_smaller_graphs, _no_graphs),
+    "prefill-graph": (_smaller_pool, _no_prefill_graphs),
+    "pool": (_larger_share,),
+    "general": (_smaller_pool, _fewer_running),
+    "killed": (_on_cpu(_smaller_pool), _on_cpu(_fewer_running)),
+}

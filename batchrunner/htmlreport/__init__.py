@@ -1,1 +1,0 @@
-"""A run as a page: its events and results → series and figures → one HTML file."""

@@ -1,0 +1,325 @@
+"""Parquet files as one sequence of rows with stable ordinals, read a bounded batch at a time.
+
+A row's ordinal (`row`) counts over the files in sorted path order, so it needs no ID column and is the same
+at every start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from batchrunner.core.errors import InputError
+from batchrunner.core.row_set import between
+from batchrunner.input.files import discover, first_line, hive_partitions, partition_types
+from batchrunner.input.templates import unknown_column
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pyroaring import BitMap64
+
+BATCH_ROWS = 256
+BATCH_BYTES = 8 << 20
+READ_BUFFER_BYTES = 1 << 20
+"""Column chunks are streamed through buffers of this size instead of being loaded whole."""
+SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
+"""A fingerprint reads at most this many blocks of a file, and all of a file of up to their sum (1 MiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One Parquet file of the input."""
+
+    path: str
+    first_row: int
+    row_groups: tuple[int, ...]
+    """Rows of each."""
+    partitions: dict[str, str | None]
+    digest: str
+
+    @property
+    def rows(self) -> int:
+        """Rows in the file."""
+        return sum(self.row_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some consecutive rows of the input (those that were asked for)."""
+
+    rows: list[int]
+    data: pa.RecordBatch
+
+
+class Dataset:
+    """The input of a job."""
+
+    def __init__(self, path: str | Sequence[str], run: Path | None = None) -> None:
+        """Find the files, but not those of the run in the directory `run`, and read their footers.
+
+        Raises InputError, with the file and what to do, where one is missing, unreadable, not Parquet,
+        or where there is no row at all.
+        """
+        self._fs, paths = discover([path] if isinstance(path, str) else path, run)
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            footers = list(pool.map(self._footer, paths))
+        starts = [0, *accumulate(metadata.num_rows for metadata, _, _ in footers)]
+        self._bytes = Counter[str]()
+        for metadata, _, _ in footers:
+            for group in range(metadata.num_row_groups):
+                self._bytes.update(_leaves(metadata.row_group(group)))
+        self.total_rows = starts[-1]
+        self.files = [
+            InputFile(
+                path=name,
+                first_row=start,
+                row_groups=tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)),
+                partitions=hive_partitions(name),
+                digest=digest,
+            )
+            for name, start, (metadata, _, digest) in zip(paths, starts, footers, strict=False)
+        ]
+        self._schemas = [schema for _, schema, _ in footers]
+        stored = {name for schema in self._schemas for name in schema.names}
+        in_paths = partition_types([file.partitions for file in self.files])
+        # some writers keep a partition's column, and any directory may have a "=" in its name
+        self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
+        self.schema = pa.schema(
+            [*self._schemas[0], *(pa.field(*item) for item in self.partition_types.items())]
+        )
+
+    def row_group_ends(self) -> list[int]:
+        """Return the ordinal after the last row of each row group, over all files."""
+        return list(accumulate(rows for file in self.files for rows in file.row_groups))
+
+    def field(self, name: str, *, where: str) -> pa.Field:
+        """Return the column's field.
+
+        Raises InputError where it is missing or there twice, where files disagree on its type, or where
+        rows of that type cannot be picked.
+        """
+        if name not in self.schema.names:
+            raise InputError(f"{where}: {unknown_column(name, self.schema.names)}")
+        field = self.schema.field(self.schema.names.index(name))
+        if name in self.partition_types:
+            return field
+        for file, schema in zip(self.files, self._schemas, strict=True):
+            found = schema.get_all_field_indices(name)
+            if not found:
+                raise InputError(
+                    f"{file.path}: has no column {name!r}, which {self.files[0].path} has: "
+                    f"files of one input need the columns that the job uses"
+                )
+            if len(found) > 1:
+                raise InputError(f"{file.path}: has {len(found)} columns {name!r}: {where} can mean one only")
+            if schema.field(found[0]).type != field.type:
+                raise InputError(
+                    f"{file.path}: column {name!r} is {schema.field(found[0]).type}, "
+                    f"but {field.type} in {self.files[0].path}: write both with one type"
+                )
+        try:
+            pa.nulls(0, field.type).take(pa.nulls(0, pa.int64()))
+        except pa.ArrowException:
+            raise InputError(
+                f"{where}: column {name!r} has a type that Arrow cannot pick rows of: {field.type}"
+            ) from None
+        return field
+
+    def bytes_of(self, columns: Iterable[str]) -> int:
+        """Return the bytes (uncompressed) that these columns have in all files."""
+        return _bytes_of(columns, self._bytes)
+
+    def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[Batch]:
+        """Yield the wanted rows in order, a bounded batch at a time, with these columns only.
+
+        Row groups without a wanted row are not read. Raises InputError where a file breaks off.
+        """
+        with contextlib.closing(Reader(self, columns)) as reader:
+            yield from reader.read(wanted)
+
+    def open_group(
+        self, file: InputFile, group: int, columns: Sequence[str]
+    ) -> tuple[pq.ParquetFile, Iterator[pa.RecordBatch]]:
+        """Open a file, which is to be closed, and stream the stored ones of these columns of a row group."""
+        parquet = pq.ParquetFile(
+            self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
+        )
+        metadata = parquet.metadata.row_group(group)
+        batches = parquet.iter_batches(
+            batch_size=batch_rows(metadata.num_rows, _bytes_of(columns, _leaves(metadata))),
+            row_groups=[group],
+            columns=[name for name in columns if name not in self.partition_types],
+            use_threads=False,
+        )
+        return parquet, map(_with_alike_schema, batches)
+
+    def with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
+        """Add those of the columns that stand in the file's path."""
+        missing = [name for name in columns if name in self.partition_types]
+        if not missing:
+            return batch
+        data = batch.data
+        for name in missing:
+            value = pa.scalar(file.partitions[name]).cast(self.partition_types[name])
+            data = data.append_column(name, pa.repeat(value, data.num_rows))
+        return Batch(batch.rows, data)
+
+    def _footer(self, path: str) -> tuple[pq.FileMetaData, pa.Schema, str]:
+        try:
+            info = self._fs.get_file_info(path)
+            if info.size == 0:
+                raise InputError(f"{path}: is empty (0 bytes): not a Parquet file")
+            with self._fs.open_input_file(path) as source:
+                digest = _digest(source, info.size)
+                source.seek(0)
+                parquet = pq.ParquetFile(source)
+                return parquet.metadata, _alike(parquet.schema_arrow), digest
+        except (OSError, pa.ArrowException) as failure:
+            raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
+
+
+class Reader:
+    """Reads wanted rows again and again; where they lie ahead in the open row group, it goes on from there.
+
+    So what is asked for in small ranges, one after the other, is decoded once.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
+        self._dataset = dataset
+        self._columns = columns
+        self._parquet: pq.ParquetFile | None = None
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._group: tuple[str, int] | None = None
+        self._start = 0  # ordinal of the first row of the batch that was decoded last
+        self._data: pa.RecordBatch | None = None
+
+    def read(self, wanted: BitMap64) -> Iterator[Batch]:
+        """Yield the wanted rows in order, as `Dataset.read` does."""
+        for file in self._dataset.files:
+            if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
+                continue
+            try:
+                start = file.first_row
+                for group, rows in enumerate(file.row_groups):
+                    if wanted.range_cardinality(start, start + rows):
+                        yield from self._read_group(file, group, start, between(wanted, start, start + rows))
+                    start += rows
+            except (OSError, IndexError, pa.ArrowException) as failure:  # an index: of a row group that went
+                raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
+
+    def close(self) -> None:
+        """Close the open file."""
+        self._group = None
+        if self._parquet is not None:
+            self._parquet.close()
+
+    def _read_group(self, file: InputFile, group: int, start: int, wanted: BitMap64) -> Iterator[Batch]:
+        last = wanted.max()
+        if self._group != (file.path, group) or wanted.min() < self._start:
+            self.close()
+            self._parquet, self._batches = self._dataset.open_group(file, group, self._columns)
+            self._start, self._data = start, self._next()
+            self._group = file.path, group
+        while True:
+            assert self._data is not None
+            batch = _pick(self._start, self._data, wanted)
+            if batch:
+                yield self._dataset.with_partitions(batch, file, self._columns)
+            if last < self._start + self._data.num_rows:
+                return
+            self._start += self._data.num_rows
+            self._data = self._next()
+
+    def _next(self) -> pa.RecordBatch:
+        for data in self._batches:
+            return data
+        raise pa.ArrowInvalid("it has fewer rows than its footer says")
+
+
+def _leaves(group: pq.RowGroupMetaData) -> dict[str, int]:
+    """Return the bytes of each leaf of the columns, by its path (`column.field.element`)."""
+    chunks = map(group.column, range(group.num_columns))
+    return {chunk.path_in_schema: chunk.total_uncompressed_size for chunk in chunks}
+
+
+def _bytes_of(columns: Iterable[str], leaves: Mapping[str, int]) -> int:
+    tops = tuple(f"{name}." for name in columns)
+    return sum(size for leaf, size in leaves.items() if f"{leaf}.".startswith(tops))
+
+
+def batch_rows(rows: int, size: int) -> int:
+    """Return how many rows are read at once where so many have so many bytes."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
+
+
+def _with_alike_schema(data: pa.RecordBatch) -> pa.RecordBatch:
+    schema = _alike(data.schema)
+    return data if data.schema.equals(schema) else data.cast(schema)
+
+
+def _alike(schema: pa.Schema) -> pa.Schema:
+    """Return a schema that may hold nulls anywhere: one file may have declared that it has none, another not.
+
+    And whose values Arrow can pick and sort: those of `string_view` it cannot yet.
+    """
+    return pa.schema([_alike_field(field) for field in schema])
+
+
+_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
+def _alike_field(field: pa.Field[Any]) -> pa.Field[Any]:
+    return field.with_type(_alike_type(field.type)).with_nullable(True)
+
+
+def _alike_type(kind: pa.DataType) -> pa.DataType:
+    if pt.is_list(kind):
+        return pa.list_(_alike_field(kind.value_field))
+    if pt.is_large_list(kind):
+        return pa.large_list(_alike_field(kind.value_field))
+    if pt.is_fixed_size_list(kind):
+        return pa.list_(_alike_field(kind.value_field), kind.list_size)
+    if pt.is_map(kind):
+        key = _alike_field(kind.key_field).with_nullable(False)  # a map has no others
+        return pa.map_(key, _alike_field(kind.item_field), kind.keys_sorted)
+    if pt.is_struct(kind):
+        return pa.struct([_alike_field(field) for field in kind])
+    return _VIEWS.get(kind, kind)
+
+
+def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:
+    end = start + data.num_rows
+    count = wanted.range_cardinality(start, end)
+    if count == 0:
+        return None
+    if count == data.num_rows:
+        return Batch(list(range(start, end)), data)
+    rows = []
+    for row in wanted.iter_equal_or_larger(start):
+        if row >= end:
+            break
+        rows.append(row)
+    return Batch(rows, data.take(pa.array([row - start for row in rows])))
+
+
+def _digest(source: pa.NativeFile, size: int) -> str:
+    digest = hashlib.sha256(str(size).encode())
+    if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
+        digest.update(source.read())
+    else:
+        for block in range(SAMPLE_BLOCKS):
+            # evenly spread; the last block is the file's end: the footer with its statistics
+            source.seek((size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
+            digest.update(source.read(SAMPLE_BYTES))
+    return digest.hexdigest()

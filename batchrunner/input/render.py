@@ -1,0 +1,264 @@
+"""Rows → requests: templates filled in, columns turned into prompts and per-row sampling."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.types as pt
+
+from batchrunner.core.errors import InputError, RowRefusedError
+from batchrunner.core.types import Outcome, Request, RowRef
+from batchrunner.input.templates import Predicate, Template, is_template
+from batchrunner.job.spec import FromColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from batchrunner.core.types import PromptKind
+    from batchrunner.input.dataset import Batch, Dataset
+    from batchrunner.job.spec import InputSpec, PromptSpec, SamplingSpec
+
+_WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
+_NUMERIC = {
+    *_WHOLE, "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+}  # fmt: skip
+
+Row = dict[str, Any]
+
+
+class Renderer:
+    """Makes requests of a job's rows. `columns` are the input columns that it reads."""
+
+    def __init__(
+        self, dataset: Dataset, source: InputSpec, prompt: PromptSpec, sampling: SamplingSpec
+    ) -> None:
+        """Compile templates and check columns; raises JobError or InputError before anything is sent."""
+        self.kind: PromptKind
+        self._prompt_of: Callable[[Row], Any]
+        self._chat_template_kwargs = prompt.chat_template_kwargs
+        self.predicate = None
+        available = dataset.schema.names
+        if prompt.user is not None:
+            self._prompt_of, used = _messages_from_templates(prompt, available)
+            self.kind = "messages"
+        elif prompt.messages is not None:
+            _check_messages(dataset.field(prompt.messages, where="prompt.messages"))
+            self._prompt_of, used = _Column(prompt.messages), [prompt.messages]
+            self.kind = "messages"
+        elif prompt.text is not None:
+            self._prompt_of, used = _text_prompt(prompt.text, dataset)
+            self.kind = "text"
+        else:
+            assert prompt.input_ids is not None
+            _check_input_ids(dataset.field(prompt.input_ids, where="prompt.input_ids"))
+            self._prompt_of, used = _Column(prompt.input_ids), [prompt.input_ids]
+            self.kind = "input_ids"
+        self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset)
+        names = {
+            *used,
+            *self._per_row.values(),
+            *([self._lora.column] if isinstance(self._lora, FromColumn) else []),
+        }
+        if source.filter is not None:
+            self.predicate = Predicate(source.filter, where="input.filter", available=available)
+            names |= set(self.predicate.columns)
+        self._used = sorted(names)
+        self._carried = list(source.columns)
+        self._carried_names = [source.rename.get(name, name) for name in source.columns]
+        self.columns = sorted({*self._used, *self._carried})
+        for name in self._used:
+            dataset.field(name, where="prompt")
+        self.carried_schema = pa.schema(
+            [
+                dataset.field(name, where="input.columns").with_name(new)
+                for name, new in zip(self._carried, self._carried_names, strict=True)
+            ]
+        )
+
+    def render(self, batch: Batch) -> list[Request | Outcome]:
+        """Turn a batch into requests, in order; a row whose data does not fit becomes its final Outcome."""
+        carried = batch.data.select(self._carried).rename_columns(self._carried_names)
+        items: list[Request | Outcome] = []
+        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
+            ref = RowRef(row, carried, position)
+            try:
+                items.append(self._request(ref, values))
+            except RowRefusedError as failure:
+                items.append(Outcome(ref, None, str(failure), None, 0))
+        return items
+
+    def _request(self, ref: RowRef, row: Row) -> Request:
+        for value in row.values():
+            if isinstance(value, UnreadableValue):
+                raise RowRefusedError(str(value))
+        if self.predicate is not None:
+            self.predicate(row)  # rows reach here if it is true, or if it fails: then the row fails with it
+        sampling = self._fixed
+        if self._per_row:
+            own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
+            sampling = {**sampling, **{name: _sendable(name, value) for name, value in own.items()}}
+        lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
+        return Request(ref, self.kind, self._prompt_of(row), sampling, lora, self._chat_template_kwargs)
+
+
+def _sendable(name: str, value: Any) -> Any:
+    """Return a row's own value as it is sent; raises RowRefusedError for a number that cannot be."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value) or (name in _WHOLE and abs(value) >= 1 << 63):  # JSON has no word for it
+        raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
+    if name not in _WHOLE:
+        return value
+    if not value.is_integer():
+        raise RowRefusedError(f"sampling.{name}: {value} is not a whole number")
+    return int(value)  # a column of whole numbers and a null is one of floats to pandas
+
+
+class UnreadableValue(ValueError):  # noqa: N818 - a value that stands in a column, not something raised
+    """Stands for a value that Python cannot hold (bad UTF-8, a date out of range)."""
+
+
+def rows_of(batch: Batch, names: Sequence[str]) -> list[Row]:
+    """Return the rows of a batch, of these columns, as Python values; see `values_of`."""
+    columns = [values_of(batch.data.column(name)) for name in names]
+    if not columns:
+        return [{} for _ in batch.rows]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def values_of(column: pa.Array) -> list[Any]:
+    """Turn a column into Python values; one that cannot be becomes an UnreadableValue, the rest survive."""
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError, pa.ArrowException):  # UnicodeDecodeError is a ValueError
+        return [_value_of(item) for item in column]
+
+
+def _value_of(item: pa.Scalar[Any]) -> Any:
+    try:
+        return item.as_py()
+    except (ValueError, OverflowError, pa.ArrowException) as failure:
+        return UnreadableValue(f"unreadable value: {failure}")
+
+
+class _Column:
+    """A prompt that stands in a column as it is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, row: Row) -> Any:
+        value = row[self._name]
+        if value is None:
+            raise RowRefusedError(f"prompt: column {self._name!r} is null")
+        if not value:
+            raise RowRefusedError(f"prompt: column {self._name!r} is empty")
+        return value
+
+
+def _messages_from_templates(
+    prompt: PromptSpec, available: list[str]
+) -> tuple[Callable[[Row], Any], list[str]]:
+    assert prompt.user is not None
+    user = Template(prompt.user, where="prompt.user", available=available)
+    if prompt.system is None:
+        return lambda row: [{"role": "user", "content": user.render(row)}], user.columns
+    system = Template(prompt.system, where="prompt.system", available=available)
+
+    def both(row: Row) -> list[dict[str, str]]:
+        return [
+            {"role": "system", "content": system.render(row)},
+            {"role": "user", "content": user.render(row)},
+        ]
+
+    return both, sorted({*system.columns, *user.columns})
+
+
+def _text_prompt(source: str, dataset: Dataset) -> tuple[Callable[[Row], Any], list[str]]:
+    if is_template(source):
+        template = Template(source, where="prompt.text", available=dataset.schema.names)
+        return template.render, template.columns
+    kind = dataset.field(source, where="prompt.text").type
+    if not _is_text(kind):
+        raise InputError(f"prompt.text: column {source!r} must be a string (got {kind})")
+    return _Column(source), [source]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pt.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
+
+
+def _check_messages(field: pa.Field[Any]) -> None:
+    kind = field.type
+    if (
+        not _is_list(kind)
+        or not pt.is_struct(kind.value_type)
+        or not {"role", "content"} <= {f.name for f in kind.value_type}
+    ):
+        raise InputError(
+            f"prompt.messages: column {field.name!r} must be a list of {{role, content}} (got {kind})"
+        )
+
+
+def _check_input_ids(field: pa.Field[Any]) -> None:
+    if not _is_list(field.type) or not pt.is_integer(field.type.value_type):
+        raise InputError(
+            f"prompt.input_ids: column {field.name!r} must be a list of integers (got {field.type})"
+        )
+
+
+def _check_value(name: str, field: pa.Field[Any]) -> None:
+    """Refuse a column that cannot hold values of this sampling parameter."""
+    for is_kind, names, wanted in _VALUES:
+        if name in names and not is_kind(field.type):
+            raise InputError(f"sampling.{name}: column {field.name!r} must hold {wanted} (got {field.type})")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pt.is_integer(kind) or pt.is_floating(kind))
+
+
+_VALUES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
+    (_is_number, _NUMERIC, "numbers"),
+    (_is_text, {"json_schema", "regex", "ebnf", "structural_tag", "lora_path"}, "texts"),
+    (
+        lambda kind: _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)),
+        {"stop", "stop_regex"},
+        "texts or lists of texts",
+    ),
+    (lambda kind: _is_list(kind) and pt.is_integer(kind.value_type), {"stop_token_ids"}, "lists of integers"),
+    (pt.is_boolean, {"ignore_eos"}, "booleans"),
+)
+
+
+def _split_sampling(
+    sampling: SamplingSpec, dataset: Dataset
+) -> tuple[dict[str, Any], dict[str, str], str | FromColumn | None]:
+    """Part what is the same for all rows from what a column brings."""
+    fixed: dict[str, Any] = {}
+    per_row: dict[str, str] = {}
+    for name, field in type(sampling).model_fields.items():
+        value = getattr(sampling, name)
+        if isinstance(value, FromColumn):
+            _check_value(name, dataset.field(value.column, where=f"sampling.{name}"))
+        if name == "lora_path":
+            continue
+        if isinstance(value, FromColumn):
+            per_row[name] = value.column
+            value = field.default  # what a null stands for
+        if value is not None:
+            fixed[name] = value
+    if isinstance(fixed.get("json_schema"), dict):
+        fixed["json_schema"] = orjson.dumps(fixed["json_schema"]).decode()
+    if fixed["n"] == 1:
+        del fixed["n"]
+    return fixed, per_row, sampling.lora_path

@@ -1,0 +1,91 @@
+"""Which rows are sent, and in which ranges several tasks share them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
+
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.input.render import UnreadableValue, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from batchrunner.input.dataset import Dataset
+    from batchrunner.input.templates import Predicate
+
+MOST_LEASES, FEWEST_LEASES = 1000, 64
+"""Of a usual run: the last ones are small beside what a task holds anyway. Of a small one: few tasks idle."""
+LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
+"""Below, where there are enough of them, taking one costs more than reading it; above, tasks would end at
+very different times."""
+
+
+def lease_rows(rows: int) -> int:
+    """Return about how many of so many rows a lease has."""
+    least = min(LEAST_LEASE_ROWS, -(-rows // FEWEST_LEASES))
+    return max(1, min(max(rows // MOST_LEASES, least), MOST_LEASE_ROWS))
+
+
+def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
+    """Return the ordinals that bound the leases, from 0 to the end of the input.
+
+    They hold about the same number of `rows` each, at most 8,192; row groups (`group_ends`, sorted, the last
+    is the end of the input) are put together or parted evenly, so that few are read by two tasks.
+    """
+    size = lease_rows(len(rows))
+    cuts, gathered, begin, before = [0], 0, 0, 0
+    for end in group_ends:
+        count = rows.range_cardinality(begin, end)
+        if gathered and gathered + count > size:
+            cuts.append(begin)
+            gathered = 0
+        pieces = -(-count // size)
+        if pieces > 1:
+            cuts += [rows[before + count * piece // pieces] for piece in range(1, pieces)]
+            cuts.append(end)
+        else:
+            gathered += count
+        begin, before = end, before + count
+    if cuts[-1] != group_ends[-1]:
+        if gathered or len(cuts) == 1:
+            cuts.append(group_ends[-1])
+        else:
+            cuts[-1] = group_ends[-1]
+    return cuts
+
+
+def selected_rows(
+    dataset: Dataset, predicate: Predicate | None, limit: int | None, look: Callable[[], None]
+) -> BitMap64:
+    """Return the rows that the job is about: those where the filter is true, the first `limit` of them.
+
+    A row where the filter fails (a null compared with a number, say) is selected: it ends as a failed row
+    that says so. Only the filter's columns are read, and reading stops at the limit. `look` is called now and
+    then, and raises where the run is to stop.
+    """
+    everything = BitMap64()
+    everything.add_range(
+        0, dataset.total_rows if predicate else min(limit or dataset.total_rows, dataset.total_rows)
+    )
+    if predicate is None:
+        return everything
+    selected = BitMap64()
+    for batch in dataset.read(everything, predicate.columns):
+        look()
+        for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
+            if _selects(predicate, values):
+                selected.add(row)
+                if len(selected) == limit:
+                    return selected
+    return selected
+
+
+def _selects(predicate: Predicate, values: dict[str, object]) -> bool:
+    if any(isinstance(value, UnreadableValue) for value in values.values()):
+        return True
+    try:
+        return predicate(values)
+    except RowRefusedError:
+        return True

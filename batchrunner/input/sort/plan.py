@@ -1,0 +1,123 @@
+"""Which order a start takes: the job's, or what a sample says; a sorted copy is used again where it fits."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.input.files import first_line
+from batchrunner.input.row_reader import InputOrder, SortedCopy
+from batchrunner.input.sort.decide import Choice, choose
+from batchrunner.input.sort.external_sort import write_sorted
+from batchrunner.output.resume import check_same_run, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pyroaring import BitMap64
+
+    from batchrunner.input.row_reader import Order
+    from batchrunner.runner.prepare import Prepared
+
+log = logging.getLogger(__name__)
+
+ROOM = 2
+"""A sort needs the rows' size so many times on disk: once dealt out, once in order."""
+
+
+def choice_for(prepared: Prepared, rows: BitMap64) -> Choice:
+    """Return the order that these rows are to be sent in; with `auto` a sample is read. Raises InputError."""
+    asked = prepared.job.order
+    return choose(prepared, rows) if asked == "auto" else Choice(asked, "set by the job")
+
+
+def arrange(
+    prepared: Prepared, rows: BitMap64, directory: Path, token: str, look: Callable[[], None]
+) -> tuple[Path | None, Choice]:
+    """Decide on an order for rows, and write them down in it; return where (None: the input is in order).
+
+    `directory` is ours to write to, `token` our start's name, `look` raises what ends a long sort. Copies of
+    earlier starts are removed. Raises InputError, or OutputError where there is no room to sort.
+    """
+    remove_copies(directory)
+    choice = choice_for(prepared, rows)
+    if not rows:
+        return None, choice
+    path = None
+    if choice.order != "input":
+        path = directory / f"order-{token}.parquet"
+        try:
+            _sort(prepared, rows, choice, path, look)
+        except OutputError as failure:
+            if prepared.job.order != "auto":
+                raise
+            path, choice = None, Choice("input", f"{choice.order} would be better, but {failure}")
+            log.warning("%s", choice)
+    return path, choice
+
+
+def order_at(prepared: Prepared, path: Path | None) -> Order:
+    """Open an order that was decided on; raises InputError where its copy is gone."""
+    if path is None:
+        return InputOrder(prepared.dataset, prepared.renderer.columns)
+    return SortedCopy(path, leased=path.parent == prepared.run_dir.leases)
+
+
+def arranged_before(prepared: Prepared, rows: BitMap64, directory: Path) -> tuple[Path, Choice] | None:
+    """Return the order that a start before has written, where it is the one asked for and has these rows."""
+    asked = prepared.job.order
+    for path in directory.glob("order-*.parquet"):
+        try:
+            copy = SortedCopy(path)
+            now = fingerprint(prepared.job, prepared.dataset, "")
+            check_same_run(copy.about["fingerprint"], now, directory, model_known=False)
+        except (InputError, ResumeError):
+            continue
+        kind = copy.about["order"]
+        if rows and kind in {"auto": {"prefix"}}.get(asked, {asked}) and not rows - copy.rows(copy.places):
+            return path, Choice(kind, "as the start before sorted it")
+    return None
+
+
+def remove_copies(directory: Path) -> None:
+    """Delete what starts before have sorted, or begun to; raises OSError."""
+    for path in directory.glob("*order-*"):  # hidden ones too, which are not whole
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: Callable[[], None]) -> None:
+    began = time.monotonic()
+    where, room, free = path.parent, _room(prepared, len(rows)), shutil.disk_usage(path.parent).free
+    takes = f"that takes about {room >> 20} MiB there, {free >> 20} MiB are free"
+    if room > free and prepared.job.order == "auto":  # who asks for it may know better
+        raise OutputError(
+            f"{where}: no room to sort: {takes}: make room, or say order: {choice.order} to try"
+        )
+    log.info("sorting %d rows", len(rows))
+    about = {
+        "order": choice.order,
+        "fingerprint": fingerprint(prepared.job, prepared.dataset, "").as_dict(),
+    }
+    try:
+        write_sorted(prepared, rows, path, about, look)
+    except (OSError, pa.ArrowException) as failure:
+        raise OutputError(
+            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: make room, "
+            "or say order: input"
+        ) from None
+    log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
+
+
+def _room(prepared: Prepared, rows: int) -> int:
+    """Estimate the disk that a sort takes, by what the job reads of the input."""
+    size = prepared.dataset.bytes_of(prepared.renderer.columns)
+    return int(ROOM * size * rows / prepared.dataset.total_rows)

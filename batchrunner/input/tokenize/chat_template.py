@@ -1,0 +1,138 @@
+"""A model's chat template, rendered as SGLang 0.5.23 has transformers render it, in a sandbox.
+
+The template comes with the model, from people we do not know: like theirs, our sandbox lets it compute a text
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
+from batchrunner.core.jsonfile import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from jinja2.parser import Parser
+
+OWN_NAMES = frozenset(
+    {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "spaces_between_special_tokens"}
+)
+"""Names in `chat_template_kwargs` that are not the template's: apply_chat_template's arguments, and what
+SGLang's chat endpoint takes for itself."""
+
+
+class ChatTemplate:
+    """Messages → the prompt's text."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile `source`; raises CannotTokenizeError. `special_tokens` are `bos_token` and its like."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as failure:
+            raise CannotTokenizeError(f"the chat template cannot be compiled: {failure}") from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None) -> str:
+        """Render messages for the assistant to go on; raises RowRefusedError where they do not fit."""
+        values = {**self._special_tokens, **(arguments or {})}
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **values
+            )
+        except Exception as failure:  # noqa: BLE001 - a template runs through any operator
+            said = str(failure) or type(failure).__name__
+            raise RowRefusedError(f"chat template: {' '.join(said.split())}") from None
+
+
+def load_chat_template(directory: Path, name: str | None = None) -> ChatTemplate:
+    """Load the template of a model directory, the first of several or the one of that `name`.
+
+    `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
+    """
+    config = read_json(directory / "tokenizer_config.json")
+    found = _templates(directory, config)
+    if not found:
+        raise CannotTokenizeError(f"{directory}: no chat template")
+    if name is not None and name not in found:
+        raise CannotTokenizeError(f"{directory}: no chat template of the name {name!r}")
+    source = next(iter(found.values())) if name is None else found[name]
+    tokens = {**read_json(directory / "special_tokens_map.json"), **config}
+    return ChatTemplate(source, _special_tokens(tokens))
+
+
+def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        found = {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8")}
+    except (OSError, ValueError):
+        found = {}
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text(encoding="utf-8", errors="replace")
+    given = config.get("chat_template")
+    if found or given is None:
+        return found
+    if isinstance(given, str):
+        return {"default": given}
+    return {named["name"]: named["template"] for named in given}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokens that are named in a configuration, as texts or as `{"content": …}`."""
+    texts = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _content(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks what training looks at, and prints it as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own way
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Leave the mark out and what it holds in; what is set there is not known outside."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Make what transformers makes: see `_compile_jinja_template` in its chat_template_utils."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - as they
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,270 @@
+"""Reading a job: YAML, environment variables and `--set`, and errors a person can act on.
+
+Precedence, lowest first: the file, environment variables (`BATCHRUN__ENGINE__MODEL=…`), `--set a.b=c`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from batchrunner.core.errors import JobError
+from batchrunner.job.spec import EngineSpec, Job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic_core import ErrorDetails
+
+ENV_PREFIX = "BATCHRUN__"
+_MARKED = tuple("\"'|>!&*")
+"""What begins a text that is written as YAML has it, in quotes or as a block."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, which YAML would silently overwrite."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<: *base` is no key: the base class merges it
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # the base class refuses it with a better message
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_job(
+    source: str | Path | Mapping[str, Any] | Job,
+    *,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    engine: EngineSpec | None = None,
+) -> Job:
+    """Read a job from a YAML file, a mapping or a Job and apply overrides.
+
+    `engine` takes the place of an `engine` that the job leaves out.
+
+    `overrides` are texts `a.b=c`, `c` in YAML, or else a text; `environ` defaults to the process's own and is
+    read only for variables that start with BATCHRUN__. Raises JobError with one line that says where and
+    what.
+    """
+    if isinstance(overrides, (str, Mapping)):
+        raise JobError('overrides: give a list of texts, such as ["input.limit=100"]')
+    if isinstance(source, Job) and not overrides:
+        return source
+    tree, name = _tree_of(source)
+    if engine is not None:
+        tree.setdefault("engine", engine.model_dump(exclude_unset=True))
+    # sorted: BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, which is a part of it
+    for key, text in sorted((os.environ if environ is None else environ).items()):
+        if key.startswith(ENV_PREFIX):
+            _override(tree, _steps_of(key), text, where=f"environment: {key}")
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise JobError(f"--set {override}: write it as a.b=value")
+        _override(tree, path.strip().split("."), text, where=f"--set {path}")
+    return _validated(tree, name)
+
+
+def _steps_of(key: str) -> list[str]:
+    """Read BATCHRUN__ENGINE__MODEL as engine.model; names that are not ours keep their case."""
+    steps = key[len(ENV_PREFIX) :].split("__")
+    ours = [step.lower() for step in steps]
+    return ours[:2] + steps[2:] if ours[:2] in (["engine", "env"], ["input", "rename"]) else ours
+
+
+def _tree_of(source: object) -> tuple[dict[str, Any], str]:
+    """Return a job as plain containers, and its name in messages."""
+    match source:
+        case Job():
+            return source.model_dump(exclude_unset=True), "job"
+        case Mapping():
+            return _deep_copy(source), "job"
+        case str() | Path():
+            return _read_yaml(Path(source)), str(source)
+        case _:
+            raise JobError(f"job: give a path, a mapping or a Job (got {_kind(source)})")
+
+
+def parse_engine(source: Mapping[str, Any] | EngineSpec) -> EngineSpec:
+    """Read the `engine` part of a job alone; raises JobError."""
+    if isinstance(source, BaseModel):
+        return source
+    if not isinstance(source, Mapping):
+        raise JobError(f"engine: give an open engine or the `engine` part of a job (got {_kind(source)})")
+    adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
+    tree = _deep_copy(source)
+    try:
+        return adapter.validate_python(tree)
+    except ValidationError as failure:
+        raise JobError(f"engine: {_explain(failure, adapter.json_schema(), tree)}") from None
+
+
+def _validated(tree: dict[str, Any], name: str) -> Job:
+    try:
+        return Job.model_validate(tree)
+    except ValidationError as failure:
+        raise JobError(f"{name}: {_explain(failure, Job.model_json_schema(), tree)}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise JobError(f"{path}: no such job file") from None
+    except IsADirectoryError:
+        raise JobError(f"{path}: is a directory: give the job file in it") from None
+    except (OSError, UnicodeDecodeError) as failure:
+        raise JobError(f"{path}: cannot be read as a job file: {failure}") from None
+    tree = _parse(text, str(path))
+    if not isinstance(tree, dict):
+        raise JobError(f"{path}: a job is a mapping with input, prompt, output, engine (got {_kind(tree)})")
+    return tree
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as failure:
+        raise JobError(f"{where}: {_yaml_problem(failure)}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as failure:
+        # PyYAML lets its constructors' own errors through: the 13th month of a date, `!!int x`
+        raise JobError(f"{where}: not valid YAML: {failure}") from None
+
+
+def _yaml_problem(failure: yaml.YAMLError) -> str:
+    mark = getattr(failure, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    return f"{where}not valid YAML: {getattr(failure, 'problem', None) or str(failure).splitlines()[0]}"
+
+
+def _override(tree: dict[str, Any], path: list[str], text: str, *, where: str) -> None:
+    value = _value_of(text, where)
+    for step in path[:-1]:
+        below = tree.setdefault(step, {})
+        if not isinstance(below, dict):
+            raise JobError(f"{where}: {step!r} is {_kind(below)} and has no keys below it")
+        tree = below
+    tree[path[-1]] = value
+
+
+def _value_of(text: str, where: str) -> Any:
+    """Read YAML; a template, or an expression, that is none or a comment in it is a text.
+
+    So is any other text that YAML would change: it folds lines, and cuts what follows a ` #`.
+    """
+    try:
+        value = _parse(text, where)
+    except JobError:
+        if re.match(r"\s*(\[|{(?![{%#]))", text):  # a list or a mapping that has not come out right
+            raise
+        return text
+    if isinstance(value, str) and value != text.strip() and not text.lstrip().startswith(_MARKED):
+        return text
+    is_null = text.strip().lower() in {"", "~", "null"}
+    return text if value is None and not is_null else value
+
+
+def _deep_copy(value: Any) -> Any:
+    """Copy the containers only: leaves may be anything a caller passed."""
+    if isinstance(value, Mapping):
+        return {key: _deep_copy(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_deep_copy(below) for below in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> str:
+    """One line for the user out of pydantic's list of errors."""
+    problems = failure.errors(include_url=False)
+    # A union reports every branch: the branch that got furthest is the one that the user meant.
+    problem = max(problems, key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
+    path = _path_in(tree, problem)
+    others = len({tuple(_path_in(tree, p)) for p in problems}) - 1
+    more = f" (and {others} more)" if others else ""
+    where = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {where!r}{_nearest(path, schema, tree)}{more}"
+    if problem["type"] == "missing":
+        return f"{where} is missing{more}"
+    # a union says no once for each of its members: all of them together are what is allowed
+    messages = dict.fromkeys(_message(p) for p in problems if _path_in(tree, p) == path)
+    message = ", or ".join(messages)
+    got = problem["input"]
+    shown = "" if "(got " in message or isinstance(got, (Mapping, BaseModel)) else f" (got {got!r})"
+    return f"{where + ': ' if where else ''}{message}{shown}{more}"
+
+
+def _message(problem: ErrorDetails) -> str:
+    if problem["type"] == "union_tag_not_found":
+        return "kind is missing"
+    if problem["type"] == "union_tag_invalid":
+        return f"kind should be one of {problem['ctx']['expected_tags']} (got {problem['ctx']['tag']!r})"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = message.replace("a valid dictionary or instance of FromColumn", "{column: NAME}")
+    message = re.sub(r"a valid dictionary( or .*)?$", "a mapping", message)
+    return message[0].lower() + message[1:]
+
+
+def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
+    """Name the error's place in the user's own words: pydantic's names of union branches left out."""
+    path: list[str] = []
+    for step in problem["loc"]:
+        if isinstance(tree, Mapping) and step in tree:
+            path.append(str(step))
+            tree = tree[step]
+        elif isinstance(tree, (list, tuple)) and isinstance(step, int):
+            path.append(str(step))
+            tree = tree[step] if step < len(tree) else None
+    if problem["type"] == "missing":
+        path.append(str(problem["loc"][-1]))
+    return path
+
+
+def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str:
+    known = _known_keys(path[:-1], schema, tree)
+    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+    near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}" if known else ""
+    if path[:1] == ["engine"] and isinstance(tree, Mapping) and isinstance(tree.get("engine"), Mapping):
+        kind = tree["engine"].get("kind")
+        hint += f" (to replace the whole engine: --set 'engine={{kind: {kind}}}')" if not near else ""
+    return hint
+
+
+def _known_keys(path: list[str], schema: dict[str, Any], tree: object) -> list[str]:
+    node: Any = schema
+    for step in path:
+        node = _resolved(node, schema, tree).get("properties", {}).get(step, {})
+        tree = tree.get(step) if isinstance(tree, Mapping) else None
+    return sorted(_resolved(node, schema, tree).get("properties", {}))
+
+
+def _resolved(node: Any, schema: dict[str, Any], tree: object) -> Any:
+    """Find the schema of a mapping behind a reference, a union or the engine's `kind`."""
+    if "discriminator" in node:
+        kind = tree.get("kind") if isinstance(tree, Mapping) else None
+        node = {"$ref": node["discriminator"]["mapping"].get(kind)}
+    # of a union only one member has keys: {column: NAME}
+    node = next((member for member in node.get("anyOf", ()) if "$ref" in member), node)
+    return schema["$defs"][node["$ref"].rsplit("/", 1)[-1]] if node.get("$ref") else node
+
+
+def _kind(value: object) -> str:
+    names = {dict: "a mapping", list: "a list", str: "a text", type(None): "nothing"}
+    return names.get(type(value), f"{value!r}")

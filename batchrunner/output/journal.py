@@ -1,0 +1,68 @@
+"""Finished rows, durable long before their part is: tables appended to a file, each synced as it comes.
+
+A frame is three little-endian 32-bit numbers (bytes of the payload, its CRC-32, its rows) and the payload, an
+Arrow IPC stream with its own schema. A write that a crash or a full disk cut short leaves a torn last frame,
+which readers take for the end.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from batchrunner.output.run_dir import sync_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_HEADER = struct.Struct("<III")
+
+
+class Journal:
+    """A new journal; every method raises OSError, after which the same call may be made again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._end = 0
+        try:
+            sync_directory(path.parent)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def append(self, table: pa.Table) -> None:
+        """Add rows; when this returns they survive a power failure."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        payload = sink.getvalue()
+        frame = memoryview(_HEADER.pack(payload.size, zlib.crc32(payload), table.num_rows) + payload)
+        written = 0
+        while written < len(frame):  # at the end of what is whole: over what a failed try has left
+            written += os.pwrite(self._file, frame[written:], self._end + written)
+        os.fsync(self._file)
+        self._end += len(frame)
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        os.close(self._file)
+
+
+def read_journal(path: Path) -> Iterator[pa.Table]:
+    """Yield the tables of a journal, up to the first frame that is torn or damaged."""
+    with path.open("rb") as file:
+        left = path.stat().st_size
+        while left >= _HEADER.size:
+            size, checksum, _ = _HEADER.unpack(file.read(_HEADER.size))
+            left -= _HEADER.size + size
+            # a header of zeros: after a power cut a file may be longer than what was written to it
+            if size == 0 or left < 0 or zlib.crc32(payload := file.read(size)) != checksum:
+                return
+            with pa.ipc.open_stream(payload) as reader:
+                yield reader.read_all()

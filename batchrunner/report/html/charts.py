@@ -1,0 +1,297 @@
+"""Lines and histograms → what a chart is drawn of: paths, ticks and a sentence, in a frame of 1000 x 100.
+
+The frame is stretched to the width of the screen, so texts are not part of it: they lie beside it, at so
+many per cent of its width and height.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from batchrunner.report.html.timeline import Line, Timeline, Value
+
+WIDTH, HEIGHT = 1000.0, 100.0
+COLOURS = 8
+"""Colours that the page has for lines."""
+_STEPS_S = (
+    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
+    *(3600, 7200, 3 * 3600, 6 * 3600, 12 * 3600, 86400),
+)
+TICKS = 7
+"""Of the time axis, at most."""
+
+
+class Tick(NamedTuple):
+    """A label beside the frame."""
+
+    at: float
+    """Per cent of the frame's width from the left, or of its height from the top."""
+    label: str
+
+
+class Mark(NamedTuple):
+    """A moment that all charts show as an upright line."""
+
+    at: float
+    """Seconds of the time axis."""
+    kind: str
+    """bad, good or plain."""
+    label: str
+
+
+class Zone(NamedTuple):
+    """A range of values that is shaded, or a value with a line across where both are the same."""
+
+    low: float
+    high: float
+    label: str
+
+
+class Stroke(NamedTuple):
+    """One line of a chart, as drawn."""
+
+    label: str
+    colour: int
+    path: str
+    range_path: str
+    """The area between lowest and highest, empty where each place has one value."""
+    values: list[float | None]
+    """What the line has at each place of the grid, for the readout."""
+
+
+class Shade(NamedTuple):
+    """A zone as drawn, from the frame's top."""
+
+    y: float
+    height: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart over time."""
+
+    key: str
+    title: str
+    about: str
+    """What is good and what is not, in a sentence."""
+    says: str
+    """What one would see."""
+    strokes: list[Stroke]
+    shades: list[Shade]
+    marks: list[tuple[float, Mark]]
+    """With their place in the frame."""
+    y_ticks: list[Tick]
+    x_ticks: list[Tick]
+
+
+class Bar(NamedTuple):
+    """A bar of a histogram, in its frame."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many rows have values from where to where."""
+
+    title: str
+    unit: str
+    says: str
+    bars: list[Bar]
+    y_ticks: list[Tick]
+    x_ticks: list[Tick]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Values of rows, counted: bin `i` goes from `i * step` to the next; the last one has all above too."""
+
+    title: str
+    unit: str
+    step: float
+    bins: list[int]
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    largest: float
+    whole: bool = False
+    """Whether values are whole numbers."""
+
+
+def draw_lines(
+    timeline: Timeline,
+    key: str,
+    title: str,
+    about: str,
+    lines: dict[str, Line],
+    *,
+    zones: Sequence[Zone] = (),
+    marks: Sequence[Mark] = (),
+    top: float = 0.0,
+) -> Chart:
+    """Draw lines over time; the vertical axis goes from 0 to at least `top`."""
+    length_s = timeline.axis.length_s or 1.0
+    highest = max((value.high for line in lines.values() for value in line if value), default=0.0)
+    step, most = _scale(max(highest, top, *(zone.low for zone in zones), 1e-9))
+    xs = [WIDTH * place / length_s for place in timeline.places]
+    strokes = [
+        Stroke(
+            label,
+            number % COLOURS,
+            _path(xs, line, timeline.breaks, most),
+            _area(xs, line, timeline.breaks, most),
+            [value and _rounded(value.mean) for value in line],
+        )
+        for number, (label, line) in enumerate(lines.items())
+    ]
+    return Chart(
+        key, title, about, "; ".join(_sentence(label, line) for label, line in lines.items()),
+        strokes,
+        [_shade(zone, most) for zone in zones],
+        [(WIDTH * mark.at / length_s, mark) for mark in marks],
+        _rising(step, most),
+        time_ticks(length_s),
+    )  # fmt: skip
+
+
+def draw_counts(counts: Counts) -> Histogram:
+    """Draw a histogram."""
+    end = counts.step * len(counts.bins)
+    step, top = _scale(max(counts.bins))
+    tick_step = max(round_step(end, TICKS), float(counts.whole))
+    percent = {"half": counts.p50, "90 %": counts.p90, "99 %": counts.p99, "all": counts.largest}
+    at_most = ", ".join(f"{share} at most {number(value)}" for share, value in percent.items())
+    return Histogram(
+        counts.title,
+        counts.unit,
+        f"{at_most}; mean {number(counts.mean)}\N{NO-BREAK SPACE}{counts.unit}",
+        [_bar(counts, at, rows, top) for at, rows in enumerate(counts.bins) if rows],
+        _rising(step, top),
+        [Tick(100 * at * tick_step / end, number(at * tick_step)) for at in range(int(end / tick_step) + 1)],
+    )
+
+
+def time_ticks(length_s: float) -> list[Tick]:
+    """Return round moments on an axis of so many seconds."""
+    step = next((step for step in _STEPS_S if length_s / step <= TICKS), None)
+    if step is None:
+        step = 86400 * math.ceil(length_s / 86400 / TICKS)
+    return [Tick(100 * at * step / length_s, clock(at * step)) for at in range(int(length_s / step) + 1)]
+
+
+def clock(seconds: float) -> str:
+    """Write a moment on the time axis as short as it goes: 0, 20 s, 1 min 40, 1 h 30, 2 d 6 h."""
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.2g} s" if seconds else "0"
+    for size, unit, part_size, part in ((86400, "d", 3600, " h"), (3600, "h", 60, ""), (60, "min", 1, "")):
+        if seconds >= size:
+            whole, rest = divmod(round(seconds / part_size), size // part_size)
+            return f"{whole} {unit} {rest:02}{part}" if rest else f"{whole} {unit}"
+    raise AssertionError
+
+
+def number(value: float) -> str:
+    """Write a number in about three digits and a letter: 0.85, 12, 1,500, 12.3k, 31M."""
+    for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{_three(value / size)}{letter}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else _three(value)  # noqa: PLR2004
+
+
+def round_step(span: float, most: int) -> float:
+    """Return a round step (1, 2 or 5 times a power of ten) that covers a span in at most so many steps."""
+    rough = max(span, 1e-12) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
+def _three(value: float) -> str:
+    if abs(value) >= 100:  # noqa: PLR2004
+        return f"{value:.0f}"
+    return f"{value:.1f}".removesuffix(".0") if abs(value) >= 10 else f"{value:.2g}"  # noqa: PLR2004
+
+
+def _scale(highest: float) -> tuple[float, float]:
+    """Return a round step of the vertical axis, and its end: five steps of which fit in at most."""
+    step = round_step(highest, 5)
+    return step, step * math.ceil(highest / step - 1e-9)
+
+
+def _rising(step: float, top: float) -> list[Tick]:
+    return [Tick(100 - 100 * at * step / top, number(at * step)) for at in range(round(top / step) + 1)]
+
+
+def _bar(counts: Counts, at: int, rows: int, top: float) -> Bar:
+    width, height = WIDTH / len(counts.bins), HEIGHT * rows / top
+    says = f"{_range(counts, at)} {counts.unit}: {rows:,} rows"
+    return Bar(at * width, HEIGHT - height, width, height, says)
+
+
+def _range(counts: Counts, at: int) -> str:
+    low, high = at * counts.step, (at + 1) * counts.step
+    if at == len(counts.bins) - 1 and counts.largest >= high:
+        return f"{number(low)} and more"
+    return f"{number(low)} to {number(high - 1 if counts.whole else high)}"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _sentence(label: str, line: Line) -> str:
+    means = [value.mean for value in line if value]
+    if not means:
+        return f"{label}: nothing known"
+    return (
+        f"{label}: lowest {number(min(means))}, mean {number(sum(means) / len(means))}, "
+        f"highest {number(max(means))}"
+    )
+
+
+def _shade(zone: Zone, most: float) -> Shade:
+    high = min(zone.high, most)
+    return Shade(HEIGHT - HEIGHT * high / most, HEIGHT * max(0.0, high - zone.low) / most, zone.label)
+
+
+def _runs(xs: Sequence[float], line: Line, breaks: frozenset[int]) -> Iterator[list[tuple[float, Value]]]:
+    """Yield the pieces of a line that are drawn without lifting the pen."""
+    run: list[tuple[float, Value]] = []
+    for at, (x, value) in enumerate(zip(xs, line, strict=True)):
+        if run and (value is None or at in breaks):
+            yield run
+            run = []
+        if value is not None:
+            run.append((x, value))
+    if run:
+        yield run
+
+
+def _path(xs: Sequence[float], line: Line, breaks: frozenset[int], most: float) -> str:
+    return "".join(
+        _points([(x, value.mean) for x, value in run], most) + ("h.01" if len(run) == 1 else "")
+        for run in _runs(xs, line, breaks)
+    )
+
+
+def _area(xs: Sequence[float], line: Line, breaks: frozenset[int], most: float) -> str:
+    if all(value is None or value.low == value.high for value in line):
+        return ""
+    return "".join(
+        _points([(x, v.high) for x, v in run] + [(x, v.low) for x, v in reversed(run)], most) + "Z"
+        for run in _runs(xs, line, breaks)
+    )
+
+
+def _points(points: Iterable[tuple[float, float]], most: float) -> str:
+    return "M" + "L".join(f"{x:.1f} {HEIGHT - HEIGHT * y / most:.1f}" for x, y in points)

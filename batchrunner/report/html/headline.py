@@ -1,0 +1,111 @@
+"""What a run's page says first: how it stands, and its figures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.job.spec import LimitsSpec
+from batchrunner.output.events import last_sample
+from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.report.report import tolerated
+from batchrunner.runner.status import holder_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batchrunner.report.html.results import Results
+    from batchrunner.report.html.story import Story
+    from batchrunner.report.html.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a page says first."""
+
+    name: str
+    path: str
+    model: str
+    engine: str
+    simulated: bool
+    several: bool
+    """Whether several tasks did it."""
+    state: str
+    state_kind: str
+    """good, warn, bad or live."""
+    reason: str
+    rows_total: int
+    rows_left: int
+    working_s: float
+    how_often: str
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    cached_share: float | None
+    done_share: float
+    ok_percent: float
+    failed_percent: float
+    written: float
+
+
+def head_of(
+    run_dir: RunDir,
+    facts: Mapping[str, Any],
+    results: Results,
+    timeline: Timeline,
+    stories: Sequence[Story],
+) -> Head:
+    """Return what the page of a run, or of one of its tasks, says first; `facts` are run.json's."""
+    total = facts["rows_total"] if run_dir.task == MAIN_TASK else stories[0].rows_total if stories else 0
+    left = max(0, total - results.ok - results.failed)
+    most_failed = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
+    kind, state, reason = _state(
+        run_dir, stories, left, too_many=results.failed > tolerated(most_failed, total)
+    )
+    working_s = timeline.axis.length_s
+    starts = sum(len(story.spans) for story in stories)
+    whose = "" if run_dir.task == MAIN_TASK else f", task {run_dir.task}"
+    engine = facts["engine"]
+    return Head(
+        name=run_dir.path.absolute().name + whose,
+        path=str(run_dir.path.absolute()),
+        model=engine["model"] if engine["model"] != engine["kind"] else "",
+        engine=engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
+        simulated=bool(engine.get("simulated")),
+        several=len(stories) > 1,
+        state=state,
+        state_kind=kind,
+        reason=reason,
+        rows_total=total,
+        rows_left=left,
+        working_s=working_s,
+        how_often=_how_often(starts, len(stories)),
+        output_tokens_per_s=results.output_tokens / working_s if working_s else 0.0,
+        prompt_tokens_per_s=results.prompt_tokens / working_s if working_s else 0.0,
+        cached_share=results.cached_tokens / results.prompt_tokens if results.prompt_tokens else None,
+        done_share=(total - left) / total if total else 1.0,
+        ok_percent=100 * results.ok / total if total else 100.0,
+        failed_percent=100 * results.failed / total if total else 0.0,
+        written=time.time(),
+    )
+
+
+def _how_often(starts: int, tasks: int) -> str:
+    text = "1 start" if starts == 1 else f"{starts} starts"
+    return f"{text} of {tasks} tasks" if tasks > 1 else text
+
+
+def _state(run_dir: RunDir, stories: Sequence[Story], left: int, *, too_many: bool) -> tuple[str, str, str]:
+    """Return how it stands: what kind of state, in a word, and in a sentence."""
+    tasks = [RunDir(run_dir.path, story.task) for story in stories]
+    holders = [who for task in tasks if (who := holder_of(task, last_sample(task.events)))]
+    if holders:
+        who = holders[0] if len(stories) == 1 else f"{len(holders)} of {len(stories)} tasks"
+        return "live", "running", f"At it: {who}. This is what was on disk when the page was written."
+    if left:
+        last = max((story.spans[-1] for story in stories), key=lambda span: span.ended, default=None)
+        why = (last and last.reason) or "its log has no end: it was killed, or its machine went down"
+        return "warn", "not finished", f"{why[0].upper()}{why[1:]}. Run the same command again to go on."
+    if too_many:
+        return "bad", "done, with failed rows", "More rows failed than limits.max_failed_rows tolerates."
+    return "good", "done", "All rows have a result."

@@ -1,0 +1,104 @@
+"""Which charts of the load there are, and what is good in each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.report.html.charts import Mark, Zone, draw_lines, number
+from batchrunner.report.html.story import RETRACTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.report.html.charts import Chart
+    from batchrunner.report.html.story import Incident, Story
+    from batchrunner.report.html.timeline import Line, Timeline
+
+GOOD_USAGE = Thresholds().usage_good
+_BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}
+
+
+def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence[Incident]) -> list[Chart]:
+    """Return the charts of a run's load, with marks for what befell it; those without a line are left out."""
+    axis = timeline.axis
+    marks = [Mark(at, "plain", "started again") for at in axis.resumed()]
+    for incident in happened:
+        kind = "bad" if incident.what in _BAD else "good" if incident.what in _GOOD else "plain"
+        says = f"{incident.what}: {incident.who} {incident.why}"
+        marks.append(Mark(axis.place(incident.time), kind, says))
+
+    def total(*named: tuple[str, str]) -> dict[str, Line]:
+        return {label: timeline.totals[name] for name, label in named if name in timeline.totals}
+
+    def each(name: str) -> dict[str, Line]:
+        """Return the replicas' lines where there are several: the only one's are the totals."""
+        return _labelled(timeline, name, "") if len(timeline.schedulers.get(name, ())) > 1 else {}
+
+    def draw(key: str, title: str, about: str, lines: dict[str, Line], *zones: Zone, top: float = 0) -> Chart:
+        return draw_lines(timeline, key, title, about, lines, zones=zones, marks=marks, top=top)
+
+    charts = [
+        draw(
+            "output", "Output tokens a second", "Of rows as they end, over the last 30 s.",
+            total(("output_tokens_per_s", "output tok/s")),
+        ),
+        draw(
+            "replicas", "Output tokens a second, by replica", "As above; alike where the load is even.",
+            each("output_tokens_per_s"),
+        ),
+        draw(
+            "prompt", "Prompt tokens a second", "What the cache holds need not be computed.",
+            total(("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "of these cached")),
+        ),
+        draw(
+            "queue", "Waiting requests, #queue-req",
+            "In its band the engine never runs dry, and its scheduler is not swamped.",
+            _labelled(timeline, "queue", "#queue-req"), *_bands(stories),
+        ),
+        draw(
+            "usage", "Token usage",
+            f"Of the KV pool. Below {GOOD_USAGE} while requests wait: the server is too cautious.",
+            _labelled(timeline, "token_usage", "token usage"),
+            Zone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}"), top=1.0,
+        ),
+        draw(
+            "running", "Running requests, #running-req", "What decodes together.",
+            _labelled(timeline, "running", "#running-req"), *_most_running(stories),
+        ),
+        draw(
+            "window", "Window and requests in flight", "The window follows the queue; requests fill it.",
+            total(("window", "window"), ("in_flight", "in flight")),
+        ),
+        draw("windows", "Window, by replica", "Each follows its own replica's queue.", each("window")),
+    ]  # fmt: skip
+    if timeline.retractions:
+        charts.append(
+            draw(
+                "retractions", "Retractions a minute",
+                f"{timeline.retractions:,} in all. Now and then is fine; more than one a minute wastes work.",
+                each(RETRACTIONS) or total((RETRACTIONS, "retractions a minute")), Zone(1, 1, "one a minute"),
+            )
+        )  # fmt: skip
+    return [chart for chart in charts if chart.strokes]
+
+
+def _labelled(timeline: Timeline, name: str, alone: str) -> dict[str, Line]:
+    """Return the schedulers' lines; the only one is called by what it shows."""
+    lines = timeline.of_schedulers(name)
+    if len(lines) == 1 and len(timeline.schedulers[name]) == 1:
+        return dict(zip([alone], lines.values(), strict=True))
+    return {label.replace("http://", ""): line for label, line in lines.items()}
+
+
+def _bands(stories: Sequence[Story]) -> list[Zone]:
+    bands = [band for story in stories for band in story.bands.values()]
+    if not bands:
+        return []
+    low, high = min(low for low, _ in bands), max(high for _, high in bands)
+    return [Zone(low, high, f"healthy: {number(low)} to {number(high)}")]
+
+
+def _most_running(stories: Sequence[Story]) -> list[Zone]:
+    most = {most for story in stories for most in story.max_running.values()}
+    return [Zone(value, value, f"at most {value:,}") for value in sorted(most)[:1]]

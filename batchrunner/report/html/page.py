@@ -1,0 +1,232 @@
+"""A run's files → report.html: one file that shows all of it, and needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import logging
+import re
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import yaml
+from markupsafe import Markup
+
+from batchrunner.advise import roofline as formulas
+from batchrunner.advise.advise import advise_run
+from batchrunner.advise.roofline import UnknownLimitError
+from batchrunner.core.jsonfile import read_json
+from batchrunner.output.resume import facts_of
+from batchrunner.output.run_dir import MAIN_TASK, RunDir, whole_file, writing
+from batchrunner.report.html.charts import draw_counts, number
+from batchrunner.report.html.headline import head_of
+from batchrunner.report.html.load_charts import load_charts
+from batchrunner.report.html.results import read_results
+from batchrunner.report.html.share import share_of_limit
+from batchrunner.report.html.story import read_story
+from batchrunner.report.html.timeline import make_timeline
+from batchrunner.report.report import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batchrunner.report.html.results import Results
+    from batchrunner.report.html.story import Story
+    from batchrunner.report.html.timeline import Timeline
+
+log = logging.getLogger(__name__)
+
+_HERE = Path(__file__).parent
+MOST_STARTS = 30
+MOST_REASONS = 8
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|[\u202a-\u202e\u2066-\u2069]"
+)
+"""Controls, lone surrogates, changes of direction, no characters."""
+
+
+def write_page(run_dir: RunDir) -> Path:
+    """Write the page of a run, or of one task of several, beside its report.json; return its path.
+
+    Raises OutputError where there is no run, ResumeError where a part is damaged, StorageError where the
+    page cannot be written.
+    """
+    text = make_page(run_dir)
+    path = run_dir.report_html
+    with writing(path), whole_file(path, run_dir.task) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
+    return path
+
+
+def leave_page(run_dir: RunDir) -> None:
+    """Write the page at the end of a run, which it must not make fail."""
+    began = time.monotonic()
+    try:
+        path = write_page(run_dir)
+    except Exception as failure:  # noqa: BLE001 - whatever it is: the results are there, and safe
+        log.warning("no report.html: %s: %s", type(failure).__name__, failure)
+    else:
+        log.info("%s shows the run (%.1f s)", path, time.monotonic() - began)
+
+
+def make_page(run_dir: RunDir) -> str:
+    """Return the page; see `write_page`."""
+    facts = facts_of(run_dir)
+    tasks = _tasks(run_dir)
+    results = read_results(tasks)
+    stories = [story for task in tasks if (story := read_story(task.task, task.events)).spans]
+    timeline = make_timeline(stories)
+    return _template().render(
+        p=head_of(run_dir, facts, results, timeline, stories),
+        r=results,
+        judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # it is about all tasks
+        histograms=[draw_counts(counts) for counts in results.histograms],
+        decisions=[*_decisions(stories, timeline, facts), *_load(run_dir)],
+        windows=sum((story.windows for story in stories), start=Counter[str]()).most_common(MOST_REASONS),
+        flags=_flags(facts),
+        job=yaml.safe_dump(facts["job"], sort_keys=False, allow_unicode=True),
+        **_over_time(timeline, stories),
+        **_limit(facts, results, stories),
+        **_starts(stories),
+        **_own(),
+    )
+
+
+def _over_time(timeline: Timeline, stories: Sequence[Story]) -> dict[str, Any]:
+    happened = sorted(incident for story in stories for incident in story.incidents)
+    charts = load_charts(timeline, stories, happened) if timeline.places else []
+    return {
+        "charts": charts,
+        "retractions": timeline.retractions,
+        "happened": [(timeline.axis.place(incident.time), incident) for incident in happened],
+        "happened_more": sum(story.incidents_left_out for story in stories),
+        "readout": {
+            "places": [round(place, 2) for place in timeline.places],
+            "length_s": timeline.axis.length_s or 1.0,
+            "charts": {chart.key: [stroke.values for stroke in chart.strokes] for chart in charts},
+        },
+    }
+
+
+def _limit(facts: Mapping[str, Any], results: Results, stories: Sequence[Story]) -> dict[str, Any]:
+    engine_s = sum(span.ended - span.began for story in stories for span in story.spans)
+    replicas = max((len(story.bands) for story in stories), default=0)
+    share, unknown = None, ""
+    try:
+        share = share_of_limit(facts, replicas, results.work, engine_s)
+    except UnknownLimitError as why:
+        unknown = str(why)
+    return {"share": share, "share_unknown": unknown, "formulas": (formulas.__doc__ or "").strip()}
+
+
+def _starts(stories: Sequence[Story]) -> dict[str, Any]:
+    starts = [(story.task, span) for story in stories for span in story.spans]
+    starts.sort(key=lambda start: start[1].began)
+    return {"starts": starts[-MOST_STARTS:], "starts_more": max(0, len(starts) - MOST_STARTS)}
+
+
+def _own() -> dict[str, Any]:
+    """Return what is the same in every page; the browser runs no other script than this one."""
+    script = _read("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {
+        "style": Markup(_read("page.css")),  # noqa: S704 - our own file
+        "script": Markup(script),  # noqa: S704
+        "script_hash": f"sha256-{digest}",
+    }
+
+
+def _tasks(run_dir: RunDir) -> list[RunDir]:
+    """Return the tasks that the page is about: all, or the one whose directory it is."""
+    if run_dir.task != MAIN_TASK:
+        return [run_dir]
+    return [*{task.own: task for task in (run_dir, *run_dir.all_tasks())}.values()]
+
+
+def _decisions(
+    stories: Sequence[Story], timeline: Timeline, facts: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """Return what was decided, in short; of several tasks the last one's that decided."""
+    found = []
+    if order := next((story.order for story in reversed(stories) if story.order), None):
+        found.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
+    if tokens := next((story.tokenize for story in reversed(stories) if story.tokenize), None):
+        why = f": {tokens['why']}" if tokens.get("why") else ""
+        found.append(("Prompts became tokens", f"at the {tokens.get('where')}{why}"))
+    if leads := sum(story.leads for story in stories):
+        found.append(("Distance to leaders", f"corrected {_count(leads, 'time')} by what the cache held"))
+    changes = sum(story.windows.total() for story in stories)
+    fixed = facts["job"].get("window", "auto")
+    widths = [value for value in timeline.totals.get("window", []) if value]
+    if fixed != "auto":
+        found.append(("Window", f"{fixed}, set by the job"))
+    elif widths:
+        least, most = min(value.low for value in widths), max(value.high for value in widths)
+        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {_count(changes, 'time')}"))
+    return found
+
+
+def _load(run_dir: RunDir) -> list[tuple[str, str]]:
+    """Return what report.json, where there is one, says of queues and of shared beginnings."""
+    report = read_json(run_dir.report_json)
+    load, sharing = report.get("load") or {}, report.get("sharing") or {}
+    found = []
+    if load.get("in_band_share") is not None:
+        in_band, empty = load["in_band_share"], load["empty_queue_share"]
+        found.append(("Queue", f"{in_band:.0%} of the steady time in its band, {empty:.0%} empty"))
+    if sharing.get("expected_tokens"):
+        cached = sharing["found_tokens"] / sharing["expected_tokens"]
+        found.append(("Shared beginnings", f"{cached:.0%} of what rows share with others was in the cache"))
+    return found
+
+
+def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the engine's arguments and limits, and what the run was made with."""
+    info, spec = facts["engine"], facts["job"]["engine"]
+    args = {**(spec.get("args") or {}), **(spec.get("gateway_args") or {})}
+    told = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
+    return [
+        *((f"--{str(name).lstrip('-')}", str(value)) for name, value in args.items()),
+        *((name.replace("_", " "), str(info[name])) for name in told if info.get(name) is not None),
+        *((f"{name} version", str(value)) for name, value in facts["versions"].items() if value),
+    ]
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {
+        "duration": duration, "moment": _moment, "number": number, "percent": _percent, "visible": _visible,
+    }  # fmt: skip
+    return environment.get_template("page.html")
+
+
+def _visible(text: object) -> str:
+    """Return a text without what HTML does not know, or what would turn the text around it."""
+    return _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", str(text))
+
+
+def _moment(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "unknown"
+    return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
+
+
+def _count(times: int, what: str) -> str:
+    return f"{times:,} {what}" + ("s" if times != 1 else "")
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")

@@ -1,0 +1,236 @@
+"""The results of a run → what the page says of them: sums, histograms, failures, the slowest rows.
+
+The columns without texts are read three times, by duckdb; memory does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrunner.advise.roofline import Work
+from batchrunner.core.errors import ResumeError
+from batchrunner.input.render import values_of
+from batchrunner.output.counts import Failures
+from batchrunner.output.journal import read_journal
+from batchrunner.report.html.charts import Counts, round_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import duckdb
+
+    from batchrunner.output.run_dir import RunDir
+
+MEMORY = "256MB"
+"""What duckdb may use for its own."""
+THREADS = 1
+BINS = 40
+"""Of a histogram, at most; and one for all values above."""
+TAIL = 1.5
+"""A histogram goes on for so many times the 99th percentile: what is longer has the last bin."""
+SLOWEST = 10
+ANSWERS = 5
+SHOWN = 400
+"""Characters of a text that are shown."""
+_READ = [
+    *("row", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens"),
+    *("latency_s", "attempts", "error"),
+]
+_SHOWN = {"row", "error"}
+_SENT = "FROM results WHERE attempts > 0"
+_HISTOGRAMS = (
+    ("Prompts", "tokens", "SELECT prompt_tokens AS v FROM results WHERE attempts > 0"),
+    ("Outputs", "tokens", "SELECT unnest(output_tokens) AS v FROM results WHERE attempts > 0"),
+    ("Latency", "s", "SELECT latency_s AS v FROM results WHERE attempts > 0"),
+)
+_SUMS = {
+    "ok": "count(*) FILTER (error IS NULL)",
+    "failed": "count(*) FILTER (error IS NOT NULL)",
+    "deduplicated": "count(*) FILTER (attempts = 0 AND error IS NULL)",
+    "retries": "coalesce(sum(attempts - 1) FILTER (attempts > 0), 0)::BIGINT",
+    "prompt_tokens": "coalesce(sum(p) FILTER (attempts > 0), 0)::BIGINT",
+    "cached_tokens": "coalesce(sum(c) FILTER (attempts > 0), 0)::BIGINT",
+    "output_tokens": "coalesce(sum(d) FILTER (attempts > 0), 0)::BIGINT",
+}
+_WORK = {
+    "passed": "sum(p - c + d)::BIGINT",
+    "squares": "sum(p * p - c * c)::BIGINT",
+    "read": "sum(p * d + list_sum(list_transform(output_tokens, lambda x: x::DOUBLE * x)) / 2)",
+    "outputs": "sum(d)::BIGINT",
+    "longest": "max(list_max(output_tokens))::BIGINT",
+}
+"""As `care.limit` has them: `p` prompt, `c` cached and `d` output tokens of a row."""
+
+
+_FAILED = f"SELECT row, left(error, {SHOWN}) FROM results WHERE error IS NOT NULL"  # noqa: S608 - a number
+_REASONS = """SELECT unnest(finish_reason) AS reason, count(*) AS times FROM results WHERE error IS NULL
+    GROUP BY reason ORDER BY times DESC"""
+_SLOWEST = {
+    "row": "row",
+    "latency_s": "latency_s",
+    "prompt_tokens": "prompt_tokens",
+    "output_tokens": "d::BIGINT",
+    "attempts": "attempts",
+    "finish": f"left(coalesce(error, list_aggregate(finish_reason, 'string_agg', ', ')), {SHOWN})",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What the results on disk are, those in journals included."""
+
+    ok: int = 0
+    failed: int = 0
+    deduplicated: int = 0
+    """Rows that have an equal row's answer; their tokens are in no sum."""
+    retries: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    """Groups by cause, the largest first: rows, example_row, example."""
+    histograms: list[Counts] = field(default_factory=list)
+    slowest: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """A few rows with the beginnings of their texts."""
+    work: Work = field(default_factory=Work)
+
+
+def read_results(tasks: Sequence[RunDir]) -> Results:
+    """Read what these tasks of a run have on disk; raises ResumeError where a part is damaged."""
+    import duckdb  # noqa: PLC0415 - 25 MB, and only for those who look
+
+    # before the parts are listed: a journal may become one meanwhile
+    journals, newest = _journals(tasks)
+    parts = [part for task in tasks for part in task.own_parts()]
+    if not parts and not journals:
+        return Results()
+    try:
+        with duckdb.connect(config={"memory_limit": MEMORY, "threads": THREADS}) as connection:
+            _register(connection, parts, journals)
+            return _read(connection, _answers(parts[-1]) if parts else newest)
+    except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
+        where = parts[0].parent if parts else tasks[0].path
+        raise ResumeError(f"{where}: results cannot be read: {str(failure).splitlines()[0]}") from None
+
+
+def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals: list[pa.Table]) -> None:
+    """Let duckdb see the rows as `results`, each once; samples are lists, of one where there is one."""
+    schema = pq.read_schema(parts[0]) if parts else journals[0].schema
+    connection.register("journals", pa.concat_tables(journals) if journals else _empty(schema))
+    names = ", ".join(_READ)
+    if parts:
+        files = ", ".join(_quoted(glob.escape(str(part))) for part in parts)
+        in_parts = f"SELECT {names} FROM read_parquet([{files}])"  # noqa: S608 - quoted
+        connection.execute(f"CREATE VIEW parts AS {in_parts}")
+    else:
+        connection.execute("CREATE VIEW parts AS SELECT * FROM journals LIMIT 0")
+    several = pa.types.is_list(schema.field("completion_tokens").type)
+    tokens, reasons = (name if several else f"[{name}]" for name in ("completion_tokens", "finish_reason"))
+    connection.execute(f"""CREATE VIEW results AS
+        SELECT row, attempts, error, latency_s, prompt_tokens,
+            {reasons} AS finish_reason, {tokens} AS output_tokens,
+            coalesce(prompt_tokens, 0)::DOUBLE AS p, least(coalesce(cached_tokens, 0), p) AS c,
+            coalesce(list_sum({tokens}), 0)::DOUBLE AS d
+        FROM (SELECT {names} FROM parts UNION ALL SELECT {names} FROM journals WHERE row NOT IN (
+            SELECT row FROM parts WHERE row IN (SELECT row FROM journals)))""")  # noqa: S608 - our own names
+
+
+def _empty(schema: pa.Schema) -> pa.Table:
+    return pa.schema([schema.field(name) for name in _READ]).empty_table()
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _read(connection: duckdb.DuckDBPyConnection, answers: list[dict[str, Any]]) -> Results:
+    work = _record(connection, _WORK, f"{_SENT} AND error IS NULL")
+    failures = Failures()
+    for row, error in _rows(connection, _FAILED):
+        failures.add(row, error)
+    return Results(
+        **_record(connection, _SUMS, "FROM results"),
+        finish_reasons={reason or "unknown": rows for reason, rows in _rows(connection, _REASONS)},
+        failures=failures.summary(),
+        histograms=[counts for histogram in _HISTOGRAMS if (counts := _count(connection, *histogram))],
+        slowest=_slowest(connection),
+        answers=answers,
+        work=Work(**{name: value or 0 for name, value in work.items()}),
+    )
+
+
+def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values: str) -> Counts | None:
+    """Count the values of a query; None where there are none."""
+    facts = {
+        "n": "count(*)", "mean": "avg(v)", "largest": "max(v)",
+        "p50": "approx_quantile(v, 0.5)", "p90": "approx_quantile(v, 0.9)", "p99": "approx_quantile(v, 0.99)",
+    }  # fmt: skip
+    found = _record(connection, facts, f"FROM ({values}) WHERE v IS NOT NULL")
+    if not found.pop("n"):
+        return None
+    whole = unit == "tokens"
+    end = min(found["largest"], TAIL * max(found["p99"], 1e-6))
+    step = max(round_step(end or 1.0, BINS), 1.0 if whole else 0.0)
+    bins = [0] * (int(end / step) + 1)
+    column = f"least(floor(v / {step}), {len(bins) - 1})::INT AS bin"
+    query = f"SELECT {column}, count(*) FROM ({values}) WHERE v IS NOT NULL GROUP BY bin"  # noqa: S608
+    for at, rows in _rows(connection, query):
+        bins[at] = rows
+    return Counts(title, unit, step, bins, whole=whole, **found)
+
+
+def _slowest(connection: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    columns = ", ".join(_SLOWEST.values())
+    last = f"latency_s IS NOT NULL ORDER BY latency_s DESC LIMIT {SLOWEST}"
+    found = _rows(connection, f"SELECT {columns} {_SENT} AND {last}")
+    return [dict(zip(_SLOWEST, row, strict=True)) for row in found]
+
+
+def _journals(tasks: Sequence[RunDir]) -> tuple[list[pa.Table], list[dict[str, Any]]]:
+    """Return what is read of journals, and the last few of their rows; they hold half a minute's rows."""
+    tables, rows = [], []
+    for path in (path for task in tasks for path in task.journals()):
+        with contextlib.suppress(FileNotFoundError):
+            for table in read_journal(path):
+                tables.append(table.select(_READ))
+                rows = _shown(table.slice(0, ANSWERS))
+    return tables, rows
+
+
+def _answers(part: Path) -> list[dict[str, Any]]:
+    with pq.ParquetFile(part) as file:
+        names = [name for name in file.schema_arrow.names if name in _SHOWN or name not in _READ]
+        batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)
+        return _shown(batch) if batch else []
+
+
+def _shown(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return rows as texts of bounded length; what Python cannot hold says so in its place."""
+    names = [name for name in rows.schema.names if name in _SHOWN or name not in _READ]
+    columns = [values_of(rows.column(name)) for name in names]
+    return [
+        {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
+        for values in zip(*columns, strict=True)
+    ]
+
+
+def _record(connection: duckdb.DuckDBPyConnection, columns: dict[str, str], source: str) -> dict[str, Any]:
+    """Return what a query of one row has, by these names."""
+    named = ", ".join(f"{how} AS {name}" for name, how in columns.items())
+    (row,) = _rows(connection, f"SELECT {named} {source}")
+    return dict(zip(columns, row, strict=True))
+
+
+def _rows(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
+    found = connection.execute(query)
+    while chunk := found.fetchmany(10_000):
+        yield from chunk

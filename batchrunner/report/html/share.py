@@ -1,0 +1,96 @@
+"""What share of its cards' limit a run reached: run.json and the model's config.json → figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.advise.roofline import CARDS, Limit, Setting, UnknownLimitError, limit, model_of_config
+from batchrunner.core.jsonfile import read_json
+from batchrunner.engines.flags import name_in
+from batchrunner.engines.model_files import model_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from batchrunner.advise.roofline import Model, Work
+
+_WIDTHS = {"bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": 2.0, "fp8": 1.0}
+"""Bytes of a parameter; what else there is the table of cards has no peak for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A run against its limit."""
+
+    limit: Limit
+    engine_s: float
+    """For which an engine was at it, over all tasks."""
+    card: str
+    """The card's name."""
+    setting: Setting
+    model: Model
+
+    @property
+    def of_roof(self) -> float:
+        """The share, from 0 to 1, of what is possible where everything overlaps."""
+        return self.limit.roof_s / self.engine_s
+
+    @property
+    def of_sequential(self) -> float:
+        """The share, from 0 to 1, of what is possible where nothing overlaps."""
+        return self.limit.sequential_s / self.engine_s
+
+
+def share_of_limit(facts: Mapping[str, Any], replicas: int, work: Work, engine_s: float) -> Share:
+    """Return how near a run came to its limit; `facts` are run.json's, `replicas` those of one engine.
+
+    Raises UnknownLimitError with what is missing: it is never guessed.
+    """
+    info, args = facts["engine"], _args(facts["job"]["engine"])
+    if info.get("simulated"):
+        raise UnknownLimitError("the engine is simulated")
+    name = info.get("card")
+    if name is None:
+        raise UnknownLimitError("the card is not known (a CPU, or a server that we did not start)")
+    if name not in CARDS:
+        raise UnknownLimitError(f"no data sheet is known for the card {name}")
+    if not (replicas and info.get("max_total_tokens") and info.get("max_running")):
+        raise UnknownLimitError("the engine did not tell its KV pool, or how many requests it runs")
+    config = _config(info["model"], args.get("revision"))
+    setting = Setting(
+        CARDS[name],
+        cards=args["tp-size"],
+        replicas=replicas,
+        pool_tokens=info["max_total_tokens"] // replicas,
+        max_running=info["max_running"] // replicas,
+        weight_width=_weight_width(args, config),
+        kv_width=1.0 if str(args.get("kv-cache-dtype")).startswith("fp8") else 2.0,
+    )
+    model = model_of_config(config)
+    return Share(limit(work, model, setting), max(engine_s, 1e-9), name, setting, model)
+
+
+def _args(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's arguments by their long names; raises UnknownLimitError for what is not covered."""
+    args = {str(name).replace("_", "-"): value for name, value in (spec.get("args") or {}).items()}
+    for name in ("dp-size", "pp-size", "ep-size", "attn-dp-size"):
+        if int(args.get(name_in(args, name)) or 1) > 1:
+            raise UnknownLimitError(f"the formulas do not cover --{name}")
+    args["tp-size"] = int(spec.get("tp") or args.get(name_in(args, "tp-size")) or 1)
+    return args
+
+
+def _weight_width(args: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    of_config = (config.get("quantization_config") or {}).get("quant_method")
+    kind = str(args.get("quantization") or of_config or args.get("dtype") or "auto")
+    if kind not in _WIDTHS:
+        raise UnknownLimitError(f"no peak is known for weights of the kind {kind}")
+    return _WIDTHS[kind]
+
+
+def _config(model: str, revision: str | None) -> dict[str, Any]:
+    config = read_json(model_directory(model, revision) / "config.json")
+    if not config:
+        raise UnknownLimitError(f"the config.json of {model} is not on this machine")
+    return config

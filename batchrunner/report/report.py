@@ -1,0 +1,132 @@
+"""The account of a run: report.json, and the lines that a person reads at the end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.output.run_dir import write_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
+"""Done · could not go on (resumable) · the job or its input is wrong · more failed rows than tolerated."""
+EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
+"""128 + SIGINT, SIGUSR1, SIGTERM: resumable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run did. Rows count over all starts; times and tokens are this start's unless they say so."""
+
+    path: str
+    exit_code: int
+    reason: str
+    """Why it ended, in a sentence."""
+    rows_total: int
+    rows_ok: int
+    rows_failed: int
+    rows_resumed: int
+    """Rows that were done before this start."""
+    wall_s: float
+    wall_s_all_starts: float
+    starts: int
+    output_tokens: int
+    output_tokens_all_starts: int
+    output_tokens_per_s: float
+    rows_per_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    rows_deduplicated: int
+    """Rows that have an equal row's answer, and none of the tokens counted here."""
+    retries: int
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    """Failed rows of all starts by reason, largest group first: rows, example_row, example."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    """Requests in flight at the end, over all replicas."""
+    load: dict[str, Any] = field(default_factory=dict)
+    """How healthy the queues were: shares of steady time, retractions, the window over time."""
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    """What befell the engine, in order: `what` (died, hangs, healed, lost, or recalled from an earlier run),
+    `who`, `why`, and of changed arguments `kind`, `old` and `new`."""
+    sharing: dict[str, Any] = field(default_factory=dict)
+    """Of rows that begin alike: tokens that followers share with the one before, and those that were cached;
+    the distance between the two at the end, in tokens of prefill."""
+    simulated: bool = False
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that a later start has still to do."""
+        return self.rows_total - self.rows_ok - self.rows_failed
+
+    def save(self, path: Path) -> None:
+        """Write report.json."""
+        write_json(path, self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as report.json has it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return what a person reads at the end."""
+        done = f"{self.rows_ok} of {self.rows_total} rows ok, {self.rows_failed} failed"
+        extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
+        told = "--fresh" in self.reason or "again" in self.reason  # what to do stands there
+        again = ": run the same command again" if self.exit_code and not told else ""
+        extra += [f"{self.rows_left} left{again}"] if self.rows_left else []
+        lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
+        if self.rows_ok + self.rows_failed > self.rows_resumed:
+            lines.append(
+                f"{duration(self.wall_s)}, {self.rows_per_s:.1f} rows/s, "
+                f"{self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
+                + (" [simulated: these numbers mean nothing]" if self.simulated else "")
+            )
+        if self.cached_tokens and self.prompt_tokens:
+            share = self.cached_tokens / self.prompt_tokens
+            lines.append(f"{share:.0%} of {self.prompt_tokens:,} prompt tokens were in the engine's cache")
+        if self.rows_deduplicated:
+            lines.append(
+                f"{self.rows_deduplicated} rows have the answer of an equal one (dedupe: false sends all)"
+            )
+        lines += self._engine_lines()
+        cut = self.finish_reasons.get("length", 0)
+        if cut:
+            lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
+        lines += [
+            f"failed: {group['rows']} rows: {group['example']} (row {group['example_row']})"
+            for group in self.failures[:5]
+        ]
+        if len(self.failures) > 5:  # noqa: PLR2004
+            lines.append(f"failed: {len(self.failures) - 5} more reasons in report.json")
+        lines.append(f"results: {self.path}/parts")
+        return lines
+
+    def _engine_lines(self) -> list[str]:
+        """Say how often the engine failed, and what it was given for that."""
+        failures = sum(told["what"] in {"died", "hangs"} for told in self.incidents)
+        lines = [f"the engine died or hung {failures} times"] if failures else []
+        for told in self.incidents:
+            if told["what"] == "healed":
+                new = ", ".join(f"{name} {value}" for name, value in told["new"].items())
+                lines.append(f"{told['who']} was given {new}: {told['why'][:150]}")
+        return lines
+
+
+def tolerated(max_failed_rows: float, rows_total: int) -> float:
+    """Return how many failed rows do not matter: a count, or a share of all rows."""
+    return max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
+
+
+def duration(seconds: float) -> str:
+    """Write a duration as a person would: 4.2 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:  # noqa: PLR2004
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

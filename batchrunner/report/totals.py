@@ -1,0 +1,144 @@
+"""Tally → report: the sums over this start and those before it, and the verdict with its exit code."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchrunner.job.spec import LimitsSpec
+from batchrunner.output.counts import UNKNOWN, Tally
+from batchrunner.output.events import earlier_wall_s, span
+from batchrunner.output.resume import done_by_all, facts_of, read_run_json
+from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.report.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
+from batchrunner.runner.cluster.shard import Joint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.core.types import EngineInfo
+    from batchrunner.output.resume import Done
+    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.startup import Start
+
+
+_SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason", "error"]
+
+
+def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report:
+    """Sum up the rows; what ended the run, its times and its engine are still to be filled in."""
+    failures = done.failures.merged(tally.failures)
+    return Report(
+        path=str(run_dir.path),
+        exit_code=EXIT_DONE,
+        reason="",
+        rows_total=total,
+        rows_ok=len(done.rows) - done.failed + tally.ok,
+        rows_failed=done.failed + tally.failed,
+        rows_resumed=len(done.rows),
+        wall_s=0.0,
+        wall_s_all_starts=0.0,
+        starts=1,
+        output_tokens=tally.output_tokens,
+        output_tokens_all_starts=done.output_tokens + tally.output_tokens,
+        output_tokens_per_s=0.0,
+        rows_per_s=0.0,
+        prompt_tokens=tally.prompt_tokens,
+        cached_tokens=tally.cached_tokens,
+        rows_deduplicated=done.twins + tally.twins,
+        retries=tally.retries,
+        finish_reasons=dict(tally.finish_reasons),
+        failures=failures.summary(),
+    )
+
+
+def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
+    """Return exit code and reason of a run without rows left."""
+    if report.rows_failed > tolerated(max_failed_rows, report.rows_total):
+        return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
+    return EXIT_DONE, "done"
+
+
+def finished_before(prepared: Prepared, start: Start) -> Report:
+    """Make the report of a start that found nothing to do."""
+    report = make_report(prepared.run_dir, start.done, start.source.total, Tally())
+    exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
+    if report.rows_left:
+        reason = "nothing is free: other tasks do the rest"
+    starts, wall_s = earlier_wall_s(prepared.run_dir.events)
+    old = read_run_json(prepared.run_dir) or {}
+    engine = old.get("engine", {})
+    report = replace(
+        report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
+        engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
+    )  # fmt: skip
+    has_none = not prepared.run_dir.report_json.exists()  # that of the last start says more than these zeros
+    if has_none and not isinstance(prepared.part, Joint):
+        report.save(prepared.run_dir.report_json)
+    return report
+
+
+def report_of_all(run: str | Path) -> Report:
+    """Make the report of a whole run from its files; where several tasks did it, it is its report.json.
+
+    Its time is that from the first start to the last event. Raises OutputError where the path holds no run,
+    ResumeError where a part is damaged, StorageError.
+    """
+    run_dir = RunDir(run)
+    facts = facts_of(run_dir)
+    tasks = run_dir.all_tasks()
+    spans = [found for task in tasks if (found := span(task.events))]
+    wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
+    report = make_report(run_dir, done_by_all(run_dir), facts["rows_total"], Tally())
+    limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
+    exit_code, reason = verdict_of_done(report, limit)
+    if report.rows_left:
+        exit_code, reason = EXIT_STOPPED, "not finished"
+    report = replace(
+        report,
+        **_sums(run_dir.all_parts()),
+        exit_code=exit_code, reason=reason, rows_resumed=0,
+        wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
+        starts=sum(earlier_wall_s(task.events)[0] for task in tasks),
+        output_tokens=report.output_tokens_all_starts,
+        output_tokens_per_s=round(report.output_tokens_all_starts / max(wall_s, 1e-3), 1),
+        rows_per_s=round(report.rows_resumed / max(wall_s, 1e-3), 2),
+        engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
+    )  # fmt: skip
+    if any(task.task != MAIN_TASK for task in tasks):
+        report.save(run_dir.report_json)
+    return report
+
+
+def _sums(parts: list[Path]) -> dict[str, Any]:
+    """Add up what parts say of their rows beyond their number."""
+    names = ("prompt_tokens", "cached_tokens", "retries")
+    sums, reasons = dict.fromkeys(names, 0), Counter[str]()
+    for path in parts:
+        table = pq.read_table(path, columns=_SUMMED)
+        sent = table.filter(pc.greater(table.column("attempts"), 0))
+        for name in ("prompt_tokens", "cached_tokens"):
+            sums[name] += pc.sum(sent.column(name)).as_py() or 0
+        sums["retries"] += pc.sum(pc.subtract(sent.column("attempts"), 1)).as_py() or 0
+        column = table.filter(pc.is_null(table.column("error"))).column("finish_reason")
+        found = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+        reasons.update(reason or UNKNOWN for reason in found.to_pylist())
+    return {**sums, "finish_reasons": dict(reasons)}
+
+
+def versions(info: EngineInfo) -> dict[str, str | None]:
+    """Return what a result was made with."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "engine": info.version}
+    for name in ("batchrunner", "pyarrow", "aiohttp"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree
+            found[name] = None
+    return found

@@ -1,0 +1,105 @@
+"""`batchrun check`: everything that can be validated without an engine, and what would be sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.types import Request
+from batchrunner.engines.http import wire
+from batchrunner.engines.model_files import check_model
+from batchrunner.engines.registry import launched_model, model_of
+from batchrunner.input.sort.plan import choice_for
+from batchrunner.job.load import load_job
+from batchrunner.runner.prepare import find_done, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.core.types import Outcome
+    from batchrunner.input.sort.decide import Choice
+
+PROMPTS_SHOWN = 3
+CHARACTERS_SHOWN = 2000
+_WITHOUT_JSON = {"inprocess", "simulated"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a start would do."""
+
+    files: int
+    rows_in_input: int
+    rows_total: int
+    """Rows that `filter` and `limit` select."""
+    rows_done: int
+    rows_failed: int
+    rows_to_do: int
+    order: Choice
+    prompts: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for `--json`."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return it for a person."""
+        lines = [
+            f"input: {self.rows_in_input} rows in {self.files} file(s), {self.rows_total} selected",
+            f"done: {self.rows_done} ({self.rows_failed} failed); to do: {self.rows_to_do}",
+            str(self.order),
+        ]
+        for prompt in self.prompts:
+            text = prompt["error"] or prompt["prompt"]
+            if not isinstance(text, str):
+                text = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
+            label = "cannot be sent" if prompt["error"] else prompt["kind"]
+            lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
+        bad = sum(prompt["error"] is not None for prompt in self.prompts)
+        verdict = f"{bad} of the first {len(self.prompts)} rows cannot be sent" if bad else "the job is fine"
+        return [*lines, f"{verdict}; nothing was sent"]
+
+
+def check(job: str, overrides: Sequence[str]) -> Check:
+    """Check a job file; raises BatchrunError, one clear line, where something is wrong."""
+    loaded = load_job(job, overrides=overrides)
+    model = launched_model(loaded.engine)
+    if model is not None:
+        check_model(model)
+    prepared = prepare(loaded)
+    done = find_done(prepared, model_of(loaded.engine))
+    selected = prepared.selected()
+    todo = selected - done.rows
+    items = (item for batch in prepared.batches(todo or selected) for item in batch)
+    return Check(
+        files=len(prepared.dataset.files),
+        rows_in_input=prepared.dataset.total_rows,
+        rows_total=len(selected),
+        rows_done=len(done.rows),
+        rows_failed=done.failed,
+        rows_to_do=len(todo),
+        order=choice_for(prepared, todo),
+        prompts=[_shown(item, loaded.engine.kind) for item in islice(items, PROMPTS_SHOWN)],
+    )
+
+
+def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
+    error = _refusal(item, engine) if isinstance(item, Request) else item.error
+    if isinstance(item, Request) and error is None:
+        return {"row": item.ref.row, "kind": item.kind, "prompt": item.prompt, "error": None}
+    return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
+
+
+def _refusal(request: Request, engine: str) -> str | None:
+    """Say why a run would not send this row, as far as that is known without an engine."""
+    try:
+        wire.refuse_deadly(request, None)
+        # within this process SGLang passes over what it does not know of a message, whatever its type
+        wire.bytes_of(wire.body_of(request), default=str if engine in _WITHOUT_JSON else None)
+    except RowRefusedError as failure:
+        return str(failure)
+    return None

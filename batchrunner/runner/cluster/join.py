@@ -1,0 +1,139 @@
+"""Joining a run that several tasks do together: whoever comes first plans it, the others find the plan."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from batchrunner.core.errors import HeldError, ResumeError
+from batchrunner.dispatch.source import LeasedRows
+from batchrunner.input.row_reader import SortedCopy
+from batchrunner.input.select import cut_into_leases
+from batchrunner.input.sort.plan import arrange, remove_copies
+from batchrunner.output.parts import tidy
+from batchrunner.output.resume import check_same_run, done_by_all, drop_failed, fingerprint, read_done
+from batchrunner.output.run_dir import RunDir, writing
+from batchrunner.output.task_lock import DEAD_AFTER_S, LOOK_S, Claim, claimed
+from batchrunner.runner.cluster.leases import Leases, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pyroaring import BitMap64
+
+    from batchrunner.runner.prepare import Prepared
+
+log = logging.getLogger(__name__)
+
+
+def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bool) -> tuple[LeasedRows, int]:
+    """Return the rows that this task will take, and how many the whole run has.
+
+    The plan is made by the first task, and again by the first one that comes after its end: of new rows, of
+    failed ones that are to be tried again, of those whose part was moved away. `sleep` is called while
+    another task is at it. Raises InputError, OutputError or ResumeError.
+    """
+    run_dir = prepared.run_dir
+    leases = Leases(run_dir.leases, run_dir.task)
+    with writing(run_dir.leases):
+        leases.refresh()
+        if not leases.is_done():
+            _leave_out_what_one_did(prepared, leases, sleep)
+        if leases.is_done():
+            _in_turn(
+                prepared, leases, sleep, partial(_plan, prepared, leases, sleep, retry_failed=retry_failed)
+            )
+        elif retry_failed:
+            raise ResumeError(
+                f"{run_dir.path}: --retry-failed: other tasks are still at it: wait for their end"
+            )
+    assert leases.plan is not None
+    new = fingerprint(prepared.job, prepared.dataset, "")
+    check_same_run(leases.plan.fingerprint, new, run_dir.path, model_known=False)
+    leases.join()
+    return LeasedRows(prepared, leases, leases.plan, sleep), leases.plan.rows_total
+
+
+def _leave_out_what_one_did(prepared: Prepared, leases: Leases, sleep: Callable[[float], None]) -> None:
+    """Leave out of an old plan what a start has done that shares with nobody.
+
+    It may have come after the plan, whose tasks had all failed to start. One that comes now finds us.
+    """
+    main = RunDir(prepared.run_dir.path)
+    # whoever makes a plan holds it for a moment
+    if main.journals() or Claim(main.task_directory).is_held() is not False:
+        _in_turn(prepared, leases, sleep, partial(_tidy, main, sleep))
+    leases.leave_out(read_done(main).rows)
+
+
+def _tidy(task: RunDir, sleep: Callable[[float], None]) -> None:
+    """Clear up after a task; raises HeldError where it is at work."""
+    with claimed(task, sleep) as claim:
+        tidy(task, claim)
+
+
+def _in_turn(
+    prepared: Prepared, leases: Leases, sleep: Callable[[float], None], do: Callable[[], None]
+) -> None:
+    """Do what one task at a time may; wait while another does, and leave it where that one made a plan."""
+    known = len(leases.plans)
+    told = False
+    while len(leases.plans) == known:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(claimed(prepared.run_dir, sleep, directory=leases.directory))
+            except HeldError as held:
+                if not told:
+                    log.info("another task makes the plan: %s", held)
+                told = True
+                sleep(LOOK_S)
+                leases.refresh()
+                continue
+            leases.refresh()
+            do()
+            return
+
+
+def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool) -> None:
+    if not leases.is_done():  # another task was faster
+        return
+    main = RunDir(prepared.run_dir.path)
+    with claimed(main, sleep) as claim:  # a start that shares with nobody may not be at it
+        tidy(main, claim)
+        done = _done_by_all(main, leases, sleep)
+        if retry_failed:
+            for task in main.all_tasks():
+                drop_failed(task)
+            done = _done_by_all(main, None, sleep)
+        selected = prepared.selected(lambda: sleep(0))
+        rows = selected - done
+        if rows or leases.plan is None:
+            remove_copies(main.task_directory)
+            path, choice = arrange(prepared, rows, leases.directory, claim.token, lambda: sleep(0))
+            if path:
+                cuts, name = SortedCopy(path).begins, path.name
+            else:
+                cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
+            new = fingerprint(prepared.job, prepared.dataset, "").as_dict()
+            leases.make_plan(Plan(rows, cuts, len(selected), new, name, choice.as_dict()))
+        else:
+            remove_copies(leases.directory)
+
+
+def _done_by_all(run_dir: RunDir, leases: Leases | None, sleep: Callable[[float], None]) -> BitMap64:
+    """Return the rows in all parts; those that another host has just written may take a while to be seen."""
+    expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
+    waited_s = 0.0
+    while True:
+        done = done_by_all(run_dir).rows
+        if len(done) >= expected or waited_s > DEAD_AFTER_S:
+            return done
+        if not waited_s:
+            log.warning(
+                "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
+                run_dir.parts, expected - len(done), DEAD_AFTER_S,
+            )  # fmt: skip
+        sleep(LOOK_S)
+        waited_s += LOOK_S

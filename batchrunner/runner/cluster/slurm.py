@@ -1,0 +1,231 @@
+"""A job as a Slurm array: the script of its tasks, for a person to read and change, and its submission."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.core.errors import JobError, OutputError, SubmitError
+from batchrunner.job.load import load_job
+from batchrunner.report.report import EXIT_TIME_UP
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+CLOSING_S = 20
+"""Of the grace period, kept for what follows the drain: the last part, and the end of the engine."""
+COMMENT_AT = 48
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?::[1-9]\d*)?)?")
+_PLAIN = re.compile(r"[\w./:,=@%+-]+")
+
+_BODY = """
+{command} &
+task=$!
+trap 'kill -USR1 "$task"' USR1  # time is nearly up: rows in flight get {drain_s} s to end
+trap 'kill -TERM "$task"; ended=1' TERM  # scancel, preemption, the time limit itself
+while kill -0 "$task" 2>/dev/null; do wait "$task"; done  # a signal ends a `wait` before the task's end
+wait "$task"
+status=$?
+if [ "$status" -eq {time_up} ] && [ -z "$ended" ]; then  # rows are left: queue again
+    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+fi
+exit "$status"
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmArray:
+    """Tasks that share a job's input and output path. Paths are absolute, so that any directory will do."""
+
+    job: Path
+    run: Path
+    """The job's output path."""
+    directory: Path
+    """Relative paths in the job start here."""
+    array: str
+    """Task numbers, as `sbatch --array` takes them."""
+    overrides: Sequence[str] = ()
+    partition: str | None = None
+    account: str | None = None
+    gpus_per_task: str | None = None
+    time: str | None = None
+    sbatch: Sequence[str] = ()
+    """More options for the array, such as `qos=high`."""
+    grace_s: int = 120
+    """So long before the time limit a task is told that its time is nearly up."""
+    preamble: str = ""
+    """Shell lines that come first: modules, a container."""
+    static: bool = False
+    """Each task does the share of its number, in place of rows that it takes as it goes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what sbatch would not, or only in riddles; raises JobError."""
+        _check_array(self.array, static=self.static)
+        if self.grace_s <= CLOSING_S:
+            raise JobError(f"--grace {self.grace_s}: {CLOSING_S} s of it are needed for closing: give more")
+
+    @property
+    def logs(self) -> Path:
+        """Where the tasks log: beside the run, in a directory that Slurm does not make."""
+        return self.run.with_name(f"{self.run.name}.slurm")
+
+    def script(self) -> str:
+        """Return the script of the tasks."""
+        drain_s = self.grace_s - CLOSING_S
+        how = "--shard slurm" if self.static else "--join"
+        sets = [f"--set {shlex.quote(text)}" for text in (f"limits.drain={drain_s}", *self.overrides)]
+        directives = [
+            self._log_to("%A_%a"),
+            ("open-mode", "append", "a restart goes on in the same log"),
+            ("array", self.array, "the tasks; submitted again, they resume"),
+            ("requeue", "", "after a node's death or a preemption a task starts again, and resumes"),
+            ("signal", f"B:USR1@{self.grace_s}", "this script is told so many seconds before the time limit"),
+            ("ntasks", "1", "an engine for each task of the array"),
+            ("gpus-per-task", self.gpus_per_task, "Slurm sets CUDA_VISIBLE_DEVICES, and the engine obeys"),
+            ("time", self.time, "a task that needs longer is requeued"),
+            *_more(self.sbatch),
+        ]
+        command = [f'"${{batchrun[@]}}" {shlex.quote(str(self.job))} {how}', *sets]
+        return self._head(directives) + _BODY.format(
+            command=" \\\n    ".join(command), drain_s=drain_s, time_up=EXIT_TIME_UP
+        )
+
+    def merge_script(self, array_id: str) -> str:
+        """Return the script that reports and merges when all tasks of this array have ended."""
+        directives = [
+            self._log_to("%j-merge"),
+            ("dependency", f"afterany:{array_id}", "however the tasks ended"),
+            ("kill-on-invalid-dep", "yes", ""),
+        ]
+        run = shlex.quote(str(self.run))
+        return self._head(directives) + f'\n"${{batchrun[@]}}" status {run}\n"${{batchrun[@]}}" merge {run}\n'
+
+    def _log_to(self, name: str) -> tuple[str, str, str]:
+        # Slurm takes % for the start of a pattern
+        return ("output", str(self.logs).replace("%", "%%") + f"/{name}.log", "")
+
+    def _head(self, directives: Sequence[tuple[str, str | None, str]]) -> str:
+        common = [
+            ("job-name", self.run.name, ""),
+            ("chdir", str(self.directory), "relative paths in the job start here"),
+            ("partition", self.partition, ""),
+            ("account", self.account, ""),
+        ]
+        python = shlex.join([sys.executable, "-m", "batchrunner.cli"])
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                "# Written by `batchrun slurm`; submit it with `sbatch FILE`.",
+                *(_directive(n, v, why) for n, v, why in (*common, *directives) if v is not None),
+                f"\nbatchrun=({python})  # the preamble may set another, in a container say",
+                *(["", self.preamble.strip()] if self.preamble else []),
+                "set +e  # whatever the preamble set: what follows looks at exit codes itself\n",
+            ]
+        )
+
+
+def plan_array(job: str, *, overrides: Sequence[str], preamble: str, **options: Any) -> SlurmArray:
+    """Read a job and say how it becomes an array; `options` are SlurmArray's. Raises JobError."""
+    loaded = load_job(job, overrides=overrides)
+    return SlurmArray(
+        job=Path(job).absolute(),
+        run=Path(loaded.output.path).expanduser().absolute(),
+        directory=Path.cwd(),
+        overrides=overrides,
+        preamble=_text_or_file(preamble),
+        **options,
+    )
+
+
+def save(array: SlurmArray, path: str) -> None:
+    """Write the script into a file; raises OutputError."""
+    try:
+        Path(path).write_text(array.script(), encoding="utf-8")
+    except OSError as failure:
+        raise OutputError(f"{path}: cannot be written: {failure.strerror}") from None
+
+
+def make_logs(array: SlurmArray) -> None:
+    """Make the directory of the logs; raises OutputError."""
+    try:
+        array.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise OutputError(f"{array.logs}: cannot be made: {failure.strerror}") from None
+
+
+def submit(array: SlurmArray, *, merge: bool) -> list[str]:
+    """Submit the tasks, and what follows them; return what to tell the user. Raises SubmitError."""
+    array_id = _sbatch(array.script())
+    lines = [f"array {array_id} submitted; logs: {array.logs}; see `batchrun status {array.run}`"]
+    if merge:
+        lines.append(f"job {_sbatch(array.merge_script(array_id))} will report and merge when it has ended")
+    return lines
+
+
+def _sbatch(script: str) -> str:
+    """Give a script to sbatch; return the job's ID."""
+    command = ["sbatch", "--parsable"]
+    try:
+        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+    except OSError as failure:
+        raise SubmitError(
+            f"sbatch: {failure.strerror}: submit where Slurm is, or write the script with -o FILE"
+        ) from None
+    if done.returncode:
+        told = done.stderr.replace("sbatch: error: ", "").strip().splitlines()
+        raise SubmitError(f"sbatch refused: {'; '.join(told) or f'exit {done.returncode}'}")
+    return done.stdout.strip().partition(";")[0]  # ID;CLUSTER where there are several
+
+
+def task_name(environ: Mapping[str, str]) -> str | None:
+    """Return node, task and restart as log lines have them: `n1 12_3 restart 1`; None outside Slurm."""
+    job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    task, restart = environ.get("SLURM_ARRAY_TASK_ID"), environ.get("SLURM_RESTART_COUNT")
+    name = f"{environ.get('SLURMD_NODENAME', '?')} {job}" + (f"_{task}" if task else "")
+    return f"{name} restart {restart}" if restart else name
+
+
+def _check_array(text: str, *, static: bool) -> None:
+    numbers, percent, most = text.partition("%")
+    ranges = [_RANGE.fullmatch(part) for part in numbers.split(",")]
+    if not all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges) or (
+        percent and not re.fullmatch(r"[1-9]\d*", most)
+    ):
+        raise JobError(f"--array {text}: write it as 0-15, 1,3,7 or 0-15%4 (four at once)")
+    if static and len(ranges) > 1:
+        raise JobError(f"--array {text}: with --static one range, such as 0-15: shares are counted from it")
+
+
+def _more(options: Sequence[str]) -> list[tuple[str, str, str]]:
+    split = (option.lstrip("-").partition("=") for option in options)
+    return [(name, value, "") for name, _, value in split]
+
+
+def _directive(name: str, value: str, comment: str) -> str:
+    line = f"#SBATCH --{name}" + (f"={_quoted(name, value)}" if value else "")
+    return f"{line:{COMMENT_AT}}# {comment}" if comment else line
+
+
+def _quoted(name: str, value: str) -> str:
+    """Write a value as sbatch reads it in a script; raises JobError."""
+    if not value.isprintable():
+        raise JobError(f"--{name} {value!r}: cannot be written on one line of a script")
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return value if _PLAIN.fullmatch(value) else f'"{escaped}"'
+
+
+def _text_or_file(preamble: str) -> str:
+    if not preamble or (re.search(r"\s", preamble) and not os.path.isfile(preamble)):  # noqa: PTH113 - never raises
+        return preamble
+    try:
+        return Path(preamble).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise JobError(f"--preamble {preamble}: cannot be read: {failure}") from None

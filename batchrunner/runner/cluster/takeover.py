@@ -1,0 +1,83 @@
+"""Tasks of a run that died: what they left is tidied up, and their leases are free again."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from batchrunner.core.errors import HeldError
+from batchrunner.output.parts import tidy
+from batchrunner.output.resume import read_done
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import ClaimLostError, Watch, claimed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchrunner.runner.cluster.leases import Leases
+
+log = logging.getLogger(__name__)
+
+
+class Takeover:
+    """Watches the tasks that hold leases, and takes over from those that have died."""
+
+    def __init__(self, run_dir: RunDir, leases: Leases, tell: Callable[..., None]) -> None:
+        """`run_dir` is ours; `tell` takes an event's name and values."""
+        self._run_dir = run_dir
+        self._leases = leases
+        self._tell = tell
+        self._watches: dict[str, Watch] = {}
+        self._lives: dict[str, bool | None] = {}
+
+    def look(self) -> None:
+        """Look who holds leases, and whether they live."""
+        holders = set(self._leases.held().values()) - {self._run_dir.task}
+        self._watches = {task: self._watches.get(task) or self._watch(task) for task in sorted(holders)}
+        self._lives = {task: watch.look() for task, watch in self._watches.items()}
+
+    @property
+    def living(self) -> int:
+        """Other tasks that hold leases and live, as far as could be told at the last look."""
+        return sum(lives is not False for lives in self._lives.values())
+
+    def settle(self) -> bool | None:
+        """Take over from those that were dead at the last look.
+
+        True: rows are free now; None: of others it is not known yet; False: neither. Raises OSError, or
+        OutputError where what is left of one cannot be written.
+        """
+        dead = [task for task, lives in self._lives.items() if lives is False]
+        taken = [task for task in dead if self._take_over(task)]
+        if taken:
+            return True
+        return None if dead or None in self._lives.values() else False
+
+    def _watch(self, task: str) -> Watch:
+        return Watch(RunDir(self._run_dir.path, task).task_directory)
+
+    def _take_over(self, task: str) -> bool:
+        dead = RunDir(self._run_dir.path, task)
+        try:
+            with claimed(dead, _at_once, of_the_dead=self._watches[task].named) as claim:
+                tidy(dead, claim)
+                self._leases.refresh()  # its end may have come between, or somebody else
+                # its plan may be older than what a start did that shares with nobody, see `join`
+                done = read_done(dead).rows | read_done(RunDir(dead.path)).rows
+                left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
+                claim.verify()
+                for lease, rows in left:
+                    self._leases.end(lease, rows)
+        except (HeldError, ClaimLostError):  # somebody else is at it
+            return False
+        if left:
+            rows_left = sum(len(rows) for _, rows in left)
+            log.warning("took over from %s, which died: %d rows were left", task, rows_left)
+            numbers = [lease.number for lease, _ in left]
+            self._tell("takeover", task=task, leases=numbers, rows_left=rows_left)
+        return True
+
+
+def _at_once(_: float) -> None:
+    """Wait for nobody who may have been faster: there will be another look."""
+    raise HeldError("not waited for")

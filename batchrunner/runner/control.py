@@ -1,0 +1,78 @@
+"""How a run is stopped from outside: by a signal, a deadline, a caller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+from batchrunner.core.errors import BatchrunError
+from batchrunner.report.report import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class Control:
+    """First gently, then at once; may be used before the run begins."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.exit_code = EXIT_STOPPED
+        self.at_once = False
+        self._listeners: list[Callable[[], object]] = []
+
+    def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
+        """Send no row any more, let those in flight end; a second call changes nothing."""
+        if self.reason is None:
+            self.reason, self.exit_code = reason, exit_code
+        self._notify()
+
+    def stop(self, reason: str, exit_code: int = EXIT_TERMINATED) -> None:
+        """End at once; rows in flight are done again at the next start."""
+        self.drain(reason, exit_code)
+        self.at_once = True
+        self._notify()
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call this at every change, and now if there was one: what is stopped is stopped when it returns."""
+        self._listeners.append(listener)
+        if self.reason is not None:
+            listener()
+
+    def interrupted(self, when: str) -> BatchrunError:
+        """Return the error of a start that was stopped before its first row."""
+        error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
+        # a task whose engine needs all of its time would be requeued for ever
+        error.exit_code = EXIT_STOPPED if self.exit_code == EXIT_TIME_UP else self.exit_code
+        return error
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+class Sleeper:
+    """Sleeps in threads; a stop ends that."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._stopped = threading.Event()
+        control.listen(self._stopped.set)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, or raise BatchrunError when the run is stopped."""
+        if self._stopped.wait(seconds):
+            raise self._control.interrupted("before the first row was sent")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do work that sleeps in a thread; where we are cancelled, wait for its end."""
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self._stopped.set()
+            await asyncio.wait([working])  # a thread that were left behind could still become the writer
+            raise

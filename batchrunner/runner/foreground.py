@@ -1,0 +1,115 @@
+"""A run in the foreground of a terminal or a batch job: signals and display around `execute`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from batchrunner.core.errors import JobError
+from batchrunner.dispatch.snapshot import Bar, make_display
+from batchrunner.job.load import load_job
+from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.runner.cluster.shard import parse_shard, this_start
+from batchrunner.runner.control import Control
+from batchrunner.runner.execute import execute
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.dispatch.snapshot import Display
+    from batchrunner.report.report import Report
+    from batchrunner.runner.cluster.shard import Joint, Shard
+
+log = logging.getLogger(__name__)
+
+TERM_DRAIN_S = 15.0
+"""SIGTERM announces a SIGKILL, after 30 s by default with Slurm and Kubernetes: the engine has to end too."""
+
+_SIGNALS = {
+    signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
+    signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
+    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # no terminal; what nohup ignores stays so
+    signal.SIGUSR1: ("time is nearly up", EXIT_TIME_UP),
+}
+
+
+def run_in_foreground(
+    job: str,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    retry_failed: bool,
+    quiet: bool,
+    as_json: bool,
+    shard: str | None = None,
+    join: bool = False,
+) -> Report:
+    """Run a job file; a signal drains, a further SIGINT stops now.
+
+    Raises BatchrunError.
+    """
+    loaded = load_job(job, overrides=overrides)
+    part = _part_of(shard, join=join)
+
+    async def supervised() -> Report:
+        control = Control()
+        loop = asyncio.get_running_loop()
+        for number in before:
+            loop.add_signal_handler(number, _on_signal, control, number, bounds.get(number))
+        display = make_display(quiet=quiet or as_json)
+        with _log_above(display):
+            return await execute(
+                loaded,
+                fresh=fresh,
+                retry_failed=retry_failed,
+                part=part,
+                display=display,
+                control=control,
+            )
+
+    bounds = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(supervised())
+    finally:  # uvloop leaves its own behind, and then nothing in this process hears a Ctrl-C
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _part_of(shard: str | None, *, join: bool) -> Shard | Joint | None:
+    if shard and join:
+        raise JobError("--shard and --join: a task has a share of its own or takes what is left, not both")
+    if join:
+        return this_start()
+    return parse_shard(shard, os.environ) if shard else None
+
+
+def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
+    """Let log lines appear above the bar and not in it."""
+    if not isinstance(display, Bar):
+        return contextlib.nullcontext()
+    from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only where there is a terminal
+
+    return logging_redirect_tqdm([logging.getLogger("batchrunner")])
+
+
+def _on_signal(control: Control, number: signal.Signals, within_s: float | None) -> None:
+    """Drain; only a person's second signal means more: Slurm's comes twice, once through the script."""
+    reason, exit_code = _SIGNALS[number]
+    again = control.reason is not None
+    control.drain(reason, exit_code)
+    if number == signal.SIGINT and again:
+        control.stop(reason)
+    elif within_s is not None:
+        asyncio.get_running_loop().call_later(within_s, control.stop, reason)
+    if not again:
+        limit = "; once more stops now" if within_s is None else f", for {within_s:g} s at most"
+        log.warning("%s: waiting for the rows in flight%s", reason, limit)

@@ -1,0 +1,146 @@
+"""What a run in this or another process is at: read from its files only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.dispatch.snapshot import MOST_NAMED, load_line
+from batchrunner.output.events import last_sample
+from batchrunner.output.resume import facts_of, read_done
+from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.task_lock import Claim
+from batchrunner.report.report import duration
+from batchrunner.runner.cluster.leases import Leases
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SILENT_S = 300.0
+"""A task on another machine whose last sample is older, by this machine's clock, is shown as ended; one
+that is at work, and has an older sample, has it from an earlier start."""
+
+
+def status(run: str | Path) -> dict[str, Any]:
+    """Return the state of a run; raises OutputError where the path holds none."""
+    run_dir = RunDir(run)
+    facts = facts_of(run_dir)
+    tasks = [_task(task) for task in run_dir.all_tasks()]
+    leases = Leases(run_dir.leases)
+    leases.refresh()
+    rate = sum(task["last_sample"]["rows_per_s"] for task in tasks if task["last_sample"])
+    on_disk = sum(task["rows_on_disk"] for task in tasks)
+    running = [task["running"] for task in tasks if task["running"]]
+    return {
+        "path": str(run_dir.path),
+        "running": ", ".join(running) or None,
+        "model": facts["engine"]["model"],
+        "simulated": facts["engine"]["simulated"],
+        "rows_total": facts["rows_total"],
+        "rows_on_disk": on_disk,
+        "rows_failed": sum(task["rows_failed"] for task in tasks),
+        "output_tokens": sum(task["output_tokens"] for task in tasks),
+        "finished": not running and on_disk >= facts["rows_total"],
+        "rows_per_s": rate,
+        "time_left_s": (facts["rows_total"] - on_disk) / rate if rate else None,
+        "leases": _count(leases) if leases.plan else None,
+        "tasks": tasks,
+    }
+
+
+def _count(leases: Leases) -> dict[str, Any]:
+    free, held = len(leases.free()), leases.held()
+    return {
+        "total": len(leases),
+        "free": free,
+        "done": len(leases) - free - len(held),
+        "held": dict(Counter(held.values())),
+    }
+
+
+def _task(run_dir: RunDir) -> dict[str, Any]:
+    done = read_done(run_dir)
+    sample = last_sample(run_dir.events)
+    holder = holder_of(run_dir, sample)
+    return {
+        "task": run_dir.task,
+        "running": holder,
+        "rows_on_disk": len(done.rows),
+        "rows_failed": done.failed,
+        "output_tokens": done.output_tokens,
+        "last_sample": sample if holder and sample and _is_recent(sample) else None,
+    }
+
+
+def holder_of(run_dir: RunDir, sample: dict[str, Any] | None) -> str | None:
+    """Return who is at a task, whose newest sample is this one; None where nobody is."""
+    claim = Claim(run_dir.task_directory)
+    held = claim.is_held()
+    if held is None and sample:  # of another machine: its heartbeat tells with time, its log at once
+        held = _is_recent(sample)
+    return None if held is False else str(claim.holder())
+
+
+def _is_recent(sample: dict[str, Any]) -> bool:
+    return bool(time.time() - sample["time"] < SILENT_S)
+
+
+def status_lines(state: dict[str, Any]) -> list[str]:
+    """Return a state as a person reads it."""
+    total, on_disk = state["rows_total"], state["rows_on_disk"]
+    share = on_disk / total if total else 1.0
+    simulated = " [simulated]" if state["simulated"] else ""
+    lines = [
+        f"{state['path']}: {state['model']}{simulated}",
+        (
+            f"{on_disk} of {total} rows on disk ({share:.1%}), {state['rows_failed']} failed, "
+            f"{state['output_tokens']:,} output tokens"
+        ),
+    ]
+    leases = state["leases"]
+    if leases:
+        held = sum(leases["held"].values())
+        lines.append(f"{leases['total']} leases: {leases['done']} done, {held} held, {leases['free']} free")
+    ended = [task for task in state["tasks"] if not task["running"] and task["task"] != MAIN_TASK]
+    if len(ended) > MOST_NAMED:
+        rows, failed = (sum(task[name] for task in ended) for name in ("rows_on_disk", "rows_failed"))
+        lines.append(f"{len(ended)} tasks that ended: {rows} rows on disk, {failed} failed")
+    for task in state["tasks"]:
+        if task["running"] or len(ended) <= MOST_NAMED:
+            lines += _task_lines(task, leases["held"].get(task["task"], 0) if leases else 0)
+    if len(state["tasks"]) > 1 and state["time_left_s"] is not None:
+        lines.append(f"together: {state['rows_per_s']:.1f} rows/s, {duration(state['time_left_s'])} left")
+    if not state["running"]:
+        lines.append("finished" if state["finished"] else "not running: run the same command again to go on")
+    return lines
+
+
+def _task_lines(task: dict[str, Any], held: int) -> list[str]:
+    lines = []
+    if task["task"] != MAIN_TASK:
+        leases = f", holds {held} leases" if held else ""
+        lines.append(
+            f"{task['task']}: {task['rows_on_disk']} rows on disk, {task['rows_failed']} failed{leases}"
+        )
+    if task["running"]:
+        lines.append(f"running: {task['running']}")
+        lines += [_sample_line(task["last_sample"])] if task["last_sample"] else []
+    return lines
+
+
+def _sample_line(sample: dict[str, Any]) -> str:
+    signals = sample["signals"]
+    load = load_line(
+        [(s["scheduler"], s["running"], s["queue"], s["token_usage"]) for s in signals],
+        sample["bands"],
+        sample["retractions"],
+    )
+    rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
+    return (
+        f"{max(0.0, time.time() - sample['time']):.0f} s ago: {sample['rows_done']} rows ended, "
+        f"{rate:.1f} rows/s, "
+        f"{sample['output_tokens_per_s']:,.0f} output tok/s, {load}, "
+        f"{sample['in_flight']}/{sample['window']} in flight, "
+        f"{duration(left / rate) if rate else '?'} left"
+    )

@@ -1,0 +1,122 @@
+"""`engine.args` written into a job file: the values that change, and not a character beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from batchrunner.core.errors import JobError
+from batchrunner.job.load import parse_engine
+from batchrunner.output.run_dir import whole_file, writing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from batchrunner.job.spec import EngineSpec
+
+
+def apply_args(path: Path, args: Mapping[str, Any]) -> None:
+    """Set arguments in the `engine.args` of a job file; comments and layout stay.
+
+    What was written is read again before it takes the file's place. Raises JobError where the file is
+    written in a way that this cannot edit (an anchor, a merge, two documents): it is as it was then.
+    """
+    path = path.resolve()  # a link stays one
+    text = path.read_bytes().decode()  # with the ends of its lines
+    wanted = yaml.safe_load(text)
+    engine = wanted.get("engine") if isinstance(wanted, dict) else None
+    new = edited(text, args)
+    if isinstance(engine, dict):
+        engine["args"] = _merged(engine.get("args") or {}, args)
+    if new is None or _loaded(new) != wanted:
+        raise JobError(f"{path}: its engine.args cannot be edited in place: put the block in by hand")
+    with writing(path), whole_file(path) as temporary:
+        temporary.write_bytes(new.encode())
+        temporary.chmod(path.stat().st_mode)
+
+
+def own_engine(path: Path) -> EngineSpec:
+    """Return the engine that a job file says by itself; raises JobError where it says none that is valid."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return parse_engine(tree.get("engine"))
+
+
+def edited(text: str, args: Mapping[str, Any]) -> str | None:
+    """Return the text of a job with these arguments; None where there is no mapping to put them into."""
+    engine = _below(yaml.compose(text, Loader=yaml.SafeLoader), "engine")
+    if not isinstance(engine, yaml.MappingNode):
+        return None
+    if _below(engine, "args") is None:
+        return _added(text, engine, {"args": dict(args)})
+    for name, value in args.items():
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = _below(_below(root, "engine"), "args")
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        old = _below(node, name)
+        if old is None:
+            text = _added(text, node, {name: value})
+        else:
+            text = text[: old.start_mark.index] + _scalar(value) + text[old.end_mark.index :]
+    return text
+
+
+def _loaded(text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+
+
+def _added(text: str, node: yaml.MappingNode, items: dict[str, Any]) -> str:
+    """Put items behind the last one of a mapping, in its style."""
+    if node.flow_style or not node.value:
+        at = text.rindex("}", 0, node.end_mark.index)
+        inner = ", ".join(f"{_scalar(name)}: {_scalar(value)}" for name, value in items.items())
+        return text[:at].rstrip(" \r\n,") + (", " if node.value else "") + inner + text[at:]
+    at = _end_of_line(text, _last(node).end_mark.index)
+    indent = " " * node.start_mark.column
+    block = yaml.safe_dump(items, sort_keys=False, default_flow_style=False)
+    end = "\r\n" if "\r\n" in text else "\n"
+    lines = "".join(f"{indent}{line}{end}" for line in block.splitlines())
+    return text[:at] + ("" if text[:at].endswith("\n") else end) + lines + text[at:]
+
+
+def _last(node: yaml.Node) -> yaml.Node:
+    """Return the last value in a mapping that is written in lines: its own end is where the next begins."""
+    while isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node
+
+
+def _end_of_line(text: str, at: int) -> int:
+    """Return where the next line begins, from a place in this one or at the next one's beginning."""
+    if at and text[at - 1] == "\n":  # a text of several lines ends behind its last
+        return at
+    found = text.find("\n", at)
+    return len(text) if found < 0 else found + 1
+
+
+def _below(node: yaml.Node | None, name: str) -> yaml.Node | None:
+    """Return the value of a key of a mapping; arguments may be written with _ or with dashes before them."""
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    return next((value for key, value in node.value if _name(key.value) == name), None)
+
+
+def _name(key: object) -> str:
+    return str(key).lstrip("-").replace("_", "-")
+
+
+def _merged(old: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with some set, each under the name that the file has for it."""
+    names = {_name(name): name for name in old}
+    return {**old, **{names.get(name, name): value for name, value in args.items()}}
+
+
+def _scalar(value: object) -> str:
+    """Write a value on one line, so that it can stand in any mapping."""
+    return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**6).strip()[1:-1]

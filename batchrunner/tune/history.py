@@ -1,0 +1,72 @@
+"""The trials that were finished, a JSON line each: what a second start of the same command goes on from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import msgspec
+import orjson
+
+from batchrunner.output.run_dir import writing
+from batchrunner.tune.measure import Result
+from batchrunner.tune.search import changes, key_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.tune.space import Args
+
+
+class History:
+    """The finished trials of one job on one machine."""
+
+    def __init__(self, path: Path, about: str, base: Args) -> None:
+        """Read those in a file that are about the same: a digest of rows, job, engine and machine.
+
+        `base` are the job's own flags: what a trial has beyond them is written down, and no secret among
+        them. Raises StorageError.
+        """
+        self._path = path
+        self._about = about
+        self._base = base
+        self._found: defaultdict[bytes, list[Result]] = defaultdict(list)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines() if path.exists() else []
+        for line in lines:
+            self._take(line)
+
+    def find(self, args: Args, turn: int) -> Result | None:
+        """Return the result of a trial that was finished."""
+        found = self._found[self._key(args)]
+        return found[turn] if turn < len(found) else None
+
+    def add(self, args: Args, result: Result) -> None:
+        """Keep a result; raises StorageError."""
+        own = changes(args, self._base)
+        record = {"about": self._about, "args": own, "result": asdict(result)}
+        with writing(self._path), self._path.open("ab") as file:
+            file.write(b"\n" * self._is_torn() + orjson.dumps(record, default=str) + b"\n")
+        self._found[key_of(own)].append(result)
+
+    def _key(self, args: Args) -> bytes:
+        return key_of(changes(args, self._base))
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = orjson.loads(line)
+            if record["about"] == self._about:
+                result = msgspec.convert(record["result"], Result)
+                self._found[key_of(record["args"])].append(result)
+        except (orjson.JSONDecodeError, msgspec.ValidationError, KeyError, TypeError):
+            return  # torn by a crash
+
+    def _is_torn(self) -> bool:
+        """Tell whether the last line was cut short."""
+        if not self._path.exists() or not self._path.stat().st_size:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(-1, 2)
+            return file.read() != b"\n"

@@ -1,0 +1,107 @@
+"""What tuning came to: the trials as a table, and the block of `engine.args` to take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from batchrunner.advise.situation import command_line
+from batchrunner.core.errors import EngineStartError
+from batchrunner.report.report import duration
+from batchrunner.tune.search import changes
+
+if TYPE_CHECKING:
+    from batchrunner.tune.search import Search, Setting
+    from batchrunner.tune.space import Args
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What tuning came to."""
+
+    job: str
+    sample: str
+    spent_s: float
+    """On trials, with their launches; those of earlier starts too."""
+    reason: str
+    """Why it ended."""
+    own_tokens_per_s: float
+    best_tokens_per_s: float
+    args: Args
+    """What is to be set in `engine.args`; empty where the job's own are the best."""
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    """Each setting that was tried: its flags beyond the job's, speeds, signs, verdict."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Of each flag: what came of it, or why it was left alone."""
+    applied: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for `--json`."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return it for a person."""
+        head = f"{'output tok/s':>20} {'running':>8} {'KV':>5} {'queue':>6} {'retracted':>10}  flags"
+        lines = [f"trials: {self.sample}", head]
+        for trial in self.trials:
+            lines += _trial_lines(trial, is_best=trial["args"] == self.args)
+        lines += ["", *(f"{name}: {note}" for name, note in self.notes.items())]
+        lines.append(f"\n{self.reason}, after {duration(self.spent_s)}")
+        if not self.args:
+            return [*lines, "the job's own flags are the fastest that were found"]
+        gain = self.best_tokens_per_s / self.own_tokens_per_s
+        speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
+        lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
+        lines += ["", *yaml.safe_dump({"engine": {"args": self.args}}, sort_keys=False).splitlines(), ""]
+        done = f"written into {self.job}" if self.applied else f"{self.job} is as it was: --apply writes this"
+        return [*lines, done]
+
+
+def account(search: Search, source: str, sample: str, spent_s: float) -> Tuned:
+    """Say what a search came to; raises EngineStartError where not even the job's own flags work."""
+    own, *_ = search.settings.values()
+    if not own.speeds:
+        raise EngineStartError(search.reason)
+    return Tuned(
+        job=source,
+        sample=sample,
+        spent_s=round(spent_s, 1),
+        reason=search.reason,
+        own_tokens_per_s=round(geometric_mean(own.speeds), 1),
+        best_tokens_per_s=round(geometric_mean(search.best.speeds), 1),
+        args=changes(search.best.args, own.args),
+        trials=[_trial(setting, own.args) for setting in search.settings.values() if setting.results],
+        notes={"queue": _queue_note(own), **search.notes},
+    )
+
+
+def _trial(setting: Setting, own: Args) -> dict[str, Any]:
+    return {
+        "args": changes(setting.args, own),
+        "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
+        "ended": setting.newest.ended,
+        "verdict": setting.verdict,
+        "cost_s": round(sum(result.cost_s for result in setting.results), 1),
+        "signs": asdict(setting.newest.signs),
+    }
+
+
+def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
+    signs, speeds = trial["signs"], trial["tokens_per_s"]
+    speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
+    limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
+    flags = command_line(trial["args"]) or "the job's own"
+    line = (
+        f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
+        f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if is_best else ''}"
+    )
+    return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
+
+
+def _queue_note(own: Setting) -> str:
+    return (
+        f"the runner's own controller holds it; {own.newest.signs.queue:.0f} waited with the job's own flags"
+    )

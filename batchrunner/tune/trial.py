@@ -1,0 +1,180 @@
+"""One trial: a server with some flags, the sample through the runner itself, until enough is known."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartError
+from batchrunner.engines.registry import make_engine
+from batchrunner.job.spec import InputSpec
+from batchrunner.report.report import EXIT_STOPPED
+from batchrunner.runner.control import Control
+from batchrunner.runner.execute import execute
+from batchrunner.tune.log_work import LOG_INTERVAL, output_rate, signs_at_start, signs_of_work
+from batchrunner.tune.measure import Moment, Result, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, Signals
+    from batchrunner.engines.base import Engine
+    from batchrunner.job.spec import Job, ServerEngine
+    from batchrunner.tune.measure import End
+    from batchrunner.tune.sample import Sample
+    from batchrunner.tune.search import Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where trials are run: the job, its sample, and a directory of ours."""
+
+    job: Job
+    engine: ServerEngine
+    sample: Sample
+    directory: Path
+
+    async def run(self, ask: Ask, number: int, within_s: float) -> Result:
+        """Launch, send the sample, and say what it showed; over in little more than `within_s`.
+
+        A server that does not start is a result too. Raises BatchrunError where the job is wrong.
+        """
+        began = time.monotonic()
+        result = await self._run(ask, self.directory / f"{number:03d}", within_s)
+        return replace(result, cost_s=round(time.monotonic() - began, 1))  # the server's end too
+
+    async def _run(self, ask: Ask, place: Path, within_s: float) -> Result:
+        began = time.monotonic()
+        shutil.rmtree(place, ignore_errors=True)  # a log that is there would be added to, and counted
+        args = {**ask.args, "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
+        start_s = min(self.engine.start_timeout, within_s)
+        spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s, "heal": False})
+        engine = make_engine(spec, log_dir=place, limits=self.job.limits)
+        try:
+            info = await engine.open()
+            left_s = within_s - (time.monotonic() - began)
+            return await self._measure(engine, info, ask, place / "run", left_s)
+        except EngineStartError as failure:
+            cut = time.monotonic() - began >= within_s
+            return Result("cut" if cut else "died", str(failure), 0.0)
+        finally:
+            await engine.close()
+            shutil.rmtree(place / "run", ignore_errors=True)
+
+    async def _measure(self, engine: Engine, info: EngineInfo, ask: Ask, out: Path, left_s: float) -> Result:
+        control = Control()
+        meter = Meter(engine, Watch(ask.rival), control, left_s, Path(info.log) if info.log else None)
+        try:
+            report = await execute(self._job_into(out), engine=meter, info=info, control=control)
+            failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
+            if report.exit_code == EXIT_STOPPED and meter.end is None:
+                raise BatchrunError(f"the sample could not be sent: {report.reason}")
+            if report.failures and not report.rows_ok:
+                meter.stop(("measured", f"all rows failed, such as with: {report.failures[0]['example']}"))
+        except EngineLostError as failure:
+            meter.stop(("died", str(failure)))
+            failed = 0.0
+        result = meter.result()
+        signs = replace(result.signs, prefill_limit=result.signs.prefill_limit or info.prefill_tokens)
+        return replace(result, signs=signs, failed_share=round(failed, 4))
+
+    def _job_into(self, out: Path) -> Job:
+        """Return the job on the sample, whose blocks stand in the order in which they are to be sent."""
+        return self.job.model_copy(
+            update={
+                "input": InputSpec(path=str(self.sample.path)),
+                "output": self.job.output.model_copy(update={"path": str(out)}),
+                "engine": self.engine,
+                "limits": self.job.limits.model_copy(update={"deadline": None}),
+                "order": "input" if self.job.order == "input" else "auto",
+            }
+        )
+
+
+class Meter:
+    """An engine that measures what goes through it, and stops the run when enough is known."""
+
+    def __init__(
+        self, engine: Engine, watch: Watch, control: Control, within_s: float, log_path: Path | None
+    ) -> None:
+        self.end: End | None = None
+        """How the trial ended, and why; None while it goes on, or when the run came to its end."""
+        self._engine = engine
+        self._watch = watch
+        self._control = control
+        self._within_s = within_s
+        self._log_path = log_path
+        self._opened = self._last = time.monotonic()
+        self._began: float | None = None
+        self._log_bytes: int | None = None
+        """Size of the log at the end."""
+
+    async def open(self) -> EngineInfo:
+        """Never called: it is open."""
+        return await self._engine.open()
+
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send a request and count its answer; see `Engine.generate`."""
+        self._began = self._began or time.monotonic()
+        completion = await self._engine.generate(request, route)
+        self._last = time.monotonic()
+        self._watch.row_ended(
+            sum(tokens or 1 for tokens in completion.completion_tokens), prompt=completion.prompt_tokens or 0,
+            cached=completion.cached_tokens or 0, retractions=completion.retractions,
+        )  # fmt: skip
+        return completion
+
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask the engine; see `Engine.tokens_of`."""
+        return await self._engine.tokens_of(request)
+
+    async def signals(self) -> Sequence[Signals]:
+        """Return the load, and look at it."""
+        signals = await self._engine.signals()
+        now = time.monotonic()
+        if self._began is not None:
+            self.stop(self._watch.look(now - self._began, signals, self._log_size()))
+        if now - self._opened > self._within_s:
+            self.stop(("cut", "the time for tuning was over"))
+        return signals
+
+    def incidents(self) -> list[Incident]:
+        """Return what befell the server; a death ends the trial."""
+        found = self._engine.incidents()
+        for incident in found:
+            if incident.what in {"died", "hangs", "lost"}:
+                self.stop(("died", incident.why or incident.what))
+        return found
+
+    async def close(self) -> None:
+        """Do nothing: whoever opened the engine closes it."""
+
+    def result(self) -> Result:
+        """Say what the trial came to, at its end."""
+        ended, why = self.end or ("measured", "all rows of the sample")
+        at_s = self._last - (self._began or self._last)
+        result = self._watch.result(ended, why, at_s, 0.0)
+        log = self._log_path.read_bytes() if self._log_path else b""
+        begin, until = self._watch.span(
+            Moment(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
+        )
+        counted = _lines(log[begin.log_bytes : until.log_bytes])
+        work = signs_at_start(_lines(log)) | signs_of_work(counted, until.tokens - begin.tokens)
+        rate = output_rate(counted) or result.tokens_per_s
+        return replace(result, tokens_per_s=rate, signs=replace(result.signs, **work))
+
+    def stop(self, end: End | None) -> None:
+        """End the trial, where there is a reason to; the first one counts."""
+        if end is not None and self.end is None:
+            self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
+            self._control.stop(end[1])
+
+    def _log_size(self) -> int:
+        return self._log_path.stat().st_size if self._log_path else 0
+
+
+def _lines(log: bytes) -> list[str]:
+    return log.decode(errors="replace").splitlines()
