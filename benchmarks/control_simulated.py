@@ -18,14 +18,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.types import EngineInfo, Signals
+from batchrunner.core.types import EngineInfo, SchedulerLoad
 from batchrunner.dispatch.concurrency.controller import Band
-from batchrunner.dispatch.concurrency.limits import Admission
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
-from batchrunner.dispatch.slots import Gate
+from batchrunner.dispatch.slots import Slots
 from batchrunner.simulation.cost import H100_8B
 from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import SchedulerConfig
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
@@ -98,7 +98,7 @@ def rows_of(case: Case) -> Iterator[tuple[int, int, int, bool]]:
 def run(case: Case) -> dict[str, Any]:
     """Let a whole run pass in virtual time."""
     began = time.perf_counter()
-    samples = (Sample(*row) for row in rows_of(case))
+    samples = (SimulatedRequest(*row) for row in rows_of(case))
     config = SchedulerConfig(MAX_RUNNING, KV_TOKENS)
     fleet = Fleet(samples, case.rows, config, case.replicas, window=case.window, late_s=case.late_s)
     fleet.run()
@@ -110,14 +110,14 @@ class Fleet:
 
     def __init__(
         self,
-        samples: Iterator[Sample],
+        samples: Iterator[SimulatedRequest],
         rows: int,
         config: SchedulerConfig,
         replicas: int = 1,
         *,
         window: int | None = None,
         late_s: float = 0.0,
-        ended: Callable[[Sample], None] = lambda _: None,
+        ended: Callable[[SimulatedRequest], None] = lambda _: None,
     ) -> None:
         """`window` is a fixed one per replica; gauges are told `late_s` late; `ended` learns of each end."""
         self._samples = samples
@@ -128,12 +128,14 @@ class Fleet:
         self.replicas = {route: Replica(config, H100_8B) for route in routes}
         fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
-        self._admission = Admission(info, Band(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed)
+        self._admission = ConcurrencyLimits(
+            info, Band(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed
+        )
         self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=rows)
-        self._gate = Gate(self._admission.windows)
-        self._told: dict[str, deque[Signals]] = {route: deque() for route in routes}
+        self._gate = Slots(self._admission.windows)
+        self._told: dict[str, deque[SchedulerLoad]] = {route: deque() for route in routes}
         self._tell = ended
-        self._waiting: Sample | None = None
+        self._waiting: SimulatedRequest | None = None
         self._sent = 0
         self._next_poll = 0.0
         self.now, self.ended, self.tokens, self.uncached_tokens = 0.0, 0, 0, 0
@@ -146,7 +148,7 @@ class Fleet:
         while self.ended < self._count:
             self._tick()
 
-    def prime(self, samples: Sequence[Sample]) -> None:
+    def prime(self, samples: Sequence[SimulatedRequest]) -> None:
         """Let samples come to their end on each replica before anything else is sent."""
         for replica in self.replicas.values():
             for sample in samples:
@@ -220,7 +222,7 @@ class _Seen:
         self.most = 0
         self.running: dict[str, list[int]] = {}
 
-    def look(self, now: float, replicas: dict[str, Replica], admission: Admission) -> None:
+    def look(self, now: float, replicas: dict[str, Replica], admission: ConcurrencyLimits) -> None:
         states = admission.states
         for route, replica in replicas.items():
             queue = replica.scheduler.queue
@@ -250,9 +252,9 @@ class _Seen:
         }
 
 
-def _signal(route: str, replica: Replica) -> Signals:
+def _signal(route: str, replica: Replica) -> SchedulerLoad:
     gauges = replica.gauges
-    return Signals(
+    return SchedulerLoad(
         route, "simulated", gauges.running, gauges.queue, gauges.token_usage, gauges.used_tokens,
         gauges.max_total_tokens, gauges.max_running, route, gauges.at_s,
     )  # fmt: skip

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchrunner.core.types import Completion, EngineInfo, Request, RowRef
-from batchrunner.dispatch.pending_row import Work
-from batchrunner.dispatch.prefix_order.distance import Lead
-from batchrunner.dispatch.prefix_order.lengths import Lengths
-from batchrunner.dispatch.prefix_order.reorder import Arranger, Primer
-from batchrunner.simulation.sample import Sample
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.prefix_order.distance import ReuseDistance
+from batchrunner.dispatch.prefix_order.lengths import OutputLengths
+from batchrunner.dispatch.prefix_order.reorder import Primer, Reorderer
+from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import SchedulerConfig
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal
@@ -211,7 +211,7 @@ class AsTheRunner:
     def __init__(self, rows: list[Row], kv_tokens: int) -> None:
         info = EngineInfo("attach", "simulated", max_total_tokens=kv_tokens, prefill_tokens=PASS_TOKENS)
         self._rows = rows
-        self._arranger = Arranger(Lead(info, 1), Lengths(), dedupe=True)
+        self._arranger = Reorderer(ReuseDistance(info, 1), OutputLengths(), dedupe=True)
         self._fleet: Fleet | None = None
 
     def run(self, config: SchedulerConfig) -> Fleet:
@@ -220,7 +220,7 @@ class AsTheRunner:
         fleet.run()
         return fleet
 
-    def _samples(self) -> Iterator[Sample]:
+    def _samples(self) -> Iterator[SimulatedRequest]:
         assert self._fleet
         for batch in self._arranger.arrange(self._batches(), lambda: self._unread):
             primers = [item for item in batch if isinstance(item, Primer)]
@@ -230,7 +230,7 @@ class AsTheRunner:
                 for work in works:
                     work.computed_at = self._fleet.now
             for item in batch:
-                if isinstance(item, Work):
+                if isinstance(item, PendingRow):
                     item.route, item.sent_at = "r0", self._fleet.now
                     yield self._sample(item, self._rows[item.request.ref.row].outputs)
 
@@ -245,11 +245,11 @@ class AsTheRunner:
                 for row, each in enumerate(batch, first)
             ]
 
-    def _sample(self, work: Work, outputs: int) -> Sample:
+    def _sample(self, work: PendingRow, outputs: int) -> SimulatedRequest:
         row = self._rows[work.request.ref.row]
-        return Sample(row.tokens, outputs, outputs, prefix=row.parts, payload=work)
+        return SimulatedRequest(row.tokens, outputs, outputs, prefix=row.parts, payload=work)
 
-    def _ended(self, sample: Sample) -> None:
+    def _ended(self, sample: SimulatedRequest) -> None:
         assert self._fleet
         work = sample.payload
         work.computed_at = min(work.computed_at, self._fleet.now)
@@ -273,7 +273,7 @@ def run(case: Case) -> dict[str, Any]:
         fleet = AsTheRunner(rows, case.kv_tokens).run(config)
     else:
         samples = (
-            Sample(row.tokens, row.outputs, row.outputs, prefix=row.parts)
+            SimulatedRequest(row.tokens, row.outputs, row.outputs, prefix=row.parts)
             for row in ordered(rows, case.arm, case.kv_tokens)
         )
         fleet = Fleet(samples, len(rows), config)

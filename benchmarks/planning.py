@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
     from batchrunner.input.row_reader import Order
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.prepare import PreparedJob
 
 SEED = 7
 GOAL_S_A_MILLION, GOAL_MB = 400.0, 512
@@ -108,7 +108,7 @@ def plan(source: Path, directory: Path) -> dict[str, Any]:
     }
 
 
-def reading_rate(prepared: Prepared, order: Order, rows: BitMap64) -> int:
+def reading_rate(prepared: PreparedJob, order: Order, rows: BitMap64) -> int:
     began, count = time.monotonic(), 0
     for batch in order.read(rows):
         count += len(prepared.renderer.render(batch))

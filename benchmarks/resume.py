@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.cli import app
-from batchrunner.core.types import Signals
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.load_loop import SAMPLE_S, write_sample
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.engines.simulated import Simulator
@@ -30,7 +30,7 @@ from batchrunner.output.events import EventLog
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.run_dir import RunDir, make_directory
-from batchrunner.output.task_lock import claimed
+from batchrunner.output.task_lock import hold_task
 from benchmarks.measure import in_fresh_process, save
 from benchmarks.memory import peak_mb
 
@@ -115,7 +115,7 @@ def write_journal(path: Path, table: pa.Table) -> None:
 def write_day(log: EventLog, rows: int) -> None:
     """Write as many samples as a day has."""
     signals = tuple(
-        Signals(f"http://10.0.0.{i}:30000", "loads", 200, 8, 0.87, 412_345, 474_000, 256, f"r{i}", 1e9)
+        SchedulerLoad(f"http://10.0.0.{i}:30000", "loads", 200, 8, 0.87, 412_345, 474_000, 256, f"r{i}", 1e9)
         for i in range(REPLICAS)
     )
     state = Snapshot(
@@ -153,7 +153,7 @@ def write_run(directory: Path, rows: int, parts: int) -> Path:
     make_directory(run_dir.task_directory)
     schema = pq.read_schema(run_dir.part(0))
     ended = list(ended_rows(range(part_rows, round(rows * (1 - LEFT))), part_rows))
-    with claimed(run_dir) as claim:
+    with hold_task(run_dir) as claim:
         for number, mixed in enumerate(ended, 1):
             table = results(mixed, schema)
             if number <= len(ended) - JOURNALS:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import Scheduler, SchedulerConfig
 from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
 from benchmarks.measure import save
@@ -291,16 +291,16 @@ class Client:
 
     rows: Iterator[tuple[Row, int]]
     """With how many tokens each will put out."""
-    due: deque[tuple[int, Sample]] = field(default_factory=deque)
+    due: deque[tuple[int, SimulatedRequest]] = field(default_factory=deque)
     """What is on its way, and at which pass it arrives."""
 
     def send(self, count: int, at_pass: int) -> None:
         for row, tokens in islice(self.rows, count):
             fixed = row.stop_tokens is None
-            sample = Sample(len(row.ids), tokens, row.asked, ignore_eos=fixed, prefix=row.prefix)
+            sample = SimulatedRequest(len(row.ids), tokens, row.asked, ignore_eos=fixed, prefix=row.prefix)
             insort(self.due, (at_pass, sample), key=itemgetter(0))
 
-    def arrived(self, passes: int) -> Iterator[Sample]:
+    def arrived(self, passes: int) -> Iterator[SimulatedRequest]:
         while self.due and self.due[0][0] <= passes:
             yield self.due.popleft()[1]
 

@@ -40,7 +40,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.writer import Sink
+from batchrunner.output.writer import ResultWriter
 from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import save
 from tests.tiny_model import make_tiny_llama
@@ -103,13 +103,13 @@ def child(job_file: str, told: str, call: str, moment: str, number: int, *, join
 
 def _tell_of_every_row(told: str) -> None:
     file = os.open(told, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    put = Sink.put
+    put = ResultWriter.put
 
-    async def tell_and_put(self: Sink, outcome: Outcome) -> None:
+    async def tell_and_put(self: ResultWriter, outcome: Outcome) -> None:
         os.write(file, b"%d %f %d\n" % (outcome.ref.row, time.monotonic(), os.getpid()))
         await put(self, outcome)
 
-    Sink.put = tell_and_put  # type: ignore[method-assign]
+    ResultWriter.put = tell_and_put  # type: ignore[method-assign]
 
 
 def _die_at(call: str, moment: str, number: int) -> None:

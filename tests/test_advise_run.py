@@ -24,7 +24,7 @@ from batchrunner.api import run
 from batchrunner.core.errors import InputError
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.series import Series
-from batchrunner.engines.logs.signs import Sample
+from batchrunner.engines.logs.signs import LoadSample
 from batchrunner.engines.logs.thresholds import Thresholds
 from tests.conftest import batchrun, eventually, job_of, started, write_job
 from tests.fake_sglang import FakeSGLang
@@ -344,11 +344,11 @@ def test_a_limit_that_only_the_log_tells() -> None:
     """Of a hybrid model /v1/loads leaves out the pool of states: where it is full, no cap limits."""
     load, log = Series(Thresholds()), Series(Thresholds())
     for at in range(40):
-        load.add("a", Sample(at, 170, 500, 0.2, 170))
+        load.add("a", LoadSample(at, 170, 500, 0.2, 170))
     situation = Situation(load, log)
     assert "running-capped" in {advice.rule for advice in apply_all(situation, Flags())}
     for at in range(40):
-        log.add("a", Sample(at, 170, 500, 0.98, 170))
+        log.add("a", LoadSample(at, 170, 500, 0.98, 170))
     assert "running-capped" not in {advice.rule for advice in apply_all(situation, Flags())}
 
 

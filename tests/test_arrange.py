@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef
-from batchrunner.dispatch.pending_row import Work
-from batchrunner.dispatch.prefix_order.distance import LOOK_ROWS, Lead
-from batchrunner.dispatch.prefix_order.lengths import Lengths
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.prefix_order.distance import LOOK_ROWS, ReuseDistance
+from batchrunner.dispatch.prefix_order.lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.pacing import MOST_HELD_BYTES
-from batchrunner.dispatch.prefix_order.prefix_tree import find_families
+from batchrunner.dispatch.prefix_order.prefix_tree import find_prefix_groups
 from batchrunner.dispatch.prefix_order.reorder import (
     LAST_ROWS,
     SHARED_ROWS,
     WINDOW_BYTES,
     WINDOW_ROWS,
-    Arranger,
     Primer,
+    Reorderer,
 )
-from batchrunner.dispatch.queue import Ready
+from batchrunner.dispatch.queue import DispatchQueue
 from batchrunner.input.prefixes import common
 from tests.test_prefixes import shared
 
@@ -42,13 +42,13 @@ def request(row: int, text: str, **sampling: Any) -> Request:
     )
 
 
-def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Arranger:
-    return Arranger(Lead(info, caches), Lengths(), dedupe=dedupe, caches=caches)
+def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Reorderer:
+    return Reorderer(ReuseDistance(info, caches), OutputLengths(), dedupe=dedupe, caches=caches)
 
 
 def arranged(
-    by: Arranger, batches: Sequence[Sequence[Request | Outcome]]
-) -> tuple[list[Work], list[Primer], list[Outcome]]:
+    by: Reorderer, batches: Sequence[Sequence[Request | Outcome]]
+) -> tuple[list[PendingRow], list[Primer], list[Outcome]]:
     """Arrange whole batches; the rows that are still to come are known exactly."""
     left = [sum(map(len, batches[end:])) for end in range(1, len(batches) + 1)]
     read = iter(left)
@@ -64,13 +64,13 @@ def arranged(
     for found in by.arrange(source(), lambda: last):
         items += found
     return (
-        [item for item in items if isinstance(item, Work)],
+        [item for item in items if isinstance(item, PendingRow)],
         [item for item in items if isinstance(item, Primer)],
         [item for item in items if isinstance(item, Outcome)],
     )
 
 
-def rows_of(works: Iterable[Work]) -> list[int]:
+def rows_of(works: Iterable[PendingRow]) -> list[int]:
     return [work.request.ref.row for work in works]
 
 
@@ -90,7 +90,7 @@ def grouped(groups: int, members: int, count: int = 200) -> list[str]:
     return texts
 
 
-def prefilled_apart(works: Sequence[Work]) -> int:
+def prefilled_apart(works: Sequence[PendingRow]) -> int:
     """Return the bytes that are computed if a beginning is cached when the pass that it began in is over."""
     sent: list[tuple[float, bytes]] = []
     clock, total = 0.0, 0
@@ -110,7 +110,7 @@ def prefilled_apart(works: Sequence[Work]) -> int:
 def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> None:
     """Leaders first, what is computed is what the tree of all prompts holds; nobody waits for many others."""
     prefixes = ["".join(letter * 512 for letter in code).encode() for code in codes]
-    places = find_families(prefixes)
+    places = find_prefix_groups(prefixes)
     assert sum(place.shared for place in places.values()) == shared(prefixes)
     for index in range(len(prefixes)):
         steps, at = 0, index
@@ -122,12 +122,12 @@ def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> 
 def test_a_conversation_is_computed_by_its_longest_turn() -> None:
     """Turns that contain one another all follow the longest, and not each the one before."""
     turns = [words("talk", 100 * turn).encode() for turn in range(1, 7)]
-    assert {place.parent for place in find_families(turns).values()} == {5}
+    assert {place.parent for place in find_prefix_groups(turns).values()} == {5}
 
 
 def test_short_beginnings_make_no_families() -> None:
     """A template of a line is not worth an order."""
-    assert find_families([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}
+    assert find_prefix_groups([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}
 
 
 # The order
@@ -157,7 +157,7 @@ def test_followers_come_a_pass_behind_their_leader() -> None:
     works, _, _ = arranged(arranger(), [batch])
     least = sum(map(len, texts)) - shared(text.encode() for text in texts)
     assert prefilled_apart(works) <= 1.05 * least
-    as_given = [Work(request(row, text)) for row, text in enumerate(sorted(texts))]
+    as_given = [PendingRow(request(row, text)) for row, text in enumerate(sorted(texts))]
     assert prefilled_apart(as_given) > 1.5 * least
 
 
@@ -166,7 +166,7 @@ def test_what_a_row_brought_in_is_used_soon() -> None:
     system = words("system", 100)
     texts = [system + words(f"d{d}", 200) + words(f"q{d}.{q}", 5) for d in range(60) for q in range(4)]
     works, _, _ = arranged(arranger(), [[request(row, text) for row, text in enumerate(sorted(texts))]])
-    sent_at: dict[Work, float] = {}
+    sent_at: dict[PendingRow, float] = {}
     clock = 0.0
     for work in works:
         clock += (work.size - work.shared) / 4
@@ -243,7 +243,7 @@ def test_memory_stays_bounded_with_long_beginnings() -> None:
 
 def test_what_is_read_ahead_is_bounded_in_input_order_too() -> None:
     """A row has its size there, by which the submitter counts what waits to be sent."""
-    works, _, _ = arranged(Arranger(None, None, dedupe=False), [[request(0, "x" * 5000)]])
+    works, _, _ = arranged(Reorderer(None, None, dedupe=False), [[request(0, "x" * 5000)]])
     assert works[0].size >= 5000
 
 
@@ -251,8 +251,8 @@ def test_rows_do_not_wait_for_a_source_that_waits() -> None:
     """An empty batch says that more may take long: what is there goes."""
     by = arranger()
     stream = by.arrange(iter([[request(0, "a")], [], [request(1, "b")]]), lambda: 100_000)
-    assert rows_of(item for item in next(stream) if isinstance(item, Work)) == [0]
-    assert rows_of(item for items in stream for item in items if isinstance(item, Work)) == [1]
+    assert rows_of(item for item in next(stream) if isinstance(item, PendingRow)) == [0]
+    assert rows_of(item for items in stream for item in items if isinstance(item, PendingRow)) == [1]
 
 
 def test_the_longest_go_first_at_the_end() -> None:
@@ -297,7 +297,7 @@ def test_of_shared_rows_few_are_held() -> None:
 
 def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
     """Of rows with one limit, those that begin like others with long outputs go first at the end."""
-    by = Arranger(None, Lengths(), dedupe=False)
+    by = Reorderer(None, OutputLengths(), dedupe=False)
     kinds = {kind: words(kind, 60) for kind in ("short", "long")}
     batch = [
         request(row, kinds["long" if row % 2 else "short"] + words(str(row), 300), max_new_tokens=500)
@@ -368,12 +368,12 @@ TIGHT = EngineInfo(kind="test", model="m", max_total_tokens=20_000, prefill_toke
 """Its pool has no room for the beginnings of a whole pass: nobody knows what distance is best."""
 
 
-def follow(lead: Lead, *, missed: int, computed_before: bool = False) -> list[str]:
+def follow(lead: ReuseDistance, *, missed: int, computed_before: bool = False) -> list[str]:
     """Tell a lead of followers with 400 shared tokens, some of which missed them; return what it says."""
-    parent = Work(request(0, "x"), computed_at=1.0 if computed_before else 3.0)
+    parent = PendingRow(request(0, "x"), computed_at=1.0 if computed_before else 3.0)
     reasons = []
     for row in range(LOOK_ROWS):
-        work = Work(request(row, "x"), size=2000, parent=parent, shared=1600, sent_at=2.0)
+        work = PendingRow(request(row, "x"), size=2000, parent=parent, shared=1600, sent_at=2.0)
         change = lead.saw(work, Completion(["x"], ["stop"], [1], 500, 0 if row < missed else 390))
         reasons += [change.reason] if change else []
     return reasons
@@ -381,7 +381,7 @@ def follow(lead: Lead, *, missed: int, computed_before: bool = False) -> list[st
 
 def test_followers_less_than_a_pass_behind_come_too_early() -> None:
     """Their beginning was not there, nor known to be computed: the distance widens, within the pool."""
-    lead = Lead(TIGHT, 1)
+    lead = ReuseDistance(TIGHT, 1)
     before = lead.tokens
     assert follow(lead, missed=20) == ["20 of 32 followers did not find their beginning in the cache"]
     assert before < lead.tokens <= 0.4 * 20_000
@@ -389,7 +389,7 @@ def test_followers_less_than_a_pass_behind_come_too_early() -> None:
 
 def test_a_change_that_made_it_worse_is_undone() -> None:
     """Where wider means more misses, their beginnings are evicted: the distance narrows."""
-    lead = Lead(TIGHT, 1)
+    lead = ReuseDistance(TIGHT, 1)
     follow(lead, missed=10)
     wider = lead.tokens
     follow(lead, missed=25)
@@ -399,7 +399,7 @@ def test_a_change_that_made_it_worse_is_undone() -> None:
 @pytest.mark.parametrize("info", [INFO, TIGHT])
 def test_followers_that_come_too_late_narrow_the_distance(info: EngineInfo) -> None:
     """Their beginning had been computed, and is gone."""
-    lead = Lead(info, 1)
+    lead = ReuseDistance(info, 1)
     before = lead.tokens
     assert follow(lead, missed=20, computed_before=True)
     assert 0 < lead.tokens < before
@@ -407,13 +407,13 @@ def test_followers_that_come_too_late_narrow_the_distance(info: EngineInfo) -> N
 
 def test_followers_that_hit_change_nothing() -> None:
     """As long as the cache holds what it should, the distance stays."""
-    assert follow(Lead(INFO, 1), missed=3) == []
+    assert follow(ReuseDistance(INFO, 1), missed=3) == []
 
 
 def test_the_distance_is_bounded_by_the_pool() -> None:
     """A small KV pool could not hold the beginnings of a whole pass."""
     small = EngineInfo(kind="test", model="m", max_total_tokens=2000, prefill_tokens=8192)
-    assert Lead(small, 1).tokens <= 0.52 * 2000
+    assert ReuseDistance(small, 1).tokens <= 0.52 * 2000
 
 
 # Several routes
@@ -425,7 +425,7 @@ def test_a_family_stays_on_one_route() -> None:
     system = words("system", 200)
     texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
     works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])
-    ready = Ready(("a", "b"), lambda _: 1, 512)
+    ready = DispatchQueue(("a", "b"), lambda _: 1, 512)
     for work in works:
         ready.add(work)
     went: dict[int, set[str]] = {}
@@ -442,11 +442,11 @@ def test_a_family_stays_on_one_route() -> None:
 
 def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     """A replica that is behind does not keep its families' rows; one that is not behind is left with them."""
-    first = Work(request(0, "p"))
+    first = PendingRow(request(0, "p"))
     first.family = first  # all are of one family
-    works = [first, *(Work(request(row, "p"), family=first) for row in range(1, 5))]
+    works = [first, *(PendingRow(request(row, "p"), family=first) for row in range(1, 5))]
     in_flight = {"a": 1, "b": 1}
-    ready = Ready(("a", "b"), in_flight.__getitem__, 512)
+    ready = DispatchQueue(("a", "b"), in_flight.__getitem__, 512)
     for work in works:
         ready.add(work)
     assert ready.take("a") is first
@@ -460,10 +460,10 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
 
 def test_a_slow_route_does_not_hold_up_the_others() -> None:
     """Once it keeps so many rows that no others are read, they are for all."""
-    first = Work(request(0, "p"))
+    first = PendingRow(request(0, "p"))
     first.family = first
-    ready = Ready(("slow", "fast"), {"slow": 0, "fast": 100}.__getitem__, 4)
-    for work in (first, *(Work(request(row, "p"), family=first) for row in range(1, 6))):
+    ready = DispatchQueue(("slow", "fast"), {"slow": 0, "fast": 100}.__getitem__, 4)
+    for work in (first, *(PendingRow(request(row, "p"), family=first) for row in range(1, 6))):
         ready.add(work)
     assert ready.take("slow") is first
     assert [ready.take("fast") is not None for _ in range(3)] == [True, True, False]

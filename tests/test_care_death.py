@@ -8,7 +8,7 @@ import pytest
 
 from batchrunner.engines.flags import Flags, of_arguments
 from batchrunner.engines.logs.facts import Facts
-from batchrunner.engines.logs.lines import Phase, Ready
+from batchrunner.engines.logs.lines import Phase, ServerReady
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.recovery.diagnosis import Death, Kind, Life, examine
@@ -217,7 +217,7 @@ def test_the_guides_order_of_steps(
 
 def test_what_the_server_chose_counts() -> None:
     """The limits that it says at ready come before what it was asked for, or not asked."""
-    ready = Ready(20_000, 4096, 200, 4096, None)
+    ready = ServerReady(20_000, 4096, 200, 4096, None)
     facts = Facts(arguments={"device": "cpu", "max_total_tokens": None}, ready=ready)
     assert safer(Death("prefill", ""), facts, Flags()) == {"chunked-prefill-size": 2048}
     assert safer(Death("requests", ""), facts, Flags()) == {"max-running-requests": 150}
@@ -235,7 +235,7 @@ def test_weights_keep_their_place() -> None:
 
 def test_dp_attention_parts_the_limits() -> None:
     """Each rank says its own share of the limits: a flag is for all of them."""
-    ready = Ready(20_000, 1024, 64, 4096, None)
+    ready = ServerReady(20_000, 1024, 64, 4096, None)
     for ways in ({"attn_dp_size": 8}, {"enable_dp_attention": True, "dp_size": 8}):
         facts = Facts(arguments={"schedule_conservativeness": 0.39, **ways}, ready=ready)
         assert safer(Death("prefill", ""), facts, Flags()) == {"chunked-prefill-size": 4096}

@@ -15,7 +15,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import OutputError
-from batchrunner.output.task_lock import DEAD_AFTER_S, Claim, ClaimLostError, Holder, this_process
+from batchrunner.output.task_lock import DEAD_AFTER_S, Holder, TaskLock, TaskLockLostError, this_process
 from tests.conftest import job_of, results_of, started, write_job
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class Clock:
         self.each()
 
 
-def claim_of(path: Path, holder: Holder, clock: Clock | None = None) -> Claim:
+def claim_of(path: Path, holder: Holder, clock: Clock | None = None) -> TaskLock:
     clock = clock or Clock()
-    return Claim(path, holder, clock=lambda: clock.now, sleep=clock.sleep)
+    return TaskLock(path, holder, clock=lambda: clock.now, sleep=clock.sleep)
 
 
 def test_the_living_are_left_alone(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_dead_are_replaced(tmp_path: Path, skew_s: float) -> None:
     second.take()
     assert DEAD_AFTER_S <= clock.now < DEAD_AFTER_S + 5
     second.verify()
-    with pytest.raises(ClaimLostError, match="on b took this task over"):
+    with pytest.raises(TaskLockLostError, match="on b took this task over"):
         first.verify()
     first.release()  # it is not its own any more
     second.verify()
@@ -105,7 +105,7 @@ def test_a_disk_that_has_gone_is_no_other_holder(tmp_path: Path) -> None:
     (tmp_path / "gone").rename(tmp_path / "run")
     claim.verify()
     (task / "owner").unlink()
-    with pytest.raises(ClaimLostError):
+    with pytest.raises(TaskLockLostError):
         claim.verify()
 
 
@@ -153,7 +153,7 @@ def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
     """Sixteen that find the same dead holder at once: one becomes the writer, the others learn it."""
     claim_of(tmp_path, on_host("dead")).take()
     ready, over = threading.Barrier(16), threading.Event()
-    won: list[Claim] = []
+    won: list[TaskLock] = []
     told: list[str] = []
 
     def contend(number: int) -> None:
@@ -184,10 +184,10 @@ def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
     assert len(told) + len(won) == 16
 
 
-def _holds(claim: Claim) -> bool:
+def _holds(claim: TaskLock) -> bool:
     try:
         claim.verify()
-    except ClaimLostError:
+    except TaskLockLostError:
         return False
     return True
 

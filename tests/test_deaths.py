@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
-from batchrunner.dispatch.poison_rows import MOST_DEATHS, Suspects
+from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
 from batchrunner.engines.launched import supervisor as guard
-from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, Guard
+from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, ServerSupervisor
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
 from tests.launchable import launchable
 
@@ -189,7 +189,7 @@ async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(guard, "QUICK_S", 0.0)
     mortal = Mortal()
     process: LaunchedProcess = mortal  # type: ignore[assignment]
-    watched = Guard(process, mortal.start, print)
+    watched = ServerSupervisor(process, mortal.start, print)
     watching = asyncio.create_task(watched.watch())
     for death in range(1, 3 * MOST_QUICK_DEATHS):
         mortal.end.set()
@@ -205,7 +205,7 @@ async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.0)
     mortal = Mortal()
     process: LaunchedProcess = mortal  # type: ignore[assignment]
-    watched = Guard(process, mortal.start, print)
+    watched = ServerSupervisor(process, mortal.start, print)
     watching = asyncio.create_task(watched.watch())
     while not watching.done():
         mortal.end.set()
@@ -218,7 +218,7 @@ async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(window=st.integers(1, 5000), poison=st.integers(0, 10**6), fresh=st.integers(0, 20_000))
 def test_one_row_is_given_up_at_last(window: int, poison: int, fresh: int) -> None:
     """However many were in flight, it takes four deaths, and the row that is given up is the right one."""
-    suspects: Suspects[int] = Suspects()
+    suspects: PoisonRows[int] = PoisonRows()
     poison %= window
     rows = iter(range(window + fresh))
     saw: dict[int, int] = {}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.dispatch.slots import LONGEST_REST_S, Gate
+from batchrunner.dispatch.slots import LONGEST_REST_S, Slots
 
 ROUTES = ("a", "b", "c")
 events = st.lists(
@@ -25,7 +25,7 @@ def test_no_window_is_ever_exceeded(
 ) -> None:
     """Whatever happens, a place is given where there is room on a route that is awake, and only there."""
     size, inside = dict(zip(ROUTES, windows, strict=True)), dict.fromkeys(ROUTES, 0)
-    gate, now = Gate(size), 0.0
+    gate, now = Slots(size), 0.0
     awake_at = dict.fromkeys(ROUTES, 0.0)
     for what, route, number in history:
         if what == "take":
@@ -55,14 +55,14 @@ def test_no_window_is_ever_exceeded(
 
 def test_rows_go_where_there_is_most_room() -> None:
     """Replicas fill evenly, each by its own window."""
-    gate = Gate({"big": 6, "small": 2})
+    gate = Slots({"big": 6, "small": 2})
     assert [gate.take(0.0) for _ in range(9)].count("small") == 2
     assert gate.by_route == {"big": 6, "small": 2}
 
 
 def test_a_rest_doubles_until_there_is_an_answer() -> None:
     """A route that stays down is tried less and less often, at most twice a minute; an answer ends that."""
-    gate, now, rests = Gate({"a": 4, "full": 1}), 0.0, []
+    gate, now, rests = Slots({"a": 4, "full": 1}), 0.0, []
     while gate.by_route["full"] == 0:
         gate.take(now)
     gate.resize("a", 9)
@@ -80,21 +80,21 @@ def test_a_rest_doubles_until_there_is_an_answer() -> None:
 
 def test_rows_that_fail_together_are_one_failure() -> None:
     """A hundred rows that lose one server at once do not make it rest for minutes."""
-    gate = Gate({"a": 100, "b": 100})
+    gate = Slots({"a": 100, "b": 100})
     assert [gate.rest("a", 10.0) for _ in range(100)] == [0.5] * 100
 
 
 def test_a_window_holds_at_least_one() -> None:
     """A window of 0 would be a run that never ends."""
-    gate = Gate({"a": 1})
+    gate = Slots({"a": 1})
     with pytest.raises(ValueError, match="at least one"):
         gate.resize("a", 0)
     with pytest.raises(ValueError, match="at least one"):
-        Gate({"a": 0})
+        Slots({"a": 0})
 
 
 def test_the_only_route_never_rests() -> None:
     """Where there is no other, one refused row does not hold up those that would be taken."""
-    gate = Gate({"a": 2})
+    gate = Slots({"a": 2})
     assert gate.rest("a", 0.0) == 0.0
     assert gate.take(0.0) == "a"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
-from batchrunner.core.types import Signals
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.poison_rows import MOST_DEATHS
-from batchrunner.engines.hang_detector import TIMES_LONGEST, WARM_UP, Pulse, Vigil
+from batchrunner.engines.hang_detector import TIMES_LONGEST, WARM_UP, HangDetector, Pulse
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, results_of, write_job
 from tests.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.launchable import launchable
@@ -97,11 +97,11 @@ def test_idleness_is_no_silence() -> None:
     assert silence_of(pulse, now + 1000, "x") == pytest.approx(SHORTEST_S, abs=1)
 
 
-def load(running: int, work: float, *, queue: int = 0, at: float = 0.0) -> Signals:
-    return Signals(URL, "loads", running, queue, 0.5, used_tokens=100, taken_at=at, work=work)
+def load(running: int, work: float, *, queue: int = 0, at: float = 0.0) -> SchedulerLoad:
+    return SchedulerLoad(URL, "loads", running, queue, 0.5, used_tokens=100, taken_at=at, work=work)
 
 
-def two_ranks(first: Signals, second: Signals) -> list[Signals]:
+def two_ranks(first: SchedulerLoad, second: SchedulerLoad) -> list[SchedulerLoad]:
     return [replace(first, scheduler=f"{URL}#dp0"), replace(second, scheduler=f"{URL}#dp1")]
 
 
@@ -118,22 +118,22 @@ def two_ranks(first: Signals, second: Signals) -> list[Signals]:
         (lambda step: two_ranks(load(4, step), load(0, 1)), False),  # it has nothing to do
     ],
 )
-def test_what_counts_as_work(told: Callable[[int], list[Signals]], hangs: bool) -> None:
+def test_what_counts_as_work(told: Callable[[int], list[SchedulerLoad]], hangs: bool) -> None:
     """A forward pass does, counted or seen in what is running; a reply to a poll does not."""
-    vigil = Vigil(1.0)
+    vigil = HangDetector(1.0)
     assert any(vigil.look(step / 2, told(step), in_flight=8) for step in range(40)) is hangs
 
 
 def test_answers_are_work() -> None:
     """Rows that come back prove that the server works, whatever its gauges say; fewer polls matter not."""
-    vigil = Vigil(1.0)
+    vigil = HangDetector(1.0)
     looks = [vigil.look(step / 2, [load(4, 1)], in_flight=8, answers=step // 4) for step in range(100)]
     assert not any(looks)
 
 
 def test_a_replica_behind_a_gateway_without_rows() -> None:
     """Rows in flight at the gateway are another replica's where this one tells that it has none."""
-    idle, working = Vigil(1.0, alone=False), Vigil(1.0, alone=False)
+    idle, working = HangDetector(1.0, alone=False), HangDetector(1.0, alone=False)
     assert not any(idle.look(step / 2, [load(0, 1)], in_flight=8) for step in range(100))
     assert any(working.look(step / 2, [load(4, 1)], in_flight=8) for step in range(100))
 

@@ -34,7 +34,7 @@ from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import Claim, ClaimLostError, this_process
+from batchrunner.output.task_lock import TaskLock, TaskLockLostError, this_process
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.cluster.leases import Leases, next_lease
 from batchrunner.runner.cluster.shard import joint_task
@@ -85,7 +85,7 @@ class Task:
         self.prepared = prepare(load_job(job), joint_task("host", name, {}))
         self.run_dir = self.prepared.run_dir
         self.run_dir.task_directory.mkdir(parents=True)
-        self.claim = Claim(self.run_dir.task_directory)
+        self.claim = TaskLock(self.run_dir.task_directory)
         self.claim.take()
         self.rows, _ = join(self.prepared, lambda _: None, retry_failed=False)
         self._batches = self.rows.batches()
@@ -121,7 +121,7 @@ class Task:
 
     def come_back(self) -> None:
         """Go on where it was stopped, as one that was taken for dead and is not."""
-        with pytest.raises(ClaimLostError):
+        with pytest.raises(TaskLockLostError):
             self.claim.verify()
         self.rows.give_back()
 
@@ -129,7 +129,7 @@ class Task:
         """End as one that was killed: its name stays, of a process that is no more."""
         self.work(1, last=True)
         self.claim.release()
-        Claim(self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")).take()
+        TaskLock(self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")).take()
 
 
 @settings(max_examples=30)

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from batchrunner.advise.roofline import CARDS, Setting, UnknownLimitError, Work, limit, model_of_config
+from batchrunner.advise.roofline import (
+    CARDS,
+    RooflineSetting,
+    TokenWork,
+    UnknownLimitError,
+    limit,
+    model_of_config,
+)
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -16,15 +23,15 @@ LLAMA_8B: dict[str, Any] = {
 MIXTRAL: dict[str, Any] = {
     **LLAMA_8B, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
 }  # fmt: skip
-H100 = Setting(CARDS["NVIDIA H100 80GB HBM3"], 1, 1, pool_tokens=380_000, max_running=2048)
+H100 = RooflineSetting(CARDS["NVIDIA H100 80GB HBM3"], 1, 1, pool_tokens=380_000, max_running=2048)
 PROMPT, OUTPUT = 246, 322
 """Mean lengths of ShareGPT (NanoFlow, arXiv:2408.12757, table 4)."""
 
 
-def sharegpt(rows: int) -> Work:
+def sharegpt(rows: int) -> TokenWork:
     """Return rows of ShareGPT's mean lengths, of which nothing is cached."""
     read = rows * (PROMPT * OUTPUT + OUTPUT**2 / 2)
-    return Work(rows * (PROMPT + OUTPUT), rows * PROMPT**2, read, rows * OUTPUT, OUTPUT)
+    return TokenWork(rows * (PROMPT + OUTPUT), rows * PROMPT**2, read, rows * OUTPUT, OUTPUT)
 
 
 def test_llama_8b_on_an_h100() -> None:
@@ -84,4 +91,4 @@ def test_no_fp8_no_figure() -> None:
     with pytest.raises(UnknownLimitError, match="FP8"):
         limit(sharegpt(1), model, a100)
     with pytest.raises(UnknownLimitError, match="no output tokens"):
-        limit(Work(), model, H100)
+        limit(TokenWork(), model, H100)

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import InputError, OutputError
-from batchrunner.dispatch.snapshot import Bar, Snapshot
+from batchrunner.dispatch.snapshot import ProgressBar, Snapshot
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import claimed
+from batchrunner.output.task_lock import hold_task
 from batchrunner.report.totals import report_of_all
 from batchrunner.runner.status import status
 from tests.conftest import (
@@ -571,7 +571,7 @@ def test_what_a_person_reads(tmp_path: Path, server: FakeSGLang) -> None:
 def test_the_bar_follows_the_total() -> None:
     """A run that others join has more rows than at the start, and the bar has them too."""
     stream = io.StringIO()
-    bar = Bar(stream)
+    bar = ProgressBar(stream)
     for total, done in [(500, 100), (1200, 700)]:
         bar.show(Snapshot(total, done, 0, 10, 0, 0, 0, 1, 1, 0, 0, (), {}, {}, simulated=False))
     bar.close()
@@ -582,7 +582,7 @@ def test_an_old_sample_is_not_shown(tmp_path: Path) -> None:
     """While a later start loads its engine nothing is said of a speed that was yesterday's."""
     batchrunner.run(job_of(tmp_path))
     run_dir = RunDir(tmp_path / "run")
-    with claimed(run_dir):
+    with hold_task(run_dir):
         assert status(run_dir.path)["tasks"][0]["last_sample"]["rows_done"] == 10
         events = [{**event, "time": event["time"] - 86400} for event in read_events(run_dir.events)]
         run_dir.events.write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchrunner.simulation.cost import H100_8B, CostModel, Pass, fit
 from batchrunner.simulation.radix import RadixCache
 from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ def make(max_running: int = 256, max_total_tokens: int = 100_000, **config: Any)
     return Scheduler(SchedulerConfig(max_running, max_total_tokens, **config))
 
 
-def submit(scheduler: Scheduler, samples: Iterable[Sample]) -> list[Sample]:
+def submit(scheduler: Scheduler, samples: Iterable[SimulatedRequest]) -> list[SimulatedRequest]:
     found = list(samples)
     for sample in found:
         scheduler.submit(sample)
     return found
 
 
-def run(scheduler: Scheduler, later: Iterable[Sample] = ()) -> list[StepResult]:
+def run(scheduler: Scheduler, later: Iterable[SimulatedRequest] = ()) -> list[StepResult]:
     """Step until nothing is left; each sample that ends brings the next of `later`."""
     waiting = iter(later)
     steps = []
@@ -58,7 +58,7 @@ def step(scheduler: Scheduler, limit: int = 1) -> StepResult:
 def test_one_sample_is_prefilled_and_then_decodes_the_rest() -> None:
     """The prefill puts out the first token, each decode pass one more."""
     scheduler = make()
-    [sample] = submit(scheduler, [Sample(10, 5)])
+    [sample] = submit(scheduler, [SimulatedRequest(10, 5)])
     prefill, decode = run(scheduler)
     assert (prefill.kind, prefill.prefill_tokens, prefill.admitted, prefill.running) == ("prefill", 10, 1, 0)
     assert (decode.kind, decode.steps, decode.running, decode.finished) == ("decode", 4, 1, [sample])
@@ -73,7 +73,7 @@ def test_passes_are_the_same_in_one_go_or_one_by_one() -> None:
     def totals(limit: int) -> tuple[Any, ...]:
         made = random.Random(7)
         scheduler = make(20, 3000)
-        rows = [Sample(made.randint(5, 60), made.randint(1, 90), 100) for _ in range(150)]
+        rows = [SimulatedRequest(made.randint(5, 60), made.randint(1, 90), 100) for _ in range(150)]
         submit(scheduler, rows)
         kv_tokens = 0.0
         while (found := scheduler.step(limit)) is not None:
@@ -87,9 +87,9 @@ def test_passes_are_the_same_in_one_go_or_one_by_one() -> None:
 def test_prefill_goes_first() -> None:
     """What arrives between two decode passes is prefilled by the next one."""
     scheduler = make()
-    submit(scheduler, [Sample(10, 50)])
+    submit(scheduler, [SimulatedRequest(10, 50)])
     assert [step(scheduler).kind for _ in range(3)] == ["prefill", "decode", "decode"]
-    submit(scheduler, [Sample(10, 50)])
+    submit(scheduler, [SimulatedRequest(10, 50)])
     assert [step(scheduler).kind for _ in range(2)] == ["prefill", "decode"]
     assert scheduler.running == 2
 
@@ -100,7 +100,7 @@ def test_prefill_goes_first() -> None:
 def test_no_more_run_than_may() -> None:
     """A full batch admits nobody until somebody leaves."""
     scheduler = make(max_running=3)
-    submit(scheduler, [Sample(10, 5 + i) for i in range(5)])
+    submit(scheduler, [SimulatedRequest(10, 5 + i) for i in range(5)])
     assert (step(scheduler).admitted, scheduler.queue) == (3, 2)
     first_end = step(scheduler, NO_LIMIT)
     assert (first_end.steps, len(first_end.finished)) == (4, 1)
@@ -110,7 +110,7 @@ def test_no_more_run_than_may() -> None:
 def test_a_fixed_length_is_reserved_whole() -> None:
     """With ignore_eos the rest of each output is kept free, however small the ratio became."""
     scheduler = make(max_total_tokens=1000, conservativeness=0.01)
-    submit(scheduler, [Sample(10, 200, ignore_eos=True) for _ in range(9)])
+    submit(scheduler, [SimulatedRequest(10, 200, ignore_eos=True) for _ in range(9)])
     assert step(scheduler).admitted == 4  # 4 · 211 tokens, and a fifth would not fit
     assert {s.retractions for f in run(scheduler) for s in f.finished} == {0}
 
@@ -118,7 +118,7 @@ def test_a_fixed_length_is_reserved_whole() -> None:
 def test_a_ratio_of_the_outputs_is_reserved() -> None:
     """In one pass each sample counts in full; the next pass counts the running ones at the ratio."""
     scheduler = make(max_total_tokens=1000)
-    submit(scheduler, [Sample(10, 200) for _ in range(9)])
+    submit(scheduler, [SimulatedRequest(10, 200) for _ in range(9)])
     assert step(scheduler).admitted == 4
     expected_tokens = 4 * (200 - 1 - 100) * (0.7 - 100 * (0.7 - 0.098) / 600)
     assert step(scheduler, 100).steps == 100
@@ -131,7 +131,9 @@ def test_a_ratio_of_the_outputs_is_reserved() -> None:
 def test_the_head_of_the_queue_blocks_the_others() -> None:
     """A sample that does not fit is not overtaken by one that would."""
     scheduler = make(max_total_tokens=1000)
-    _, large, small = submit(scheduler, [Sample(10, 600), Sample(10, 500), Sample(10, 5)])
+    _, large, small = submit(
+        scheduler, [SimulatedRequest(10, 600), SimulatedRequest(10, 500), SimulatedRequest(10, 5)]
+    )
     assert step(scheduler).admitted == 1
     assert [large.state, small.state] == ["waiting", "waiting"]
 
@@ -139,7 +141,7 @@ def test_the_head_of_the_queue_blocks_the_others() -> None:
 def test_a_pass_takes_no_more_than_a_chunk() -> None:
     """A long prompt is cut, one at a time, and others fill the rest of the last chunk."""
     scheduler = make(chunked_prefill_tokens=100)
-    submit(scheduler, [Sample(250, 5), Sample(120, 5), Sample(10, 5)])
+    submit(scheduler, [SimulatedRequest(250, 5), SimulatedRequest(120, 5), SimulatedRequest(10, 5)])
     found = [step(scheduler) for _ in range(4)]
     assert [f.kind for f in found] == ["prefill"] * 4
     assert [f.prefill_tokens for f in found] == [100, 100, 100, 80]
@@ -151,7 +153,10 @@ def test_a_pass_takes_no_more_than_a_chunk() -> None:
 def test_without_chunks_a_pass_has_a_limit_too() -> None:
     """`max_prefill_tokens` bounds a pass, but never the first sample of it."""
     scheduler = make(chunked_prefill_tokens=None, max_prefill_tokens=100)
-    submit(scheduler, [Sample(250, 5), Sample(60, 5), Sample(30, 5), Sample(30, 5)])
+    submit(
+        scheduler,
+        [SimulatedRequest(250, 5), SimulatedRequest(60, 5), SimulatedRequest(30, 5), SimulatedRequest(30, 5)],
+    )
     assert [step(scheduler).prefill_tokens for _ in range(3)] == [250, 90, 30]
 
 
@@ -159,8 +164,8 @@ def test_a_prompt_too_long_is_refused() -> None:
     """The server refuses it before it is queued; an output is cut to what fits."""
     scheduler = make(max_total_tokens=100)
     with pytest.raises(ValueError, match="too long"):
-        scheduler.submit(Sample(99, 1))
-    [sample] = submit(scheduler, [Sample(50, 500, 500)])
+        scheduler.submit(SimulatedRequest(99, 1))
+    [sample] = submit(scheduler, [SimulatedRequest(50, 500, 500)])
     run(scheduler)
     assert (sample.state, sample.outputs) == ("finished", 48)
 
@@ -171,7 +176,7 @@ def test_a_prompt_too_long_is_refused() -> None:
 def test_the_ratio_falls_and_starts_anew_when_idle() -> None:
     """0.7 at first, 0.14 of it after 600 decode passes, and 0.7 again after the last sample."""
     scheduler = make()
-    submit(scheduler, [Sample(10, 1000)])
+    submit(scheduler, [SimulatedRequest(10, 1000)])
     assert scheduler.ratio == 0.7
     step(scheduler)
     step(scheduler, 300)
@@ -188,10 +193,10 @@ def test_conservativeness_scales_the_ratio(conservativeness: float, ratio: float
     assert make(conservativeness=conservativeness).ratio == pytest.approx(ratio)
 
 
-def optimistic(**config: Any) -> tuple[Scheduler, list[Sample]]:
+def optimistic(**config: Any) -> tuple[Scheduler, list[SimulatedRequest]]:
     """Return a scheduler that takes in more than fits: it expects a hundredth of the outputs."""
     scheduler = make(max_total_tokens=1000, conservativeness=0.01, **config)
-    rows = [Sample(20 + i % 3, 300, 300) for i in range(12)]
+    rows = [SimulatedRequest(20 + i % 3, 300, 300) for i in range(12)]
     for row in rows:  # one at a time: in one pass each would count in full
         scheduler.submit(row)
         step(scheduler)
@@ -237,7 +242,7 @@ def test_more_conservative_means_fewer_retractions() -> None:
         submit(
             scheduler,
             [
-                Sample(made.randint(10, 60), min(400, int(made.expovariate(1 / 150)) + 1), 400)
+                SimulatedRequest(made.randint(10, 60), min(400, int(made.expovariate(1 / 150)) + 1), 400)
                 for _ in range(200)
             ],
         )
@@ -250,11 +255,13 @@ def test_more_conservative_means_fewer_retractions() -> None:
 # The cache
 
 
-def shared(groups: int, each: int, head_tokens: int = 430, own_tokens: int = 32) -> list[list[Sample]]:
+def shared(
+    groups: int, each: int, head_tokens: int = 430, own_tokens: int = 32
+) -> list[list[SimulatedRequest]]:
     made = random.Random(3)
     return [
         [
-            Sample(head_tokens + own_tokens, made.randint(8, 40), prefix=((f"g{g}", head_tokens),))
+            SimulatedRequest(head_tokens + own_tokens, made.randint(8, 40), prefix=((f"g{g}", head_tokens),))
             for _ in range(each)
         ]
         for g in range(groups)
@@ -264,7 +271,7 @@ def shared(groups: int, each: int, head_tokens: int = 430, own_tokens: int = 32)
 def test_a_prefix_is_computed_once() -> None:
     """A sibling that comes later finds it; one that is admitted in the same pass does not."""
     scheduler = make()
-    first, second, third = (Sample(100, 5, prefix=(("head", 80),)) for _ in range(3))
+    first, second, third = (SimulatedRequest(100, 5, prefix=(("head", 80),)) for _ in range(3))
     submit(scheduler, [first, second])
     assert step(scheduler).prefill_tokens == 200
     assert scheduler.used_tokens == 80 + 20 + 20  # what both brought in is kept once
@@ -277,7 +284,7 @@ def test_a_prefix_is_computed_once() -> None:
 def test_without_a_cache_nothing_is_found() -> None:
     """Nor kept."""
     scheduler = make(radix_cache=False)
-    submit(scheduler, [Sample(100, 5, prefix=(("head", 80),)) for _ in range(9)])
+    submit(scheduler, [SimulatedRequest(100, 5, prefix=(("head", 80),)) for _ in range(9)])
     run(scheduler)
     assert (scheduler.cached_tokens, scheduler.available_tokens) == (0, 100_000)
 
@@ -288,13 +295,13 @@ def test_the_order_decides_what_is_cached() -> None:
     The real scheduler found 28 %, 55.6 % and 80 % of the prompt tokens in this setting.
     """
 
-    def cached(rows: Sequence[Sample], window: int = 600) -> float:
+    def cached(rows: Sequence[SimulatedRequest], window: int = 600) -> float:
         scheduler = make(256, 40_000)
         submit(scheduler, rows[:window])
         run(scheduler, rows[window:])
         return scheduler.cached_tokens / (scheduler.cached_tokens + scheduler.prefilled_tokens)
 
-    def groups() -> list[list[Sample]]:
+    def groups() -> list[list[SimulatedRequest]]:
         return shared(120, 8)
 
     in_order = [row for group in groups() for row in group]
@@ -314,15 +321,15 @@ def test_the_order_decides_what_is_cached() -> None:
 def test_lpm_takes_the_cached_first() -> None:
     """The longest cached prefix goes first, and one of those that share an uncached one."""
     scheduler = make(max_running=1, policy="lpm")
-    submit(scheduler, [Sample(100, 5, prefix=(("known", 80),))])
+    submit(scheduler, [SimulatedRequest(100, 5, prefix=(("known", 80),))])
     step(scheduler)
     rows = submit(
         scheduler,
         [
-            Sample(100, 5, prefix=(("new", 80),)),
-            Sample(100, 5, prefix=(("new", 80),)),
-            Sample(100, 5),
-            Sample(100, 5, prefix=(("known", 80),)),
+            SimulatedRequest(100, 5, prefix=(("new", 80),)),
+            SimulatedRequest(100, 5, prefix=(("new", 80),)),
+            SimulatedRequest(100, 5),
+            SimulatedRequest(100, 5, prefix=(("known", 80),)),
         ],
     )
     order = [sample for found in run(scheduler) for sample in found.finished][1:]
@@ -334,10 +341,10 @@ def test_lpm_takes_the_cached_first() -> None:
 def test_lpm_gives_up_where_the_queue_is_long(others: int, overtakes: bool) -> None:
     """With more than 128 waiting, it is first come, first served."""
     scheduler = make(max_running=1, policy="lpm")
-    submit(scheduler, [Sample(100, 5, prefix=(("known", 80),))])
+    submit(scheduler, [SimulatedRequest(100, 5, prefix=(("known", 80),))])
     step(scheduler)
-    rows = submit(scheduler, [Sample(50, 5) for _ in range(others)])
-    [sibling] = submit(scheduler, [Sample(100, 5, prefix=(("known", 80),))])
+    rows = submit(scheduler, [SimulatedRequest(50, 5) for _ in range(others)])
+    [sibling] = submit(scheduler, [SimulatedRequest(100, 5, prefix=(("known", 80),))])
     step(scheduler, NO_LIMIT)
     step(scheduler)
     assert sibling.state == ("running" if overtakes else "waiting")
@@ -378,7 +385,9 @@ def test_a_prefix_in_part() -> None:
 def test_dropped_samples_go() -> None:
     """At once while they wait or are prefilled in chunks, with the next pass while they decode."""
     scheduler = make(max_running=2, chunked_prefill_tokens=50)
-    decoding, chunked, waiting = submit(scheduler, [Sample(10, 50), Sample(300, 50), Sample(10, 50)])
+    decoding, chunked, waiting = submit(
+        scheduler, [SimulatedRequest(10, 50), SimulatedRequest(300, 50), SimulatedRequest(10, 50)]
+    )
     step(scheduler)
     for sample in (decoding, chunked, waiting):
         scheduler.drop(sample)
@@ -427,9 +436,11 @@ def test_every_sample_ends_once_and_no_token_is_lost(
     for own, group, outputs, more, ignore_eos, arrival, leave in rows:
         prefix = ((("group", group), 40),) if group else ()
         asked = max(outputs, 1) if ignore_eos else outputs + more
-        sample = Sample(own + 40 * bool(group), outputs, asked, ignore_eos=bool(ignore_eos), prefix=prefix)
+        sample = SimulatedRequest(
+            own + 40 * bool(group), outputs, asked, ignore_eos=bool(ignore_eos), prefix=prefix
+        )
         coming.append((arrival, leave, sample))
-    ended: list[Sample] = []
+    ended: list[SimulatedRequest] = []
     passes = 0
     while coming or scheduler.in_flight:
         for arrival, leave, sample in coming:
@@ -479,7 +490,9 @@ def check_sums(scheduler: Scheduler) -> None:
 def test_long_outputs_are_expected_clipped() -> None:
     """No more than 4096 tokens are expected of a sample, until fewer are left."""
     scheduler = make(max_total_tokens=50_000)
-    submit(scheduler, [Sample(10, 6000, ignore_eos=True), Sample(10, 100, ignore_eos=True)])
+    submit(
+        scheduler, [SimulatedRequest(10, 6000, ignore_eos=True), SimulatedRequest(10, 100, ignore_eos=True)]
+    )
     step(scheduler)
     assert scheduler._batch.expected_tokens(0.5) == 4096 + 99
     step(scheduler, 99)
@@ -519,14 +532,14 @@ def replica(max_running: int = 256, **options: Any) -> Replica:
 def test_the_clock_stops_where_it_is_told() -> None:
     """A pass that goes on beyond the moment brings its ends once the clock is there."""
     server = replica()
-    server.submit(Sample(10, 3))
+    server.submit(SimulatedRequest(10, 3))
     assert server.advance(0.5) == []
-    server.submit(Sample(10, 1))  # is not in the pass under way
+    server.submit(SimulatedRequest(10, 1))  # is not in the pass under way
     assert [ended.at_s for ended in server.advance(2.5)] == [2.0]
     assert server.advance(3.9) == []
     assert [ended.at_s for ended in server.advance(100.0)] == [4.0]
     assert (server.now_s, server.busy_s) == (100.0, 4.0)
-    server.submit(Sample(10, 1))
+    server.submit(SimulatedRequest(10, 1))
     assert [ended.at_s for ended in server.advance_to_end()] == [101.0]
 
 
@@ -537,7 +550,7 @@ def test_small_and_large_ticks_agree() -> None:
         made = random.Random(4)
         server = Replica(SchedulerConfig(16, 5000), H100_8B)
         for number in range(100):
-            server.submit(Sample(made.randint(5, 200), made.randint(1, 200), payload=number))
+            server.submit(SimulatedRequest(made.randint(5, 200), made.randint(1, 200), payload=number))
         found: list[tuple[float, int]] = []
         now_s = 0.0
         while len(found) < 100:
@@ -553,7 +566,7 @@ def test_gauges_are_as_stale_as_the_real_ones(source: str, interval: int) -> Non
     """Written at each prefill, without those that are prefilled, and then every so many decode passes."""
     server = replica(max_running=1, source=source)
     for _ in range(3):
-        server.submit(Sample(10, 100))
+        server.submit(SimulatedRequest(10, 100))
     seen = {}
     for now_s in range(1, 100):
         server.advance(float(now_s))

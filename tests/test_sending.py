@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.dispatch.tokenize import Prompts
+from batchrunner.dispatch.tokenize import PromptTokenizer
 from tests.conftest import eventually, job_of, results_of, started, write_job
 
 if TYPE_CHECKING:
@@ -121,9 +121,9 @@ def test_long_rows_are_made_ready_a_few_at_a_time(
     monkeypatch.setattr("batchrunner.dispatch.dispatcher.READ_AHEAD_BYTES", 5000)
     made: list[int] = []
     ahead: list[int] = []
-    ready = Prompts.ready
+    ready = PromptTokenizer.ready
 
-    async def counted(prompts: Prompts, items: list[Request]) -> list[Request | Outcome]:
+    async def counted(prompts: PromptTokenizer, items: list[Request]) -> list[Request | Outcome]:
         made.append(len(items))
         return await ready(prompts, items)
 
@@ -131,7 +131,7 @@ def test_long_rows_are_made_ready_a_few_at_a_time(
         ahead.append(sum(made) - len(server.sent))
         return "answer"
 
-    monkeypatch.setattr(Prompts, "ready", counted)
+    monkeypatch.setattr(PromptTokenizer, "ready", counted)
     server.script = script
     job = alike(tmp_path, server, [f"{row} {'x' * 1000}" for row in range(60)], order="input", window=1)
     assert batchrunner.run(job).rows_ok == 60

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.logs.lines import Batch
+from batchrunner.engines.logs.lines import LoggedBatch
 from batchrunner.engines.logs.series import Series
-from batchrunner.engines.logs.signs import Sample
+from batchrunner.engines.logs.signs import LoadSample
 from batchrunner.engines.logs.thresholds import Thresholds
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def series_of(queues: Iterable[int], limits: Thresholds | None = None) -> Series
     """Return the load of one scheduler that had these queues, a second apart."""
     series = Series(limits or Thresholds())
     for at, queue in enumerate(queues):
-        series.add("s", Sample(float(at), running=8, queue=queue, usage=0.5))
+        series.add("s", LoadSample(float(at), running=8, queue=queue, usage=0.5))
     return series
 
 
@@ -54,7 +54,7 @@ def test_a_scheduler_that_was_thinned_out_weighs_as_much() -> None:
     series = Series(Thresholds())
     for at in range(1100):
         name, usage = ("a", 0.2) if at < 600 else ("b", 0.95)
-        series.add(name, Sample(float(at), running=8, queue=5, usage=usage))
+        series.add(name, LoadSample(float(at), running=8, queue=5, usage=usage))
     assert len(series.tracks["a"].samples) < len(series.tracks["b"].samples)
     assert series.median("usage") == 0.2
 
@@ -92,8 +92,8 @@ def test_passes_of_one_prompt_follow_each_other(
     series = Series(Thresholds())
     for at, (scheduler, prompts) in enumerate(passes):
         if prompts:
-            batch = Batch(False, 8, 5, 0.5, new_seqs=prompts[0], new_tokens=prompts[1])
+            batch = LoggedBatch(False, 8, 5, 0.5, new_seqs=prompts[0], new_tokens=prompts[1])
             series.prefills.add(batch, 2048, scheduler)
         else:
-            series.add(scheduler, Sample(float(at), running=8, queue=5, usage=0.5))
+            series.add(scheduler, LoadSample(float(at), running=8, queue=5, usage=0.5))
     assert series.prefills.mean_streak == mean

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchrunner.core.types import Signals
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.load import counters_in, from_loads, from_metrics
 
 URL = "http://127.0.0.1:30000"
@@ -24,7 +24,7 @@ def load(rank: int, running: int, queue: int) -> dict[str, Any]:
 def test_loads_of_one_scheduler() -> None:
     """One scheduler goes by the server's address."""
     assert from_loads({"version": "0.5.23", "loads": [load(0, 30, 200)]}, URL) == [
-        Signals(
+        SchedulerLoad(
             URL,
             "loads",
             30,
@@ -98,7 +98,7 @@ def test_metrics_under_dp_attention() -> None:
 def test_metrics_of_one_scheduler() -> None:
     """The gauges of the first tensor-parallel rank of the first pipeline stage count; others repeat them."""
     assert from_metrics(metrics(0, 30, 200), URL) == [
-        Signals(
+        SchedulerLoad(
             URL,
             "metrics",
             30,

@@ -16,7 +16,7 @@ import batchrunner
 from batchrunner.core.errors import CannotTokenizeError, EngineStartError, JobError, RowRefusedError
 from batchrunner.core.types import Request, RowRef
 from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
-from batchrunner.input.tokenize.truncate import Room, cut_tokens
+from batchrunner.input.tokenize.truncate import TokenBudget, cut_tokens
 from batchrunner.output.events import read_events
 from tests.conftest import SMALL_MODEL, job_of, require_engine, results_of, write_rows
 from tests.fake_sglang import FakeSGLang
@@ -92,7 +92,7 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 def ids_of(directory: Path, one: Request) -> list[int] | RowRefusedError:
     """Return the ids of one request."""
-    (found,) = Encoder(Tokenizer(directory, one.kind), {}, Room(None), None).ids([one])
+    (found,) = Encoder(Tokenizer(directory, one.kind), {}, TokenBudget(None), None).ids([one])
     return found
 
 
@@ -372,7 +372,7 @@ def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: P
 def test_what_nobody_expects_of_a_row_fails_that_row(tmp_path: Path) -> None:
     """Where its template leaves bad text out, so that cutting it is the first to stumble, others go on."""
     model = make_tokenizer(tmp_path, "{{ messages[0].content[1:] }}")
-    encoder = Encoder(Tokenizer(model, "messages"), {}, Room(50), "tail")
+    encoder = Encoder(Tokenizer(model, "messages"), {}, TokenBudget(50), "tail")
     bad, good = (request(messages(("user", text)), max_new_tokens=1) for text in ("\ud800" + "é" * 99, "xy"))
     failed, done = encoder.encode([bad, good])
     assert "the prompt cannot be made tokens: TypeError" in str(failed.error)  # type: ignore[union-attr]
@@ -436,7 +436,7 @@ def test_a_null_among_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
 )
 def test_what_is_cut_fits_and_leaves_the_template(text: str, room: int, cut: Cut, directory: Path) -> None:
     """Whatever the text, what comes out has room and its template whole, or the row says why not."""
-    encoder = Encoder(Tokenizer(directory, "messages"), {}, Room(room + 10), cut)
+    encoder = Encoder(Tokenizer(directory, "messages"), {}, TokenBudget(room + 10), cut)
     prompt = messages(("system", "S"), ("user", text))
     (done,) = encoder.encode([request(prompt, max_new_tokens=10)])
     if not isinstance(done, Request):

@@ -19,7 +19,7 @@ from batchrunner.core.errors import JobError
 from batchrunner.engines.flags import Flags
 from batchrunner.job.load import load_job
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import claimed
+from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.prepare import prepare
 from batchrunner.tune import measure
 from batchrunner.tune.edit import apply_args, edited
@@ -205,7 +205,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     """A second one on the same output path would take the first one's servers and trials for its own."""
     job = limited_job(tmp_path)
     file = write_job(job, tmp_path)
-    with claimed(RunDir(job["output"]["path"]), directory=tmp_path / "run" / "tune"):
+    with hold_task(RunDir(job["output"]["path"]), directory=tmp_path / "run" / "tune"):
         second = batchrun("tune", file, "--budget", "1m")
     assert second.exit_code == 2
     assert "is writing this run; wait for it or use another path" in second.stderr

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import Signals
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.flags import Flags
-from batchrunner.tune.measure import Moment, Result, Rival, Signs, Watch, tokens_at
+from batchrunner.tune.measure import Moment, Result, Rival, Signs, TrialWatch, tokens_at
 from batchrunner.tune.outcome import Tuned, account
 from batchrunner.tune.race import _quantile as quantile
 from batchrunner.tune.race import compare, spread_of
@@ -453,10 +453,12 @@ def test_a_curve_goes_on_beyond_its_end() -> None:
 
 def test_readings_of_several_schedulers_are_added() -> None:
     """With data parallelism running and queue are those of all ranks, token usage is their mean."""
-    watch = Watch()
+    watch = TrialWatch()
     watch.row_ended(5)
     for at_s in range(30):
-        ranks = [Signals(f"#dp{rank}", "loads", 10 * rank, 3, 0.2 * rank, max_running=32) for rank in (1, 2)]
+        ranks = [
+            SchedulerLoad(f"#dp{rank}", "loads", 10 * rank, 3, 0.2 * rank, max_running=32) for rank in (1, 2)
+        ]
         watch.look(float(at_s), ranks)
         for _ in range(10):
             watch.row_ended(5)
@@ -467,12 +469,12 @@ def test_readings_of_several_schedulers_are_added() -> None:
 
 def test_passes_are_those_of_the_tokens_counted() -> None:
     """A trial too short for steady time counts from its first row to its last: so does its log."""
-    watch = Watch()
+    watch = TrialWatch()
     end = Moment(20.0, 80, 16, 2000)
     for at_s, size in ((3.0, 300), (6.0, 600), (7.0, 700)):
         watch.row_ended(5)
-        watch.look(at_s, [Signals("0", "loads", 1, 3, 0.5)], size)
+        watch.look(at_s, [SchedulerLoad("0", "loads", 1, 3, 0.5)], size)
     assert watch.span(end) == ((0.0, 0, 0, 0), end)
     watch.row_ended(5)
-    watch.look(16.0, [Signals("0", "loads", 1, 3, 0.5)], 1600)
+    watch.look(16.0, [SchedulerLoad("0", "loads", 1, 3, 0.5)], 1600)
     assert watch.span(end) == ((3.0, 5, 1, 300), (16.0, 20, 4, 1600))

@@ -7,13 +7,13 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.types import Signals
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.flags import Flags
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import SchedulerConfig
-from batchrunner.tune.measure import Result, Watch
+from batchrunner.tune.measure import Result, TrialWatch
 from batchrunner.tune.space import Machine
 
 if TYPE_CHECKING:
@@ -80,14 +80,14 @@ class Lab:
         luck = random.Random(f"{self.seed} {sorted(ask.args.items())} {ask.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
         replica = Replica(self._config(ask.args), self.cost)
-        watch, waiting = Watch(ask.rival), list(reversed(self.rows))
+        watch, waiting = TrialWatch(ask.rival), list(reversed(self.rows))
         now = 0.0  # as the replica's clock has it; the trial's is `slow` times as long
         end = None
         while end is None:
             in_flight = replica.scheduler.in_flight
             while waiting and in_flight < replica.scheduler.config.max_running + 50:
                 prompt, output, asked = waiting.pop()
-                replica.submit(Sample(prompt, output, asked))
+                replica.submit(SimulatedRequest(prompt, output, asked))
                 in_flight += 1
             now += TICK_S
             for ended in replica.advance(now):
@@ -122,9 +122,9 @@ class Lab:
         )
 
 
-def _signals(replica: Replica) -> Signals:
+def _signals(replica: Replica) -> SchedulerLoad:
     gauges = replica.gauges
-    return Signals(
+    return SchedulerLoad(
         "lab", "simulated", gauges.running, gauges.queue, gauges.token_usage, gauges.used_tokens,
         gauges.max_total_tokens, gauges.max_running, taken_at=gauges.at_s,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from batchrunner.advise.situation import Client, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Series, spread
-from batchrunner.engines.logs.signs import Sample
+from batchrunner.engines.logs.signs import LoadSample
 from batchrunner.output.events import read_events
 from batchrunner.output.resume import facts_of
 from batchrunner.output.run_dir import RunDir
@@ -141,7 +141,7 @@ class _Task:
         if not in_flight or not signals:
             return
         for told in signals:
-            look = Sample(
+            look = LoadSample(
                 sample["time"], told["running"], told["queue"], told["token_usage"], told.get("max_running"),
                 rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
             )  # fmt: skip

@@ -16,14 +16,14 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.http.load import counters_in, from_loads, from_metrics
 from batchrunner.engines.logs.facts import Facts, number
-from batchrunner.engines.logs.lines import Ready
+from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.series import Series, spread
-from batchrunner.engines.logs.signs import Sample
+from batchrunner.engines.logs.signs import LoadSample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.core.types import Signals
+    from batchrunner.core.types import SchedulerLoad
     from batchrunner.engines.logs.thresholds import Thresholds
 
 POLL_S = 0.25
@@ -104,7 +104,7 @@ class _Server:
     async def look(self) -> None:
         """Take one sample of each scheduler; a poll that fails is left out."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            metrics: Sequence[Signals] = []
+            metrics: Sequence[SchedulerLoad] = []
             if time.monotonic() >= self._next_metrics:
                 metrics = await self._metrics()
             self._add(await self._loads(metrics))
@@ -122,7 +122,7 @@ class _Server:
         self._facts.mute = not self._seen
         return Situation(self._series, self._series, self._facts)
 
-    async def _metrics(self) -> list[Signals]:
+    async def _metrics(self) -> list[SchedulerLoad]:
         """Take the counters of `/metrics`; return the load that it tells, if it is there."""
         self._next_metrics = time.monotonic() + METRICS_S
         text = await self._text("/metrics")
@@ -135,7 +135,7 @@ class _Server:
         self._summed = len(load) or 1
         return load
 
-    async def _loads(self, metrics: Sequence[Signals]) -> Sequence[Signals]:
+    async def _loads(self, metrics: Sequence[SchedulerLoad]) -> Sequence[SchedulerLoad]:
         reply = await self._json("/v1/loads?include=core")
         if reply is None:
             return metrics
@@ -143,13 +143,13 @@ class _Server:
             return from_loads(reply, self._url)
         return []
 
-    def _add(self, signals: Sequence[Signals]) -> None:
+    def _add(self, signals: Sequence[SchedulerLoad]) -> None:
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
         for told in signals:
             new = told.taken_at is None or self._seen.get(told.scheduler) != told.taken_at
             self._seen[told.scheduler] = told.taken_at
             if new and told.has_work:
-                sample = Sample(
+                sample = LoadSample(
                     time.monotonic(), told.running, told.queue, told.token_usage, told.max_running,
                     None if graph is None or not told.running else bool(graph),
                     rate and rate / self._summed,
@@ -185,7 +185,7 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
     return sum(told) if len(told) == len(parts) else None
 
 
-def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> Ready:
+def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
     """Return the first scheduler's limits: its own numbers are resolved, the arguments may be null."""
     told = {**info, **{name: value for name, value in state.items() if value}}
     told["max_running_requests"] = state.get("effective_max_running_requests_per_dp") or told.get(
@@ -196,7 +196,7 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
         None if (limit := number(told.get(name))) is None else int(limit) for name in names
     )
     left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
-    return Ready(pool, chunk, running, context, left)
+    return ServerReady(pool, chunk, running, context, left)
 
 
 def _listed(value: object) -> list[Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class CardSpec:
     """A card's peaks, dense (without sparsity), as its maker states them."""
 
     bf16_flops: float
@@ -33,19 +33,19 @@ class Card:
 
 
 CARDS = {
-    "NVIDIA B200": Card(2250e12, 4500e12, 8.0e12),
-    "NVIDIA H200": Card(989e12, 1979e12, 4.8e12),
-    "NVIDIA H200 NVL": Card(835e12, 1671e12, 4.8e12),
-    "NVIDIA H100 80GB HBM3": Card(989e12, 1979e12, 3.35e12),
-    "NVIDIA H100 NVL": Card(835e12, 1671e12, 3.9e12),
-    "NVIDIA H100 PCIe": Card(756e12, 1513e12, 2.0e12),
-    "NVIDIA A100-SXM4-80GB": Card(312e12, None, 2.039e12),
-    "NVIDIA A100 80GB PCIe": Card(312e12, None, 1.935e12),
-    "NVIDIA A100-SXM4-40GB": Card(312e12, None, 1.555e12),
-    "NVIDIA A100-PCIE-40GB": Card(312e12, None, 1.555e12),
-    "NVIDIA L40S": Card(362e12, 733e12, 0.864e12),
-    "NVIDIA L4": Card(121e12, 242e12, 0.3e12),
-    "NVIDIA A10": Card(125e12, None, 0.6e12),
+    "NVIDIA B200": CardSpec(2250e12, 4500e12, 8.0e12),
+    "NVIDIA H200": CardSpec(989e12, 1979e12, 4.8e12),
+    "NVIDIA H200 NVL": CardSpec(835e12, 1671e12, 4.8e12),
+    "NVIDIA H100 80GB HBM3": CardSpec(989e12, 1979e12, 3.35e12),
+    "NVIDIA H100 NVL": CardSpec(835e12, 1671e12, 3.9e12),
+    "NVIDIA H100 PCIe": CardSpec(756e12, 1513e12, 2.0e12),
+    "NVIDIA A100-SXM4-80GB": CardSpec(312e12, None, 2.039e12),
+    "NVIDIA A100 80GB PCIe": CardSpec(312e12, None, 1.935e12),
+    "NVIDIA A100-SXM4-40GB": CardSpec(312e12, None, 1.555e12),
+    "NVIDIA A100-PCIE-40GB": CardSpec(312e12, None, 1.555e12),
+    "NVIDIA L40S": CardSpec(362e12, 733e12, 0.864e12),
+    "NVIDIA L4": CardSpec(121e12, 242e12, 0.3e12),
+    "NVIDIA A10": CardSpec(125e12, None, 0.6e12),
 }
 """By the name that `nvidia-smi` gives. Source: NVIDIA's data sheet of each; where it states a figure "with
 sparsity", half of it is dense. A card that is not here is not guessed at."""
@@ -56,7 +56,7 @@ class UnknownLimitError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelShape:
     """What of a model decides how long its passes take."""
 
     layers: int
@@ -74,7 +74,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TokenWork:
     """The rows that an engine did, as sums over them; tokens."""
 
     passed: int = 0
@@ -90,10 +90,10 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RooflineSetting:
     """How the engine was set up."""
 
-    card: Card
+    card: CardSpec
     cards: int
     """A replica has so many (`tp`)."""
     replicas: int
@@ -144,7 +144,7 @@ class Limit:
         return self.outputs / self.sequential_s
 
 
-def limit(work: Work, model: Model, setting: Setting) -> Limit:
+def limit(work: TokenWork, model: ModelShape, setting: RooflineSetting) -> Limit:
     """Return the limit for work that is spread evenly over the replicas.
 
     Raises UnknownLimitError where nothing was put out, or the card has no peak for these weights.
@@ -183,7 +183,7 @@ _OTHERWISE = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
 
 
-def model_of_config(config: Mapping[str, Any]) -> Model:
+def model_of_config(config: Mapping[str, Any]) -> ModelShape:
     """Read a model's config.json, as transformers writes it for dense models and mixtures of experts.
 
     Raises UnknownLimitError for a kind of model that the formulas do not describe.
@@ -199,7 +199,7 @@ def model_of_config(config: Mapping[str, Any]) -> Model:
     expert = 3 * hidden * int(config.get("moe_intermediate_size") or inner) if experts else 3 * hidden * inner
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     router = hidden * experts
-    return Model(
+    return ModelShape(
         layers, heads * head_dim, kv_heads, head_dim,
         parameters=embeddings + layers * (attention + router + expert * max(experts, 1) + shared),
         active=embeddings + layers * (attention + router + expert * max(chosen, 1) + shared),

@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizing:
+class TokenizerInfo:
     """What an engine says of how it makes tokens of prompts."""
 
     tokenizer: str
@@ -106,7 +106,7 @@ class EngineInfo:
     """Whether somebody behind the route chooses the scheduler, by the requests' `affinity`."""
     routes: tuple[str, ...] = ("engine",)
     """Where requests can be sent: a replica's URL, a gateway, or the one engine that there is."""
-    tokenizing: Tokenizing | None = None
+    tokenizing: TokenizerInfo | None = None
     connections: int | None = None
     """Requests that the transport can hold open at once, over all routes; None for no such limit."""
     simulated: bool = False
@@ -121,7 +121,7 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Signals:
+class SchedulerLoad:
     """One reading of one scheduler's load."""
 
     scheduler: str

@@ -23,17 +23,17 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.types import Outcome
-from batchrunner.dispatch.pending_row import Work
-from batchrunner.dispatch.poison_rows import MOST_DEATHS, Suspects
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
 from batchrunner.dispatch.prefix_order.reorder import Primer
-from batchrunner.dispatch.queue import Ready
+from batchrunner.dispatch.queue import DispatchQueue
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from batchrunner.core.types import Completion, Request
-    from batchrunner.dispatch.prefix_order.reorder import Arranger
-    from batchrunner.dispatch.slots import Gate
+    from batchrunner.dispatch.prefix_order.reorder import Reorderer
+    from batchrunner.dispatch.slots import Slots
     from batchrunner.dispatch.source import Source
     from batchrunner.engines.base import Engine
 
@@ -49,7 +49,7 @@ ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long rows and the engine are put up with."""
 
     max_attempts: int
@@ -59,14 +59,14 @@ class Patience:
 class Listener(Protocol):
     """Who learns how the routes take the rows."""
 
-    def answered(self, route: str, work: Work, completion: Completion | None) -> None:
+    def answered(self, route: str, work: PendingRow, completion: Completion | None) -> None:
         """Take note of a row that the engine brought to its end; one that it refused has no completion."""
 
     def refused(self, route: str, what: str) -> None:
         """Take note of a route that took no more, or let a row wait too long."""
 
 
-class Submitter:
+class Dispatcher:
     """Streams rows to an engine through a gate.
 
     While as many rows wait for another try as the window is wide, no fresh row is read: an engine that
@@ -77,9 +77,9 @@ class Submitter:
         self,
         engine: Engine,
         ready: Callable[[list[Request]], Awaitable[list[Request | Outcome]]],
-        arranger: Arranger,
-        gate: Gate,
-        patience: Patience,
+        arranger: Reorderer,
+        gate: Slots,
+        patience: RetryPolicy,
         deliver: Callable[[Outcome], Awaitable[None]],
         listener: Listener,
         *,
@@ -94,9 +94,9 @@ class Submitter:
         self._deliver = deliver
         self._listener = listener
         self._make_ready = ready
-        self._ready = Ready(tuple(gate.by_route), gate.on, READ_AHEAD_ROWS)
+        self._ready = DispatchQueue(tuple(gate.by_route), gate.on, READ_AHEAD_ROWS)
         self._ready_bytes = 0
-        self._suspects: Suspects[Work] = Suspects()
+        self._suspects: PoisonRows[PendingRow] = PoisonRows()
         self._resting = 0
         self._source: Source | None = None
         self._unended = 0  # rows in order that have not come to an end
@@ -104,7 +104,7 @@ class Submitter:
         self._stopping = False
         self._wake_dispatch = asyncio.Event()
         self._wake_reader = asyncio.Event()
-        self._on_way: dict[Work, None] = {}  # the oldest first
+        self._on_way: dict[PendingRow, None] = {}  # the oldest first
         self._refused_since: float | None = None
 
     @property
@@ -158,7 +158,7 @@ class Submitter:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _read(self, batches: Iterator[list[Work | Primer | Outcome]]) -> None:
+    async def _read(self, batches: Iterator[list[PendingRow | Primer | Outcome]]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while not self._stopping:
                 batch = await asyncio.to_thread(next, batches, None)
@@ -168,9 +168,9 @@ class Submitter:
         self._exhausted = True
         self._notify()
 
-    async def _take(self, batch: list[Work | Primer | Outcome]) -> None:
+    async def _take(self, batch: list[PendingRow | Primer | Outcome]) -> None:
         """Have rows ready to be sent, and wait when no more are wanted."""
-        works = [item for item in batch if isinstance(item, Work)]
+        works = [item for item in batch if isinstance(item, PendingRow)]
         self._unended += len(works)
         for item in batch:
             if isinstance(item, Outcome):  # the row failed before it could be sent
@@ -189,12 +189,12 @@ class Submitter:
                 self._wake_reader.clear()
                 await self._wake_reader.wait()
 
-    def _wait(self, work: Work, *, first: bool = False) -> None:
+    def _wait(self, work: PendingRow, *, first: bool = False) -> None:
         """Let a row wait for a place, behind all others or before them."""
         (self._ready.add_first if first else self._ready.add)(work)
         self._ready_bytes += work.size
 
-    async def _end(self, work: Work, outcome: Outcome) -> None:
+    async def _end(self, work: PendingRow, outcome: Outcome) -> None:
         """Deliver what became of a row, and of those that are exactly like it and share it."""
         await self._deliver(outcome)
         for twin in work.twins:
@@ -245,7 +245,7 @@ class Submitter:
     def _has_for(self, route: str) -> bool:
         return self._ready.has_for(route) or self._suspects.degree(self._gate.window) is not None
 
-    def _next(self, route: str) -> Work | None:
+    def _next(self, route: str) -> PendingRow | None:
         if self._stopping:
             return None
         degree = self._suspects.degree(self._gate.window)
@@ -258,7 +258,7 @@ class Submitter:
             self._wake_reader.set()
         return work
 
-    async def _fly(self, work: Work | None, route: str) -> None:
+    async def _fly(self, work: PendingRow | None, route: str) -> None:
         """Send a row, then the next ones in the same place: a task a row would cost more than the row."""
         try:
             while work is not None:
@@ -268,7 +268,7 @@ class Submitter:
             self._gate.release(route)
             self._wake_dispatch.set()
 
-    async def _try(self, work: Work, route: str) -> None:
+    async def _try(self, work: PendingRow, route: str) -> None:
         """Send a row once. Its place is kept until it is delivered, so that a slow disk slows us down."""
         work.tries += 1
         sent_at, work.route = time.monotonic(), route
@@ -309,7 +309,7 @@ class Submitter:
         if isinstance(error, (EngineBusyError, NoAnswerError)) and not isinstance(error, EngineDownError):
             self._listener.refused(route, str(error))
 
-    def _rests(self, work: Work, error: RequestError, now: float) -> bool:
+    def _rests(self, work: PendingRow, error: RequestError, now: float) -> bool:
         """Put the row aside for another try, if it gets one."""
         if isinstance(error, EngineBusyError):
             self._wait_for_engine(work, error, now)
@@ -328,7 +328,7 @@ class Submitter:
             asyncio.get_running_loop().call_later(pause_s, self._back, work)
         return True
 
-    def _send_twins(self, work: Work) -> None:
+    def _send_twins(self, work: PendingRow) -> None:
         """Have rows like one that was given up tried themselves, in two halves: its bad luck is not theirs.
 
         One after the other thousands could take days, and all at once is too many if the next one succeeds.
@@ -341,7 +341,7 @@ class Submitter:
             self._wait(twin)
         self._notify()
 
-    def _wait_for_engine(self, work: Work, error: EngineBusyError, now: float) -> None:
+    def _wait_for_engine(self, work: PendingRow, error: EngineBusyError, now: float) -> None:
         """Raise EngineLostError where the engine has taken no row for longer than it is waited for.
 
         A row that is on its way for longer than refusals take was taken, and is waited for.
@@ -354,7 +354,7 @@ class Submitter:
         if not is_taken and waited_s > self._patience.engine_wait_s:
             raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")
 
-    def _back(self, work: Work) -> None:
+    def _back(self, work: PendingRow) -> None:
         self._resting -= 1
         if work.deaths:
             self._suspects.add(work, work.deaths)
@@ -367,9 +367,9 @@ class Submitter:
         self._wake_reader.set()
 
 
-def _slices(works: Sequence[Work]) -> Iterator[list[Work]]:
+def _slices(works: Sequence[PendingRow]) -> Iterator[list[PendingRow]]:
     """Part rows into as many as have so many bytes, one row at least."""
-    some: list[Work] = []
+    some: list[PendingRow] = []
     size = 0
     for work in works:
         if some and size + work.size > SLICE_BYTES:

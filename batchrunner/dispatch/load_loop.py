@@ -8,19 +8,19 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.dispatch.load_summary import Summary
+from batchrunner.dispatch.load_summary import LoadSummary
 from batchrunner.dispatch.snapshot import Rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from batchrunner.core.types import Completion, Signals
+    from batchrunner.core.types import Completion, SchedulerLoad
     from batchrunner.dispatch.concurrency.controller import Decision
-    from batchrunner.dispatch.concurrency.limits import Admission
-    from batchrunner.dispatch.dispatcher import Submitter
-    from batchrunner.dispatch.pending_row import Work
-    from batchrunner.dispatch.prefix_order.reorder import Arranger
-    from batchrunner.dispatch.slots import Gate
+    from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+    from batchrunner.dispatch.dispatcher import Dispatcher
+    from batchrunner.dispatch.pending_row import PendingRow
+    from batchrunner.dispatch.prefix_order.reorder import Reorderer
+    from batchrunner.dispatch.slots import Slots
     from batchrunner.dispatch.snapshot import Display, Snapshot
     from batchrunner.engines.base import Engine
     from batchrunner.output.events import EventLog
@@ -34,18 +34,18 @@ TOLD = frozenset({"recalled", "died", "hangs", "healed", "lost"})
 """The incidents that the report tells of; how a gateway's list follows them is in the event log alone."""
 
 
-class Feedback:
+class LoadLoop:
     """The loop around one start. It is the submitter's listener."""
 
     def __init__(
-        self, engine: Engine, admission: Admission, arranger: Arranger, gate: Gate, events: EventLog
+        self, engine: Engine, admission: ConcurrencyLimits, arranger: Reorderer, gate: Slots, events: EventLog
     ) -> None:
         self._engine = engine
         self._arranger = arranger
         self._admission = admission
         self._gate = gate
         self._events = events
-        self.summary = Summary()
+        self.summary = LoadSummary()
         self.incidents: list[dict[str, Any]] = []
         """What befell the engine, as report.json has it."""
         self._tokens: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Feedback:
         """By route, like the output tokens."""
         self._rates = {route: Rates(time.monotonic(), counts=1) for route in gate.by_route}
 
-    def answered(self, route: str, work: Work, completion: Completion | None) -> None:
+    def answered(self, route: str, work: PendingRow, completion: Completion | None) -> None:
         """Take note of a row that the engine brought to its end."""
         retractions = completion.retractions if completion else 0
         self.summary.retractions += retractions
@@ -72,8 +72,8 @@ class Feedback:
 
     async def watch(
         self,
-        submitter: Submitter,
-        snapshot: Callable[[Sequence[Signals]], Snapshot],
+        submitter: Dispatcher,
+        snapshot: Callable[[Sequence[SchedulerLoad]], Snapshot],
         display: Display,
         on_tick: Callable[[], None],
     ) -> None:

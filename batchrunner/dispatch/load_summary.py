@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.core.types import Signals
-    from batchrunner.dispatch.concurrency.limits import Admission
+    from batchrunner.core.types import SchedulerLoad
+    from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 
 MOST_POINTS = 200
 """Points of the window over time; when there are more, every second one is dropped."""
 
 
-class Summary:
+class LoadSummary:
     """How healthy the queues were while the run was under way.
 
     Steady time begins for a scheduler when its window leaves the state `start`, and ends with the tail.
@@ -34,7 +34,9 @@ class Summary:
         self._window_min: int | None = None
         self._window_max: int | None = None
 
-    def add(self, now: float, signals: Sequence[Signals], admission: Admission, window: int) -> None:
+    def add(
+        self, now: float, signals: Sequence[SchedulerLoad], admission: ConcurrencyLimits, window: int
+    ) -> None:
         """Add what one poll brought, for the time since the one before."""
         if self._last is None:
             self._last = self._began = now

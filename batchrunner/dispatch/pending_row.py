@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class PendingRow:
     """A row that is to be sent."""
 
     request: Request
@@ -23,18 +23,18 @@ class Work:
     twins: list[RowRef] = field(default_factory=list)
     """Rows that are exactly like it, and get its answer."""
 
-    parent: Work | None = None
+    parent: PendingRow | None = None
     """Goes before it: the engine computes with it the beginning that both share."""
     shared: int = 0
     """Bytes of that beginning."""
-    children: list[Work] = field(default_factory=list)
+    children: list[PendingRow] = field(default_factory=list)
     new_tokens: float = 0.0
     """What the engine has to compute of its prompt, if that beginning is there."""
     clock: float = 0.0
     """All such tokens that had been sent when it had gone."""
     longest: float = 0.0
     """Tokens of the longest output of it and its followers, as far as that is looked at."""
-    family: Work | None = None
+    family: PendingRow | None = None
     """The first of the rows that should be sent where it is; None where any route will do."""
     route: str | None = None
     """Where it was sent."""

@@ -18,7 +18,7 @@ MOST_DEATHS = 4
 Row = TypeVar("Row")
 
 
-class Suspects(Generic[Row]):
+class PoisonRows(Generic[Row]):
     """The rows that are under suspicion and not in flight, by the number of deaths that they saw."""
 
     def __init__(self) -> None:

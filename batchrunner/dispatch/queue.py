@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from batchrunner.dispatch.pending_row import Work
+    from batchrunner.dispatch.pending_row import PendingRow
 
 
-class Ready:
+class DispatchQueue:
     """Rows in order; those of a family wait for the route that has the first of it.
 
     A route that has little else to do takes rows of another: an idle one would cost more than the cache
@@ -24,20 +24,20 @@ class Ready:
         """`in_flight` counts a route's rows; once so many wait that it is `full`, no others are read."""
         self._in_flight = in_flight
         self._full = full
-        self._anywhere: deque[Work] = deque()
-        self._kept: dict[str, deque[Work]] = {route: deque() for route in routes}
+        self._anywhere: deque[PendingRow] = deque()
+        self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in routes}
         self._count = 0  # looked up for every row, however many routes there are
 
     def __len__(self) -> int:
         """Count them all."""
         return self._count
 
-    def add(self, work: Work) -> None:
+    def add(self, work: PendingRow) -> None:
         """Add a row behind all others."""
         self._anywhere.append(work)
         self._count += 1
 
-    def add_first(self, work: Work) -> None:
+    def add_first(self, work: PendingRow) -> None:
         """Put a row before all others: it has waited for long."""
         self._anywhere.appendleft(work)
         self._count += 1
@@ -46,13 +46,13 @@ class Ready:
         """Tell whether a route may get a row; where none of them is its own, once it is told so falsely."""
         return bool(self._anywhere or self._kept[route] or self._others(self._in_flight(route)))
 
-    def take(self, route: str) -> Work | None:
+    def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route, which counts as in flight there; None where it should wait."""
         work = self._next(route)
         self._count -= work is not None
         return work
 
-    def _next(self, route: str) -> Work | None:
+    def _next(self, route: str) -> PendingRow | None:
         kept = self._kept[route]
         if kept:
             return kept.popleft()
@@ -66,7 +66,7 @@ class Ready:
         others = self._others(self._in_flight(route) - 1)
         return others.pop() if others else None
 
-    def _others(self, in_flight: int) -> deque[Work]:
+    def _others(self, in_flight: int) -> deque[PendingRow]:
         """Return the rows of another route that one with so many in flight may take."""
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
         enough = 2 * in_flight >= self._in_flight(other) + len(kept) and self._count < self._full

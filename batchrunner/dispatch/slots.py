@@ -23,7 +23,7 @@ class _Place:
     rest_s: float = FIRST_REST_S
 
 
-class Gate:
+class Slots:
     """At most `window` requests on each route; a smaller window takes nothing back, it waits."""
 
     def __init__(self, windows: Mapping[str, int]) -> None:

@@ -15,7 +15,7 @@ from batchrunner.report.report import duration
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchrunner.core.types import Signals
+    from batchrunner.core.types import SchedulerLoad
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Snapshot:
     resting: int
     """Rows that wait for another try."""
     retractions: int
-    signals: tuple[Signals, ...]
+    signals: tuple[SchedulerLoad, ...]
     bands: dict[str, tuple[int, int]]
     """Healthy `#queue-req` of each scheduler, by its name."""
     by_scheduler: dict[str, dict[str, float]]
@@ -159,7 +159,7 @@ class Lines:
         """Do nothing: every line is whole."""
 
 
-class Bar:
+class ProgressBar:
     """tqdm's bar with the engine's load behind it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -199,4 +199,4 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     stream = stream or sys.stderr
     if quiet:
         return Silent()
-    return Bar(stream) if stream.isatty() else Lines(stream)
+    return ProgressBar(stream) if stream.isatty() else Lines(stream)

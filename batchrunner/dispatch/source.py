@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, InputLostError, OutputError
-from batchrunner.input.sort.decide import Choice
+from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import order_at
 from batchrunner.output.run_dir import cannot_write
 from batchrunner.output.task_lock import LOOK_S, SHORTLY_S
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from batchrunner.core.types import Outcome, Request
-    from batchrunner.input.dataset import Batch
+    from batchrunner.input.dataset import RowBatch
     from batchrunner.input.row_reader import Order
-    from batchrunner.runner.cluster.leases import Lease, Leases, Plan
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.cluster.leases import Lease, LeasePlan, Leases
+    from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +71,12 @@ class Source(Protocol):
 class _Reading:
     """Reads rows while others are in flight: what cannot be read now is tried again a few times."""
 
-    def __init__(self, prepared: Prepared, copy: Path | None, stopped: threading.Event) -> None:
+    def __init__(self, prepared: PreparedJob, copy: Path | None, stopped: threading.Event) -> None:
         self._open = functools.partial(order_at, prepared, copy)
         self._order: Order | None = self._open()
         self._stopped = stopped
 
-    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[Batch]:
+    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[RowBatch]:
         """Yield the rows as an `Order` does, until it is stopped; raises InputLostError."""
         done = BitMap64()
         pauses = iter(READ_PAUSES_S)
@@ -110,7 +110,7 @@ class OwnRows:
     is_shared = False
 
     def __init__(
-        self, prepared: Prepared, todo: BitMap64, total: int, copy: Path | None, choice: Choice
+        self, prepared: PreparedJob, todo: BitMap64, total: int, copy: Path | None, choice: OrderDecision
     ) -> None:
         """`copy` is where the rows are in the order of the `choice`, unless the input has it."""
         self._prepared = prepared
@@ -149,7 +149,7 @@ class OwnRows:
             self._copy.unlink(missing_ok=True)
 
 
-def _tell_order(choice: Choice, tell: Callable[..., None]) -> None:
+def _tell_order(choice: OrderDecision, tell: Callable[..., None]) -> None:
     log.info("%s", choice)
     tell("order", **choice.as_dict())
 
@@ -164,9 +164,9 @@ class LeasedRows:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedJob,
         leases: Leases,
-        plan: Plan,
+        plan: LeasePlan,
         sleep: Callable[[float], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -174,7 +174,7 @@ class LeasedRows:
         """`sleep` is called while nothing can be taken; once rows are sent, `stop` ends the waiting."""
         self._prepared = prepared
         self._leases = leases
-        self._choice = Choice(**plan.choice)
+        self._choice = OrderDecision(**plan.choice)
         self._copy = leases.directory / plan.order if plan.order else None
         self._takeover = Takeover(prepared.run_dir, leases, self._tell)
         self._sleep = sleep

@@ -13,13 +13,13 @@ from batchrunner.core.jsonfile import read_json
 from batchrunner.input.tokenize.chat_template import OWN_NAMES
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
-from batchrunner.input.tokenize.truncate import Room
+from batchrunner.input.tokenize.truncate import TokenBudget
 from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, ServerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, Tokenizing
+    from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, TokenizerInfo
     from batchrunner.engines.base import Engine
     from batchrunner.job.spec import Job
 
@@ -75,7 +75,7 @@ def _check_needless(job: Job) -> None:
         raise CannotTokenizeError("prompt.messages may hold what only the server makes tokens of")
 
 
-class Prompts:
+class PromptTokenizer:
     """Makes rendered rows ready to be sent; the first time it compares a few with the engine's own tokens."""
 
     def __init__(
@@ -134,7 +134,7 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     if cut is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not tell its context length")
     context = None if cut is None and told is not None and told.cuts else info.context_length
-    room = Room(context, told.longest_prompt if told else None)
+    room = TokenBudget(context, told.longest_prompt if told else None)
     if kind == "input_ids":
         return Encoder(None, {}, room, cut)
     if told is None:
@@ -148,7 +148,7 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     return Encoder(Tokenizer(directory, kind, told.template), _chat_sampling(told), room, cut)
 
 
-def _own_chat(job: Job, told: Tokenizing) -> str | None:
+def _own_chat(job: Job, told: TokenizerInfo) -> str | None:
     """Say why this job's messages would come to something else as token ids on `/generate`."""
     ours = sorted(OWN_NAMES & set(job.prompt.chat_template_kwargs or {}))
     if ours:
@@ -160,7 +160,7 @@ def _own_chat(job: Job, told: Tokenizing) -> str | None:
     return told.own_chat
 
 
-def _chat_sampling(told: Tokenizing) -> dict[str, Any]:
+def _chat_sampling(told: TokenizerInfo) -> dict[str, Any]:
     """Return what the chat endpoint adds where a request is silent: no limit, and the model's own values."""
     config = read_json(Path(told.model) / "generation_config.json") if told.model_sampling else {}
     own = {name: config[name] for name in _SAMPLING if config.get(name) is not None}

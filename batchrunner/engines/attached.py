@@ -7,13 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 from batchrunner.core.types import Incident
-from batchrunner.engines.hang_detector import Vigil, marks
+from batchrunner.engines.hang_detector import HangDetector, marks
 from batchrunner.engines.http.client import HttpEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.core.types import Completion, EngineInfo, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
     from batchrunner.engines.http.endpoint import Route
     from batchrunner.job.spec import LimitsSpec
 
@@ -25,7 +25,7 @@ class AttachedServers:
 
     def __init__(self, urls: Sequence[str], *, api_key: str | None, limits: LimitsSpec) -> None:
         self._client = HttpEngine(urls, api_key=api_key, request_timeout_s=limits.request_timeout)
-        self._vigils = {url: Vigil(limits.hang) for url in urls}
+        self._vigils = {url: HangDetector(limits.hang) for url in urls}
         self._closed_s = limits.hang
         self._closed_until: dict[str, float] = {}
         self._closed_with: dict[str, object] = {}
@@ -44,7 +44,7 @@ class AttachedServers:
         """Ask the server; see `Engine.tokens_of`."""
         return await self._client.tokens_of(request)
 
-    async def signals(self) -> Sequence[Signals]:
+    async def signals(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now."""
         signals = await self._client.signals()
         now = time.monotonic()
@@ -65,7 +65,7 @@ class AttachedServers:
         """Close all connections."""
         await self._client.close()
 
-    def _watch(self, url: str, route: Route, told: Sequence[Signals], now: float) -> None:
+    def _watch(self, url: str, route: Route, told: Sequence[SchedulerLoad], now: float) -> None:
         hang = self._vigils[url].look(now, told, in_flight=route.in_flight, answers=route.answers)
         if hang is None:
             return

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import Incident
-from batchrunner.engines.hang_detector import Vigil
+from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine
 from batchrunner.engines.http.worker_list import WorkerList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.core.types import Completion, EngineInfo, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
     from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class AttachedGateway:
         self._url = url
         self._key = api_key
         self._timeout_s = limits.request_timeout
-        self._vigils = defaultdict[str, Vigil](lambda: Vigil(limits.hang, alone=False))
+        self._vigils = defaultdict[str, HangDetector](lambda: HangDetector(limits.hang, alone=False))
         self._incidents: list[Incident] = []
         self._workers = WorkerList(url, api_key)
         self._client: HttpEngine | None = None
@@ -63,7 +63,7 @@ class AttachedGateway:
         assert self._client is not None
         return await self._client.tokens_of(request)
 
-    async def signals(self) -> Sequence[Signals]:
+    async def signals(self) -> Sequence[SchedulerLoad]:
         """Return the load of each worker that answers now."""
         if self._client is None:
             return []
@@ -88,7 +88,7 @@ class AttachedGateway:
             await self._client.close()
             self._client = None
 
-    def _watch(self, url: str, told: Sequence[Signals]) -> None:
+    def _watch(self, url: str, told: Sequence[SchedulerLoad]) -> None:
         """Tell of a worker that hangs: whether it goes on getting rows is for the gateway to say."""
         assert self._client is not None
         route = self._client.routes[GATEWAY_ROUTE]

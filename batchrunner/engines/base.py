@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 
 
 class Engine(Protocol):
@@ -32,7 +32,7 @@ class Engine(Protocol):
         Raises as `generate` does where the prompt is refused, or asking failed.
         """
 
-    async def signals(self) -> Sequence[Signals]:
+    async def signals(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler now; empty where the engine does not tell.
 
         Never raises for a poll that failed: an empty answer is the sign.

@@ -56,14 +56,14 @@ def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Gpu:
     """A GPU."""
 
     name: str
     memory_bytes: int
 
 
-def cards() -> list[Card]:
+def cards() -> list[Gpu]:
     """Return the machine's NVIDIA GPUs, whichever of them we may use; empty where nobody tells."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -71,7 +71,7 @@ def cards() -> list[Card]:
     except (OSError, subprocess.SubprocessError):
         return []
     told = [line.rpartition(", ") for line in done.stdout.splitlines()]
-    return [Card(name, int(size) << 20) for name, _, size in told if size.isdigit()]  # told in MiB
+    return [Gpu(name, int(size) << 20) for name, _, size in told if size.isdigit()]  # told in MiB
 
 
 def card_name() -> str | None:

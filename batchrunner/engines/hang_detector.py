@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from batchrunner.core.types import Signals
+    from batchrunner.core.types import SchedulerLoad
 
 TIMES_LONGEST = 5.0
 """A silence so many times as long as the longest that ended by itself is a hang."""
@@ -93,7 +93,7 @@ class Pulse:
 
 
 @dataclass(slots=True)
-class Vigil:
+class HangDetector:
     """The pulse of one server, and of each of its schedulers where it has several (DP ranks)."""
 
     shortest_s: float
@@ -110,7 +110,7 @@ class Vigil:
         self._server = Pulse(self.shortest_s)
 
     def look(
-        self, now: float, signals: Sequence[Signals], *, in_flight: int, answers: int = 0
+        self, now: float, signals: Sequence[SchedulerLoad], *, in_flight: int, answers: int = 0
     ) -> Hang | None:
         """Take a poll of the server (empty where it failed); return its silence when that is a hang.
 
@@ -141,6 +141,6 @@ class Vigil:
             pulse.restarted()
 
 
-def marks(signals: Iterable[Signals]) -> dict[str, object]:
+def marks(signals: Iterable[SchedulerLoad]) -> dict[str, object]:
     """Return of each scheduler what a forward pass changes; arrivals change its queue, a clock its times."""
     return {s.scheduler: (s.running, s.used_tokens, s.token_usage, s.work) for s in signals}

@@ -23,7 +23,7 @@ import orjson
 from anyio.from_thread import start_blocking_portal
 
 from batchrunner.core.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
-from batchrunner.core.types import EngineInfo, Signals
+from batchrunner.core.types import EngineInfo, SchedulerLoad
 from batchrunner.engines.device import (
     CPU_NOTE,
     CPU_SHIM,
@@ -116,10 +116,10 @@ class InprocessSGLang:
         except (ValueError, TypeError) as failure:  # as in `generate`
             raise RowRefusedError(str(failure)) from None
 
-    async def signals(self) -> list[Signals]:
+    async def signals(self) -> list[SchedulerLoad]:
         """Return the scheduler's load now."""
         return [
-            Signals(
+            SchedulerLoad(
                 scheduler=f"inprocess#dp{load.dp_rank}",
                 source="engine",
                 running=load.num_running_reqs,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Completion, EngineInfo, Signals
+from batchrunner.core.types import Completion, EngineInfo, SchedulerLoad
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import Sample
+from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ class Simulator:
         """Return nothing: it has no tokenizer."""
         return None
 
-    async def signals(self) -> Sequence[Signals]:
+    async def signals(self) -> Sequence[SchedulerLoad]:
         """Return the load as the one made-up scheduler last wrote it down."""
         gauges = self._replica.gauges
         return [
-            Signals(
+            SchedulerLoad(
                 scheduler="simulated",
                 source="simulated",
                 running=gauges.running,
@@ -190,7 +190,7 @@ class Simulator:
     async def _decode(self, request: Request, completion: Completion) -> Completion:
         most = request.sampling.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS
         samples = [
-            Sample(
+            SimulatedRequest(
                 completion.prompt_tokens or 1, tokens or 1, most,
                 ignore_eos=bool(request.sampling.get("ignore_eos")), payload=asyncio.Event(),
             )

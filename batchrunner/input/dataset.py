@@ -55,7 +55,7 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RowBatch:
     """Some consecutive rows of the input (those that were asked for)."""
 
     rows: list[int]
@@ -140,7 +140,7 @@ class Dataset:
         """Return the bytes (uncompressed) that these columns have in all files."""
         return _bytes_of(columns, self._bytes)
 
-    def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[Batch]:
+    def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
         """Yield the wanted rows in order, a bounded batch at a time, with these columns only.
 
         Row groups without a wanted row are not read. Raises InputError where a file breaks off.
@@ -164,7 +164,7 @@ class Dataset:
         )
         return parquet, map(_with_alike_schema, batches)
 
-    def with_partitions(self, batch: Batch, file: InputFile, columns: Sequence[str]) -> Batch:
+    def with_partitions(self, batch: RowBatch, file: InputFile, columns: Sequence[str]) -> RowBatch:
         """Add those of the columns that stand in the file's path."""
         missing = [name for name in columns if name in self.partition_types]
         if not missing:
@@ -173,7 +173,7 @@ class Dataset:
         for name in missing:
             value = pa.scalar(file.partitions[name]).cast(self.partition_types[name])
             data = data.append_column(name, pa.repeat(value, data.num_rows))
-        return Batch(batch.rows, data)
+        return RowBatch(batch.rows, data)
 
     def _footer(self, path: str) -> tuple[pq.FileMetaData, pa.Schema, str]:
         try:
@@ -204,7 +204,7 @@ class Reader:
         self._start = 0  # ordinal of the first row of the batch that was decoded last
         self._data: pa.RecordBatch | None = None
 
-    def read(self, wanted: BitMap64) -> Iterator[Batch]:
+    def read(self, wanted: BitMap64) -> Iterator[RowBatch]:
         """Yield the wanted rows in order, as `Dataset.read` does."""
         for file in self._dataset.files:
             if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
@@ -224,7 +224,7 @@ class Reader:
         if self._parquet is not None:
             self._parquet.close()
 
-    def _read_group(self, file: InputFile, group: int, start: int, wanted: BitMap64) -> Iterator[Batch]:
+    def _read_group(self, file: InputFile, group: int, start: int, wanted: BitMap64) -> Iterator[RowBatch]:
         last = wanted.max()
         if self._group != (file.path, group) or wanted.min() < self._start:
             self.close()
@@ -298,19 +298,19 @@ def _alike_type(kind: pa.DataType) -> pa.DataType:
     return _VIEWS.get(kind, kind)
 
 
-def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> Batch | None:
+def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None:
     end = start + data.num_rows
     count = wanted.range_cardinality(start, end)
     if count == 0:
         return None
     if count == data.num_rows:
-        return Batch(list(range(start, end)), data)
+        return RowBatch(list(range(start, end)), data)
     rows = []
     for row in wanted.iter_equal_or_larger(start):
         if row >= end:
             break
         rows.append(row)
-    return Batch(rows, data.take(pa.array([row - start for row in rows])))
+    return RowBatch(rows, data.take(pa.array([row - start for row in rows])))
 
 
 def _digest(source: pa.NativeFile, size: int) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from batchrunner.core.types import PromptKind
-    from batchrunner.input.dataset import Batch, Dataset
+    from batchrunner.input.dataset import Dataset, RowBatch
     from batchrunner.job.spec import InputSpec, PromptSpec, SamplingSpec
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
@@ -78,7 +78,7 @@ class Renderer:
             ]
         )
 
-    def render(self, batch: Batch) -> list[Request | Outcome]:
+    def render(self, batch: RowBatch) -> list[Request | Outcome]:
         """Turn a batch into requests, in order; a row whose data does not fit becomes its final Outcome."""
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
         items: list[Request | Outcome] = []
@@ -121,7 +121,7 @@ class UnreadableValue(ValueError):  # noqa: N818 - a value that stands in a colu
     """Stands for a value that Python cannot hold (bad UTF-8, a date out of range)."""
 
 
-def rows_of(batch: Batch, names: Sequence[str]) -> list[Row]:
+def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row]:
     """Return the rows of a batch, of these columns, as Python values; see `values_of`."""
     columns = [values_of(batch.data.column(name)) for name in names]
     if not columns:

@@ -16,7 +16,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.row_set import from_column
-from batchrunner.input.dataset import READ_BUFFER_BYTES, Batch, Reader, batch_rows
+from batchrunner.input.dataset import READ_BUFFER_BYTES, Reader, RowBatch, batch_rows
 from batchrunner.input.files import first_line
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ABOUT = b"batchrunner"
 class Order(Protocol):
     """Rows, one after the other."""
 
-    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[Batch]:
+    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[RowBatch]:
         """Yield rows, all of which stand at these places (None: somewhere), a bounded batch at a time.
 
         Raises InputError.
@@ -48,7 +48,7 @@ class InputOrder:
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._reader = Reader(dataset, columns)
 
-    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[Batch]:
+    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[RowBatch]:
         """Yield the rows in the order of the input."""
         del places
         return self._reader.read(rows)
@@ -98,7 +98,7 @@ class SortedCopy:
             found |= self._rows_of(group)
         return found
 
-    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[Batch]:
+    def read(self, rows: BitMap64, places: range | None = None) -> Iterator[RowBatch]:
         """Yield the rows in the order of the copy."""
         try:
             for group in self._groups(places or self.places):
@@ -118,7 +118,7 @@ class SortedCopy:
         names = self._file.schema_arrow.names[-1:]
         return from_column(self._file.read_row_group(group, names, use_threads=False).column(0))
 
-    def _read_group(self, group: int, wanted: BitMap64) -> Iterator[Batch]:
+    def _read_group(self, group: int, wanted: BitMap64) -> Iterator[RowBatch]:
         metadata = self._file.metadata.row_group(group)
         size = batch_rows(metadata.num_rows, metadata.total_byte_size)
         for data in self._file.iter_batches(size, [group], use_threads=False):
@@ -128,4 +128,4 @@ class SortedCopy:
             if kept:
                 columns = data.select(data.schema.names[:-1])
                 picked = columns if len(kept) == len(rows) else columns.take(pa.array(kept))
-                yield Batch([rows[at] for at in kept], picked)
+                yield RowBatch([rows[at] for at in kept], picked)

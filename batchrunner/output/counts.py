@@ -56,7 +56,7 @@ class Failures:
 
 
 @dataclass(slots=True)
-class Tally:
+class RowCounts:
     """Counts over the rows that this start finished."""
 
     ok: int = 0

@@ -20,7 +20,7 @@ AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskWait:
     """How long a disk is waited for."""
 
     wait_s: float

@@ -14,7 +14,7 @@ from batchrunner.core.errors import HeldError, OutputError, ResumeError
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.parts import open_part, tidy
 from batchrunner.output.run_dir import RunDir, sync_directory, writing
-from batchrunner.output.task_lock import claimed
+from batchrunner.output.task_lock import hold_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ def merge(run: str | Path) -> Path:
     run_dir.refuse_links()
     for task in run_dir.all_tasks():
         if task.journals():
-            with contextlib.suppress(HeldError), claimed(task) as claim, writing(task.parts):
+            with contextlib.suppress(HeldError), hold_task(task) as claim, writing(task.parts):
                 tidy(task, claim)
     parts = run_dir.all_parts()
     if not parts:

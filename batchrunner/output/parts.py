@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_lock import Claim
+    from batchrunner.output.task_lock import TaskLock
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
         raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
 
 
-def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], claim: Claim) -> int:
+def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], claim: TaskLock) -> int:
     """Write rows, in input order, as the part of the first number that is free; return the number.
 
     A part that has it already stays: one that an old listing did not show, or ours, of a try that failed
@@ -78,7 +78,7 @@ def _without(table: pa.Table, path: Path) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=there)))
 
 
-def tidy(run_dir: RunDir, claim: Claim) -> None:
+def tidy(run_dir: RunDir, claim: TaskLock) -> None:
     """Clear up after a start that did not come to its end: torn parts go, and journals become parts.
 
     `claim` is held on the task. Raises OSError.

@@ -44,7 +44,7 @@ fast, and eight are slower: they take the interpreter from each other."""
 
 
 @dataclass(slots=True)
-class Done:
+class DoneRows:
     """The rows that the parts hold."""
 
     rows: BitMap64 = field(default_factory=BitMap64)
@@ -71,7 +71,7 @@ class Done:
             tokens = pc.list_flatten(tokens)
         self.output_tokens += pc.sum(tokens).as_py() or 0
 
-    def include(self, other: Done) -> None:
+    def include(self, other: DoneRows) -> None:
         """Count what others have counted."""
         self.rows |= other.rows
         self.failed += other.failed
@@ -80,12 +80,12 @@ class Done:
         self.twins += other.twins
 
 
-def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
+def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
     """Read what this task has done from its parts and journals; `without_failed`, failed rows do not count.
 
     Raises ResumeError where a part is damaged.
     """
-    done = Done()
+    done = DoneRows()
     # before the parts are listed: a journal may become one meanwhile
     journals = _read_journals(run_dir)
     parts = run_dir.own_parts()
@@ -98,17 +98,17 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> Done:
     return done
 
 
-def _read_part(path: Path, *, without_failed: bool) -> Done:
-    done = Done()
+def _read_part(path: Path, *, without_failed: bool) -> DoneRows:
+    done = DoneRows()
     # one that was discarded or moved away since it was listed: its rows are not done
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
         done.add(part.read(_COUNTED, use_threads=False), without_failed=without_failed)
     return done
 
 
-def done_by_all(run_dir: RunDir) -> Done:
+def done_by_all(run_dir: RunDir) -> DoneRows:
     """Return what all tasks of the run have done together."""
-    together = Done()
+    together = DoneRows()
     for task in run_dir.all_tasks():
         together.include(read_done(task))
     return together

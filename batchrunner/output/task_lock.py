@@ -46,7 +46,7 @@ NOBODY = 0
 """The process ID in the name of a task that was left."""
 
 
-class ClaimLostError(StorageError):
+class TaskLockLostError(StorageError):
     """Another process took this task over."""
 
 
@@ -95,7 +95,7 @@ def this_process() -> Holder:
     )
 
 
-class Watch:
+class HolderWatch:
     """Tells from outside whether a task's holder lives; across machines that takes time."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Watch:
         return True if self._moved else None
 
 
-class Claim:
+class TaskLock:
     """A task directory that is ours, or is to become so."""
 
     def __init__(
@@ -210,7 +210,7 @@ class Claim:
             if not self._directory.parent.exists():  # the disk has gone, nobody has come
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
             self._sleep(SHORTLY_S)  # one that came late puts our name back at once, see `_steal`
-        raise ClaimLostError(
+        raise TaskLockLostError(
             f"{self._directory}: {self.holder() or 'somebody'} took this task over: what is on disk is kept"
         )
 
@@ -220,7 +220,7 @@ class Claim:
 
     def release(self) -> None:
         """Let go, so that the next start need not look whether we live."""
-        with contextlib.suppress(OSError, ClaimLostError):
+        with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
             if self.is_left:
                 self._name_nobody()
@@ -248,7 +248,7 @@ class Claim:
 
     def _wait_for_its_end(self) -> bytes:
         """Return what `owner` holds once its holder is known to be dead; raises HeldError if it lives."""
-        watch, told = Watch(self._directory, self._me, clock=self._clock), False
+        watch, told = HolderWatch(self._directory, self._me, clock=self._clock), False
         while (lives := watch.look()) is not False:
             if lives:
                 raise self._held_by(watch.holder)
@@ -284,14 +284,14 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claimed(
+def hold_task(
     run_dir: RunDir,
     sleep: Callable[[float], None] = time.sleep,
     *,
     directory: Path | None = None,
     of_the_dead: bytes | None = None,
     rows: int = 0,
-) -> Iterator[Claim]:
+) -> Iterator[TaskLock]:
     """Be the only writer of this task (or `directory`).
 
     Raises HeldError with the holder where there is one, OutputError where nothing can be written.
@@ -302,7 +302,7 @@ def claimed(
     """
     directory = directory or run_dir.task_directory
     made = [p for p in (directory, *directory.parents) if not p.exists()]
-    claim = Claim(directory, replace(this_process(), rows=rows), sleep=sleep)
+    claim = TaskLock(directory, replace(this_process(), rows=rows), sleep=sleep)
     try:
         make_directory(directory)
         claim.take(of_the_dead)
@@ -323,7 +323,7 @@ def claimed(
                 path.rmdir()
 
 
-def _keep_beating(claim: Claim, ended: threading.Event) -> None:
+def _keep_beating(claim: TaskLock, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
         with contextlib.suppress(OSError):  # a full disk overwrites a few bytes in place all the same
             claim.beat()

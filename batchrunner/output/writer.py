@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from batchrunner.core.types import Outcome
-    from batchrunner.output.disk_wait import Disk
+    from batchrunner.output.disk_wait import DiskWait
     from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_lock import Claim
+    from batchrunner.output.task_lock import TaskLock
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ FLUSH_BYTES = 64 << 20
 """Bytes kept in memory, at most, before a part is written."""
 
 
-class Sink:
+class ResultWriter:
     """Makes finished rows durable in a journal, and parts of them, by number of rows or every 30 s.
 
     A disk that takes nothing is waited for: rows then wait in memory, and those that no longer fit there
@@ -51,9 +51,9 @@ class Sink:
         part_rows: int,
         samples: int,
         durable_s: float,
-        claim: Claim,
+        claim: TaskLock,
         landed: Callable[[BitMap64], None],
-        disk: Disk,
+        disk: DiskWait,
     ) -> None:
         """`claim` is held on the task; `landed` is told of rows that are in parts.
 
@@ -185,7 +185,7 @@ class _Part:
     that nothing of it appears later, it asks when its file is there and before that file counts.
     """
 
-    def __init__(self, run_dir: RunDir, number: int, claim: Claim) -> None:
+    def __init__(self, run_dir: RunDir, number: int, claim: TaskLock) -> None:
         self._run_dir = run_dir
         self._claim = claim
         self.number = number

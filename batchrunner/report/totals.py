@@ -13,26 +13,26 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.output.counts import UNKNOWN, Tally
+from batchrunner.output.counts import UNKNOWN, RowCounts
 from batchrunner.output.events import earlier_wall_s, span
 from batchrunner.output.resume import done_by_all, facts_of, read_run_json
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.report.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
-from batchrunner.runner.cluster.shard import Joint
+from batchrunner.runner.cluster.shard import JoinTask
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from batchrunner.core.types import EngineInfo
-    from batchrunner.output.resume import Done
-    from batchrunner.runner.prepare import Prepared
-    from batchrunner.runner.startup import Start
+    from batchrunner.output.resume import DoneRows
+    from batchrunner.runner.prepare import PreparedJob
+    from batchrunner.runner.startup import Attempt
 
 
 _SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason", "error"]
 
 
-def make_report(run_dir: RunDir, done: Done, total: int, tally: Tally) -> Report:
+def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
     """Sum up the rows; what ended the run, its times and its engine are still to be filled in."""
     failures = done.failures.merged(tally.failures)
     return Report(
@@ -66,9 +66,9 @@ def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
     return EXIT_DONE, "done"
 
 
-def finished_before(prepared: Prepared, start: Start) -> Report:
+def finished_before(prepared: PreparedJob, start: Attempt) -> Report:
     """Make the report of a start that found nothing to do."""
-    report = make_report(prepared.run_dir, start.done, start.source.total, Tally())
+    report = make_report(prepared.run_dir, start.done, start.source.total, RowCounts())
     exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
     if report.rows_left:
         reason = "nothing is free: other tasks do the rest"
@@ -80,7 +80,7 @@ def finished_before(prepared: Prepared, start: Start) -> Report:
         engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
     )  # fmt: skip
     has_none = not prepared.run_dir.report_json.exists()  # that of the last start says more than these zeros
-    if has_none and not isinstance(prepared.part, Joint):
+    if has_none and not isinstance(prepared.part, JoinTask):
         report.save(prepared.run_dir.report_json)
     return report
 
@@ -96,7 +96,7 @@ def report_of_all(run: str | Path) -> Report:
     tasks = run_dir.all_tasks()
     spans = [found for task in tasks if (found := span(task.events))]
     wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
-    report = make_report(run_dir, done_by_all(run_dir), facts["rows_total"], Tally())
+    report = make_report(run_dir, done_by_all(run_dir), facts["rows_total"], RowCounts())
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     exit_code, reason = verdict_of_done(report, limit)
     if report.rows_left:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.core.types import Outcome
-    from batchrunner.input.sort.decide import Choice
+    from batchrunner.input.sort.decide import OrderDecision
 
 PROMPTS_SHOWN = 3
 CHARACTERS_SHOWN = 2000
@@ -39,7 +39,7 @@ class Check:
     rows_done: int
     rows_failed: int
     rows_to_do: int
-    order: Choice
+    order: OrderDecision
     prompts: list[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:

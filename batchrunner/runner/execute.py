@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import BatchrunError, JobError, StorageError
 from batchrunner.dispatch.concurrency.controller import Band
-from batchrunner.dispatch.concurrency.limits import Admission
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
-from batchrunner.dispatch.dispatcher import Patience, Submitter
-from batchrunner.dispatch.load_loop import Feedback, write_sample
-from batchrunner.dispatch.prefix_order.distance import Lead
-from batchrunner.dispatch.prefix_order.lengths import Lengths
-from batchrunner.dispatch.prefix_order.reorder import Arranger
-from batchrunner.dispatch.slots import Gate
+from batchrunner.dispatch.dispatcher import Dispatcher, RetryPolicy
+from batchrunner.dispatch.load_loop import LoadLoop, write_sample
+from batchrunner.dispatch.prefix_order.distance import ReuseDistance
+from batchrunner.dispatch.prefix_order.lengths import OutputLengths
+from batchrunner.dispatch.prefix_order.reorder import Reorderer
+from batchrunner.dispatch.slots import Slots
 from batchrunner.dispatch.snapshot import Rates, Silent, Snapshot
-from batchrunner.dispatch.tokenize import Prompts, reader_for
+from batchrunner.dispatch.tokenize import PromptTokenizer, reader_for
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.output.columns import result_schema
-from batchrunner.output.counts import Tally
-from batchrunner.output.disk_wait import Disk
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.events import EventLog, earlier_wall_s
 from batchrunner.output.resume import (
     DISCARD,
@@ -37,11 +37,11 @@ from batchrunner.output.resume import (
     write_run_json,
 )
 from batchrunner.output.run_dir import writing
-from batchrunner.output.task_lock import claimed
-from batchrunner.output.writer import Sink
+from batchrunner.output.task_lock import hold_task
+from batchrunner.output.writer import ResultWriter
 from batchrunner.report.html.page import leave_page
 from batchrunner.report.totals import finished_before, make_report, verdict_of_done, versions
-from batchrunner.runner.cluster.shard import Joint
+from batchrunner.runner.cluster.shard import JoinTask
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import check_resumes, prepare
 from batchrunner.runner.startup import begin, check_nobody_works
@@ -49,17 +49,17 @@ from batchrunner.runner.startup import begin, check_nobody_works
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from batchrunner.core.types import EngineInfo, Outcome, Signals
+    from batchrunner.core.types import EngineInfo, Outcome, SchedulerLoad
     from batchrunner.dispatch.snapshot import Display
     from batchrunner.dispatch.source import Source
     from batchrunner.engines.base import Engine
     from batchrunner.job.spec import Job
     from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_lock import Claim
+    from batchrunner.output.task_lock import TaskLock
     from batchrunner.report.report import Report
     from batchrunner.runner.cluster.shard import Shard
-    from batchrunner.runner.prepare import Prepared
-    from batchrunner.runner.startup import Start
+    from batchrunner.runner.prepare import PreparedJob
+    from batchrunner.runner.startup import Attempt
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ async def execute(
     info: EngineInfo | None = None,
     fresh: bool = False,
     retry_failed: bool = False,
-    part: Shard | Joint | None = None,
+    part: Shard | JoinTask | None = None,
     display: Display | None = None,
     control: Control | None = None,
     page: bool = True,
@@ -112,7 +112,7 @@ async def execute(
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(rare_collections())
         sleeper = Sleeper(control)
-        holding = claimed(prepared.run_dir, sleeper.sleep, rows=prepared.dataset.total_rows)
+        holding = hold_task(prepared.run_dir, sleeper.sleep, rows=prepared.dataset.total_rows)
         claim = await sleeper.run(lambda: stack.enter_context(holding))
         model = info.model if info else model_of(job.engine)
         start = await sleeper.run(
@@ -148,7 +148,7 @@ async def _show(run_dir: RunDir, control: Control) -> None:
         await asyncio.to_thread(leave_page, run_dir)
 
 
-async def _give_back(source: Source, claim: Claim) -> None:
+async def _give_back(source: Source, claim: TaskLock) -> None:
     """Let other tasks have what was not done, unless it is not known what is on disk: they can find out."""
     source.stop()
 
@@ -186,13 +186,13 @@ class _Run:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedJob,
         engine: Engine,
         info: EngineInfo,
-        start: Start,
+        start: Attempt,
         display: Display,
         control: Control,
-        claim: Claim,
+        claim: TaskLock,
     ) -> None:
         self._claim = claim
         self._prepared, self._engine, self._info = prepared, engine, info
@@ -201,19 +201,19 @@ class _Run:
         job = prepared.job
         self._job = job
         asked = job.sampling.max_new_tokens
-        self._admission = Admission(
+        self._admission = ConcurrencyLimits(
             info,
             Band(*job.queue),
             tokens_a_row(asked if isinstance(asked, int) else None),
             most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
             fixed=None if job.window == "auto" else job.window,
         )
-        self._tally = Tally()
+        self._tally = RowCounts()
         self._is_short = False  # rows that ended may not be on disk
-        self._last_signals: tuple[Signals, ...] = ()
+        self._last_signals: tuple[SchedulerLoad, ...] = ()
         self._began = time.monotonic()
         self._rates = Rates(self._began, counts=4)
-        self._patience = Patience(job.limits.max_attempts, job.limits.engine_wait)
+        self._patience = RetryPolicy(job.limits.max_attempts, job.limits.engine_wait)
 
     async def go(self) -> Report:
         run_dir = self._prepared.run_dir
@@ -234,7 +234,7 @@ class _Run:
                 args=without_secrets(self._job)["engine"].get("args", {}),
             )
             kind = self._prepared.renderer.kind
-            self._prompts = Prompts(self._job, self._engine, self._info, kind, self._events.write)
+            self._prompts = PromptTokenizer(self._job, self._engine, self._info, kind, self._events.write)
             await self._open_gate()
             self._write_run_json()  # not before: a job that was refused is not the one that is to go on
             self._source.begin(self._events.write, lambda: self._submitter.unfinished)
@@ -247,10 +247,10 @@ class _Run:
         first = self._admission.begin(
             await self._engine.signals(), time.monotonic(), unsent=self._source.unread
         )
-        self._gate = Gate(self._admission.windows)
+        self._gate = Slots(self._admission.windows)
         arranger = self._arranger = self._make_arranger(len(first))
-        self._feedback = Feedback(self._engine, self._admission, arranger, self._gate, self._events)
-        self._submitter = Submitter(
+        self._feedback = LoadLoop(self._engine, self._admission, arranger, self._gate, self._events)
+        self._submitter = Dispatcher(
             self._engine, self._prompts.ready, arranger, self._gate, self._patience, self._deliver,
             self._feedback, keyed=self._info.keeps_together,
         )  # fmt: skip
@@ -264,11 +264,11 @@ class _Run:
             self._source.unread, len(self._done.rows), self._gate.window, why,
         )  # fmt: skip
 
-    def _make_arranger(self, schedulers: int) -> Arranger:
+    def _make_arranger(self, schedulers: int) -> Reorderer:
         arranged = self._job.order != "input"
-        return Arranger(
-            Lead(self._info, schedulers) if arranged and self._info.caches_prefixes else None,
-            Lengths() if arranged else None,
+        return Reorderer(
+            ReuseDistance(self._info, schedulers) if arranged and self._info.caches_prefixes else None,
+            OutputLengths() if arranged else None,
             dedupe=self._job.dedupe,
             caches=schedulers,
         )
@@ -300,7 +300,7 @@ class _Run:
                 await self._sink.close()
             except BaseException as error:  # also a second cancellation: rows may be in a journal only
                 self._is_short = True
-                if isinstance(self._prepared.part, Joint):
+                if isinstance(self._prepared.part, JoinTask):
                     self._claim.leave()
                 if not isinstance(error, BatchrunError):
                     raise
@@ -336,7 +336,7 @@ class _Run:
         if deadline is not None and time.monotonic() - self._began > deadline:
             self._control.drain("the deadline passed (limits.deadline)")
 
-    def _snapshot(self, signals: Sequence[Signals]) -> Snapshot:
+    def _snapshot(self, signals: Sequence[SchedulerLoad]) -> Snapshot:
         self._last_signals = tuple(signals)
         tally, now = self._tally, time.monotonic()
         rows_s, output_s, prompt_s, cached_s = self._rates.update(
@@ -371,13 +371,13 @@ class _Run:
             versions=versions(self._info),
         )
 
-    def _make_sink(self) -> Sink:
+    def _make_sink(self) -> ResultWriter:
         metadata = {"batchrunner": versions(self._info)["batchrunner"] or "", "model": self._info.model}
         if self._info.simulated:
             metadata["simulated"] = "true"
         samples = self._job.sampling.n
         schema = result_schema(self._prepared.renderer.carried_schema, samples=samples, metadata=metadata)
-        return Sink(
+        return ResultWriter(
             self._prepared.run_dir,
             schema,
             part_rows=self._job.output.part_rows,
@@ -385,7 +385,7 @@ class _Run:
             durable_s=self._job.output.durable,
             claim=self._claim,
             landed=self._source.landed,
-            disk=Disk(self._job.limits.disk_wait, lambda: self._control.at_once),
+            disk=DiskWait(self._job.limits.disk_wait, lambda: self._control.at_once),
         )
 
     def _finish(self, failure: BatchrunError | None) -> Report:

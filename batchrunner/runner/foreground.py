@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from batchrunner.core.errors import JobError
-from batchrunner.dispatch.snapshot import Bar, make_display
+from batchrunner.dispatch.snapshot import ProgressBar, make_display
 from batchrunner.job.load import load_job
 from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.runner.cluster.shard import parse_shard, this_start
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from batchrunner.dispatch.snapshot import Display
     from batchrunner.report.report import Report
-    from batchrunner.runner.cluster.shard import Joint, Shard
+    from batchrunner.runner.cluster.shard import JoinTask, Shard
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def run_in_foreground(
             signal.signal(number, handler)
 
 
-def _part_of(shard: str | None, *, join: bool) -> Shard | Joint | None:
+def _part_of(shard: str | None, *, join: bool) -> Shard | JoinTask | None:
     if shard and join:
         raise JobError("--shard and --join: a task has a share of its own or takes what is left, not both")
     if join:
@@ -94,7 +94,7 @@ def _part_of(shard: str | None, *, join: bool) -> Shard | Joint | None:
 
 def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
     """Let log lines appear above the bar and not in it."""
-    if not isinstance(display, Bar):
+    if not isinstance(display, ProgressBar):
         return contextlib.nullcontext()
     from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only where there is a terminal
 

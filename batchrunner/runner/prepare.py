@@ -14,7 +14,7 @@ from batchrunner.input.render import Renderer
 from batchrunner.input.select import selected_rows
 from batchrunner.output.resume import (
     DISCARD,
-    Done,
+    DoneRows,
     check_same_run,
     fingerprint,
     read_done,
@@ -22,7 +22,7 @@ from batchrunner.output.resume import (
     schema_of_results,
 )
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
-from batchrunner.output.task_lock import Claim
+from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.cluster.shard import Shard, parted
 
 if TYPE_CHECKING:
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
     from batchrunner.core.types import Outcome, Request
     from batchrunner.job.spec import Job
-    from batchrunner.runner.cluster.shard import Joint
+    from batchrunner.runner.cluster.shard import JoinTask
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedJob:
     """A job whose input, templates and output were checked; nothing has been sent or written."""
 
     job: Job
     dataset: Dataset
     renderer: Renderer
     run_dir: RunDir
-    part: Shard | Joint | None = None
+    part: Shard | JoinTask | None = None
 
     def batches(self, rows: BitMap64) -> Iterator[list[Request | Outcome]]:
         """Read and render these rows, a bounded batch at a time."""
@@ -70,7 +70,7 @@ class Prepared:
         return between(selected, rows.start, rows.stop)
 
 
-def prepare(job: Job, part: Shard | Joint | None = None) -> Prepared:
+def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
     """Check everything that can be checked without an engine, for one task of several or for all.
 
     Raises JobError, InputError or OutputError, each one clear line.
@@ -81,7 +81,7 @@ def prepare(job: Job, part: Shard | Joint | None = None) -> Prepared:
         raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
     run_dir.check_writable()
-    return Prepared(job, dataset, renderer, run_dir, part)
+    return PreparedJob(job, dataset, renderer, run_dir, part)
 
 
 def _apart_from(run_dir: RunDir, path: str | list[str]) -> Dataset:
@@ -109,7 +109,7 @@ def _check_parting(run_dir: RunDir, *, begun: bool) -> None:
     mine = parted(run_dir.task)
     for other in run_dir.all_tasks():
         theirs = parted(other.task)
-        counts = Claim(other.task_directory).is_held() is not False or (
+        counts = TaskLock(other.task_directory).is_held() is not False or (
             begun and (other.events.exists() or other.own_parts() or other.journals())
         )
         if theirs != mine and (theirs, mine) != ("", "--join") and counts:
@@ -119,14 +119,14 @@ def _check_parting(run_dir: RunDir, *, begun: bool) -> None:
             )
 
 
-def find_done(prepared: Prepared, model: str | None, *, without_failed: bool = False) -> Done:
+def find_done(prepared: PreparedJob, model: str | None, *, without_failed: bool = False) -> DoneRows:
     """Read what earlier starts of this run did; raises ResumeError as `check_resumes` does."""
     if not check_resumes(prepared, model):
-        return Done()
+        return DoneRows()
     return read_done(prepared.run_dir, without_failed=without_failed)
 
 
-def check_resumes(prepared: Prepared, model: str | None) -> bool:
+def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
     """Tell whether the run was started before; `model` None leaves the model out of the comparison.
 
     Raises ResumeError where the output path holds another run, or parts of nobody knows what.
@@ -146,7 +146,7 @@ def check_resumes(prepared: Prepared, model: str | None) -> bool:
     return True
 
 
-def _check_partitions(prepared: Prepared) -> None:
+def _check_partitions(prepared: PreparedJob) -> None:
     """Refuse files that give a carried column of the paths another type: no merge takes both."""
     carried = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)
     in_paths = [(name, field) for name, field in carried if name in prepared.dataset.partition_types]

@@ -9,43 +9,43 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import ResumeError
 from batchrunner.dispatch.source import OwnRows, Source
-from batchrunner.input.sort.decide import Choice
+from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import arrange, arranged_before
 from batchrunner.output.parts import tidy
-from batchrunner.output.resume import Done, done_by_all, rows_of_others
+from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
 from batchrunner.output.run_dir import see_anew, writing
-from batchrunner.output.task_lock import LOOK_S, Watch, claimed
+from batchrunner.output.task_lock import LOOK_S, HolderWatch, hold_task
 from batchrunner.runner.cluster.join import join
-from batchrunner.runner.cluster.shard import Joint, Shard
+from batchrunner.runner.cluster.shard import JoinTask, Shard
 from batchrunner.runner.prepare import find_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_lock import Claim
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.output.task_lock import TaskLock
+    from batchrunner.runner.prepare import PreparedJob
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Attempt:
     """One start's work."""
 
     source: Source
-    done: Done
+    done: DoneRows
     """What earlier starts of this task did."""
     rows_of_run: int
 
 
 def begin(
-    prepared: Prepared,
-    claim: Claim,
+    prepared: PreparedJob,
+    claim: TaskLock,
     model: str | None,
     sleep: Callable[[float], None],
     *,
     fresh: bool,
     retry_failed: bool,
-) -> Start:
+) -> Attempt:
     """Find out what is to be done, and clear up after the start before; `claim` is held.
 
     Raises InputError, OutputError, ResumeError or StorageError.
@@ -54,14 +54,16 @@ def begin(
     with writing(run_dir.path):
         for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
             see_anew(directory)
-        if isinstance(prepared.part, Joint):
+        if isinstance(prepared.part, JoinTask):
             find_done(prepared, model)
             leased, rows_of_run = join(prepared, sleep, retry_failed=retry_failed)
             if leased.has_rows():
-                return Start(leased, Done(), rows_of_run)
-            nothing = OwnRows(prepared, BitMap64(), rows_of_run, None, Choice("input", "nothing is free"))
-            return Start(nothing, done_by_all(run_dir), rows_of_run)
-        done, by_others = Done(), BitMap64()
+                return Attempt(leased, DoneRows(), rows_of_run)
+            nothing = OwnRows(
+                prepared, BitMap64(), rows_of_run, None, OrderDecision("input", "nothing is free")
+            )
+            return Attempt(nothing, done_by_all(run_dir), rows_of_run)
+        done, by_others = DoneRows(), BitMap64()
         if fresh:
             check_nobody_works(run_dir, sleep)
         else:
@@ -78,17 +80,19 @@ def begin(
         arranged = arranged_before(prepared, todo, place) or arrange(
             prepared, todo, place, claim.token, lambda: sleep(0)
         )
-        return Start(OwnRows(prepared, todo, total, *arranged), done, len(selected))
+        return Attempt(OwnRows(prepared, todo, total, *arranged), done, len(selected))
 
 
-def _check_shares(prepared: Prepared, sleep: Callable[[float], None]) -> None:
+def _check_shares(prepared: PreparedJob, sleep: Callable[[float], None]) -> None:
     """Raise ResumeError where a task is at work that found other files: its share may overlap with ours.
 
     Each looks at the others once its own name says what it found: of two, one at least sees the other.
     """
     run_dir, rows = prepared.run_dir, prepared.dataset.total_rows
     others = {
-        task.task: Watch(task.task_directory) for task in run_dir.all_tasks() if task.task != run_dir.task
+        task.task: HolderWatch(task.task_directory)
+        for task in run_dir.all_tasks()
+        if task.task != run_dir.task
     }
     while others:
         for task, watch in list(others.items()):
@@ -109,5 +113,5 @@ def check_nobody_works(run_dir: RunDir, sleep: Callable[[float], None]) -> None:
     """Raise HeldError where another task is at work: what it writes may not be discarded."""
     for task in run_dir.all_tasks():
         if task.task != run_dir.task:
-            with claimed(task, sleep):
+            with hold_task(task, sleep):
                 pass

@@ -10,7 +10,7 @@ from batchrunner.dispatch.snapshot import MOST_NAMED, load_line
 from batchrunner.output.events import last_sample
 from batchrunner.output.resume import facts_of, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
-from batchrunner.output.task_lock import Claim
+from batchrunner.output.task_lock import TaskLock
 from batchrunner.report.report import duration
 from batchrunner.runner.cluster.leases import Leases
 
@@ -75,7 +75,7 @@ def _task(run_dir: RunDir) -> dict[str, Any]:
 
 def holder_of(run_dir: RunDir, sample: dict[str, Any] | None) -> str | None:
     """Return who is at a task, whose newest sample is this one; None where nobody is."""
-    claim = Claim(run_dir.task_directory)
+    claim = TaskLock(run_dir.task_directory)
     held = claim.is_held()
     if held is None and sample:  # of another machine: its heartbeat tells with time, its log at once
         held = _is_recent(sample)

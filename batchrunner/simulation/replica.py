@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from batchrunner.simulation.cost import CostModel
-    from batchrunner.simulation.sample import Sample
+    from batchrunner.simulation.sample import SimulatedRequest
     from batchrunner.simulation.scheduler import SchedulerConfig, StepResult
 
 INTERVAL_STEPS: Mapping[str, int] = {"loads": 15, "metrics": 40}
@@ -26,7 +26,7 @@ class Ended(NamedTuple):
     """A sample that left the replica, and when."""
 
     at_s: float
-    sample: Sample
+    sample: SimulatedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class Replica:
         """Whether something waits, runs, or has still to be told of."""
         return bool(self.scheduler.in_flight or self._ended) or not self._is_idle_told
 
-    def submit(self, sample: Sample) -> None:
+    def submit(self, sample: SimulatedRequest) -> None:
         """Send a sample now. Raises ValueError where the server would refuse it."""
         self.scheduler.submit(sample)
 
-    def drop(self, sample: Sample) -> None:
+    def drop(self, sample: SimulatedRequest) -> None:
         """Abort a sample now."""
         self.scheduler.drop(sample)
 

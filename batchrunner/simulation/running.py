@@ -6,7 +6,7 @@ import heapq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batchrunner.simulation.sample import Sample
+    from batchrunner.simulation.sample import SimulatedRequest
 
 CLIP_TOKENS = 4096
 """The scheduler expects no more of a request (`CLIP_MAX_NEW_TOKENS`, schedule_policy.py)."""
@@ -21,10 +21,12 @@ class Remaining:
         self._base = 0  # sum over samples that are not clipped of (tokens allowed - outputs + tick)
         self._unclipped = 0
         self._clipped = 0
-        self._due: list[tuple[int, int, Sample]] = []  # (tick from which it is not clipped, serial, sample)
+        self._due: list[
+            tuple[int, int, SimulatedRequest]
+        ] = []  # (tick from which it is not clipped, serial, sample)
         self._serial = 0
 
-    def add(self, sample: Sample, tick: int) -> None:
+    def add(self, sample: SimulatedRequest, tick: int) -> None:
         """Count a sample that joined, or that is not clipped any more."""
         base = sample.asked_tokens - sample.outputs_base
         sample.clipped = base - tick > CLIP_TOKENS
@@ -36,7 +38,7 @@ class Remaining:
             self._unclipped += 1
             self._base += base
 
-    def remove(self, sample: Sample) -> None:
+    def remove(self, sample: SimulatedRequest) -> None:
         """Undo `add`."""
         if sample.clipped:
             sample.clipped = False
@@ -64,12 +66,12 @@ class RunningBatch:
 
     def __init__(self) -> None:
         self.tick = 0
-        self.samples: dict[Sample, None] = {}
+        self.samples: dict[SimulatedRequest, None] = {}
         self._outputs_base = 0
         self._context_base = 0
         self._asked_tokens = 0
         self._remaining = (Remaining(), Remaining())  # by ignore_eos
-        self._ends: list[tuple[int, int, Sample]] = []  # (tick, serial number, sample)
+        self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (tick, serial number, sample)
         self._serial = 0
 
     @property
@@ -87,11 +89,11 @@ class RunningBatch:
         """Sum of the samples' `max_new_tokens`."""
         return self._asked_tokens
 
-    def outputs_of(self, sample: Sample) -> int:
+    def outputs_of(self, sample: SimulatedRequest) -> int:
         """Tokens that one running sample has put out."""
         return sample.outputs_base + self.tick
 
-    def context_of(self, sample: Sample) -> int:
+    def context_of(self, sample: SimulatedRequest) -> int:
         """Tokens of one running sample's context that the pool holds; all of its outputs but the last."""
         return sample.context_base + self.tick
 
@@ -100,7 +102,7 @@ class RunningBatch:
         estimated, fixed = self._remaining
         return estimated.tokens(self.tick) * ratio + fixed.tokens(self.tick)
 
-    def join(self, sample: Sample) -> None:
+    def join(self, sample: SimulatedRequest) -> None:
         """Take in a sample whose prefill put out a token, the last of `sample.outputs`."""
         tick = self.tick
         sample.outputs_base = sample.outputs - tick
@@ -112,7 +114,7 @@ class RunningBatch:
         self._remaining[sample.ignore_eos].add(sample, tick)
         self._end_at(sample, sample.target_tokens)
 
-    def leave(self, sample: Sample) -> None:
+    def leave(self, sample: SimulatedRequest) -> None:
         """Let a sample go, with its outputs counted."""
         del self.samples[sample]
         self._outputs_base -= sample.outputs_base
@@ -123,7 +125,7 @@ class RunningBatch:
         if not self.samples:
             self._ends.clear()
 
-    def end_next(self, sample: Sample) -> None:
+    def end_next(self, sample: SimulatedRequest) -> None:
         """Let a running sample end with the next step, as an aborted request does."""
         self._end_at(sample, self.outputs_of(sample) + 1)
 
@@ -133,7 +135,7 @@ class RunningBatch:
             heapq.heappop(self._ends)
         return self._ends[0][0] - self.tick
 
-    def advance(self, steps: int) -> list[Sample]:
+    def advance(self, steps: int) -> list[SimulatedRequest]:
         """Give everyone a token `steps` times; return who has all of them now, still in the batch."""
         self.tick += steps
         ended = []
@@ -143,17 +145,17 @@ class RunningBatch:
                 ended.append(entry[2])
         return ended
 
-    def victims(self) -> list[Sample]:
+    def victims(self) -> list[SimulatedRequest]:
         """All samples, who is retracted first last: shortest output, longest prompt, youngest."""
         return sorted(self.samples, key=lambda s: (-s.outputs_base, s.prompt_tokens))
 
-    def _end_at(self, sample: Sample, outputs: int) -> None:
+    def _end_at(self, sample: SimulatedRequest, outputs: int) -> None:
         sample.target_tokens = outputs
         self._serial += 1
         sample.end_serial = self._serial
         heapq.heappush(self._ends, (outputs - sample.outputs_base, self._serial, sample))
 
-    def _is_end(self, entry: tuple[int, int, Sample]) -> bool:
+    def _is_end(self, entry: tuple[int, int, SimulatedRequest]) -> bool:
         """Tell whether an entry still holds: its sample was not retracted or told to end earlier."""
         _, serial, sample = entry
         return serial == sample.end_serial and sample in self.samples

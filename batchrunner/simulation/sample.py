@@ -14,7 +14,7 @@ State = Literal["new", "waiting", "chunked", "running", "finished", "aborted", "
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class SimulatedRequest:
     """One output on its way through a scheduler; submit it once."""
 
     prompt_tokens: int

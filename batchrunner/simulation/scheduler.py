@@ -26,7 +26,7 @@ from batchrunner.simulation.running import CLIP_TOKENS, RunningBatch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.simulation.sample import Sample
+    from batchrunner.simulation.sample import SimulatedRequest
 
 INITIAL_RATIO = 0.7
 """`SGLANG_INIT_NEW_TOKEN_RATIO`: the share of `max_new_tokens` that outputs are expected to take at first."""
@@ -96,7 +96,7 @@ class StepResult(NamedTuple):
     used_tokens: int
     """Of the pool during the last pass, without what could be evicted."""
     retracted: int
-    finished: Sequence[Sample]
+    finished: Sequence[SimulatedRequest]
     """Ended with the last pass: `finished`, `aborted` or `dropped`, as their state says."""
 
 
@@ -119,8 +119,8 @@ class Scheduler:
         self._available_tokens = config.max_total_tokens
         self._cache = RadixCache()
         self._batch = RunningBatch()
-        self._waiting: deque[Sample] = deque()
-        self._chunked: Sample | None = None
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._chunked: SimulatedRequest | None = None
         self._full = False  # no admission is tried until the batch shrinks
         self._caching = config.radix_cache
         self._refreshes = 0
@@ -162,7 +162,7 @@ class Scheduler:
         """Context of all running samples: what attention reads in the next decode pass but one token each."""
         return self._batch.context_tokens
 
-    def submit(self, sample: Sample) -> None:
+    def submit(self, sample: SimulatedRequest) -> None:
         """Put a new sample at the end of the queue.
 
         Raises ValueError where the prompt cannot fit, as the server refuses it. A sample that asks for
@@ -186,7 +186,7 @@ class Scheduler:
         self._waiting.append(sample)
         self.queue += 1
 
-    def drop(self, sample: Sample) -> None:
+    def drop(self, sample: SimulatedRequest) -> None:
         """Abort a sample: a waiting one goes at once, a running one with the next pass."""
         if sample.state == "waiting":
             sample.state = "dropped"  # the queue skips it when it gets there
@@ -217,7 +217,7 @@ class Scheduler:
         """Tokens of the pool that could be had: empty, or holding a cache nobody uses."""
         return self._available_tokens + self._cache.evictable_tokens
 
-    def _admit(self) -> list[tuple[Sample, int]]:
+    def _admit(self) -> list[tuple[SimulatedRequest, int]]:
         """Choose what is prefilled now, with how many tokens; each holds a lock on its cached prefix."""
         running, config = len(self._batch.samples), self.config
         if not self._may_admit(running):
@@ -225,7 +225,7 @@ class Scheduler:
         self._order_queue()
         expected_tokens = self._batch.expected_tokens(self.ratio)
         budget = Budget(config.max_prefill_tokens, config.chunked_prefill_tokens, expected_tokens)
-        admitted: list[tuple[Sample, int]] = []
+        admitted: list[tuple[SimulatedRequest, int]] = []
         if self._chunked is not None:
             admitted.append(self._next_chunk(self._chunked, budget))
         while self._may_add(budget, running + len(admitted)):
@@ -260,13 +260,13 @@ class Scheduler:
         self._full = seats >= self.config.max_running
         return not self._full
 
-    def _head(self) -> Sample:
+    def _head(self) -> SimulatedRequest:
         """Return the first sample that waits, without the dropped ones before it."""
         while self._waiting[0].state != "waiting":
             self._waiting.popleft()
         return self._waiting[0]
 
-    def _try(self, sample: Sample, budget: Budget, *, first: bool) -> int | None:
+    def _try(self, sample: SimulatedRequest, budget: Budget, *, first: bool) -> int | None:
         """Admit the head of the queue; return its tokens in this pass. 0: not in this one; None: no room."""
         cache = self._cache
         fill_tokens = sample.fill_tokens
@@ -297,7 +297,7 @@ class Scheduler:
         self._pass_cached_tokens += matched
         return tokens
 
-    def _next_chunk(self, sample: Sample, budget: Budget) -> tuple[Sample, int]:
+    def _next_chunk(self, sample: SimulatedRequest, budget: Budget) -> tuple[SimulatedRequest, int]:
         """Go on with the prompt that did not fit into one pass."""
         missing = sample.fill_tokens - sample.filled_tokens
         tokens = budget.cut_next_chunk(missing, self._free_tokens())
@@ -340,7 +340,7 @@ class Scheduler:
 
     # forward passes
 
-    def _prefill(self, admitted: list[tuple[Sample, int]]) -> StepResult:
+    def _prefill(self, admitted: list[tuple[SimulatedRequest, int]]) -> StepResult:
         running = len(self._batch.samples)
         prefill_tokens = sum(tokens for _, tokens in admitted)
         assert self._make_room(prefill_tokens), "admission took in more than the pool can hold"
@@ -376,7 +376,7 @@ class Scheduler:
     def _decode(self, limit: int) -> StepResult:
         batch = self._batch
         retracted = 0
-        finished: list[Sample] = []
+        finished: list[SimulatedRequest] = []
         if self._make_room(len(batch.samples)):
             room_steps = self._free_tokens() // len(batch.samples)
             steps = min(limit, batch.steps_to_end(), room_steps)
@@ -405,7 +405,7 @@ class Scheduler:
             "decode", steps, running, 0, 0, 0, kv_tokens, self.queue, used_tokens, retracted, finished + ended
         )
 
-    def _retract(self) -> tuple[int, list[Sample]]:
+    def _retract(self) -> tuple[int, list[SimulatedRequest]]:
         """Send samples back until the next step fits; return how many, and who ended so."""
         batch = self._batch
         kept = batch.victims()
@@ -429,7 +429,7 @@ class Scheduler:
         self.retractions += retracted
         return retracted, ended
 
-    def _send_back(self, sample: Sample, kept: int) -> None:
+    def _send_back(self, sample: SimulatedRequest, kept: int) -> None:
         """Free what a running sample holds and put it at the end of the queue, with its outputs."""
         context_tokens = self._batch.context_of(sample)
         self._batch.leave(sample)
@@ -453,7 +453,7 @@ class Scheduler:
             self._available_tokens += self._cache.evict(tokens - self._available_tokens)
         return self._available_tokens >= tokens
 
-    def _checkpoint(self, sample: Sample) -> None:
+    def _checkpoint(self, sample: SimulatedRequest) -> None:
         """Give the computed context to the cache; what another sample brought in before is freed."""
         if not self._caching:
             return
@@ -464,11 +464,11 @@ class Scheduler:
             self._cache.unlock(sample.node)
         sample.node, sample.protected_tokens = node, sample.filled_tokens
 
-    def _end(self, sample: Sample, context_tokens: int) -> None:
+    def _end(self, sample: SimulatedRequest, context_tokens: int) -> None:
         self._release(sample, context_tokens, keep=True)
         sample.state = "dropped" if sample.dropping else "finished"
 
-    def _release(self, sample: Sample, context_tokens: int, *, keep: bool) -> None:
+    def _release(self, sample: SimulatedRequest, context_tokens: int, *, keep: bool) -> None:
         """Let go of the context; `keep` leaves all of it to the cache, else what it has not is freed."""
         own_tokens = context_tokens - sample.protected_tokens
         if keep and self._caching and sample.node is not None:

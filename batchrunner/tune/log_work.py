@@ -6,7 +6,15 @@ from collections import defaultdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.logs.lines import Arguments, Batch, Ready, Weights, clean, origin_of, record_in
+from batchrunner.engines.logs.lines import (
+    Arguments,
+    LoggedBatch,
+    ServerReady,
+    WeightsLoaded,
+    clean,
+    origin_of,
+    record_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,11 +33,11 @@ def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
             case Arguments(values=values):
                 found["mem_fraction"] = values.get("mem_fraction_static")
                 found["attention_backend"] = values.get("attention_backend")
-            case Weights(model=str(model)):
+            case WeightsLoaded(model=str(model)):
                 found["model"] = model
-            case Ready(chunked_prefill_size=chunk, gpu_gb=spare_gb):
+            case ServerReady(chunked_prefill_size=chunk, gpu_gb=spare_gb):
                 found |= {"prefill_limit": chunk, "spare_gb": spare_gb}
-            case Batch():
+            case LoggedBatch():
                 break
     return found
 
@@ -39,7 +47,9 @@ def signs_of_work(lines: Iterable[str], tokens: int) -> dict[str, Any]:
 
     Running and usage are those of decode passes: polls see many a prefill, in which fewer run.
     """
-    told = [(line, record) for line in map(clean, lines) if isinstance(record := record_in(line), Batch)]
+    told = [
+        (line, record) for line in map(clean, lines) if isinstance(record := record_in(line), LoggedBatch)
+    ]
     batches = [batch for _, batch in told]
     decodes = [batch for batch in batches if batch.decode]
     prefilled = [batch.new_tokens for batch in batches if not batch.decode]
@@ -69,7 +79,7 @@ def output_rate(lines: Iterable[str]) -> float | None:
     count = 0
     for line in map(clean, lines):
         record = record_in(line)
-        if isinstance(record, Batch) and record.decode and record.throughput:
+        if isinstance(record, LoggedBatch) and record.decode and record.throughput:
             rank = origin_of(line).dp
             if rank not in tokens:
                 tokens[rank] = 0.0

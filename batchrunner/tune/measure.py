@@ -16,7 +16,7 @@ from batchrunner.engines.logs.thresholds import Thresholds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.core.types import Signals
+    from batchrunner.core.types import SchedulerLoad
 
 LEAST_STEADY_S, MOST_STEADY_S = 10.0, 120.0
 """A trial is measured for so long: long beside a poll; no longer, however slow the rows are."""
@@ -129,7 +129,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(slots=True)
-class Watch:
+class TrialWatch:
     """Follows one trial; times are seconds since its first row was sent."""
 
     rival: Rival | None = None
@@ -140,7 +140,7 @@ class Watch:
     _busy: Moment | None = None
     """The last reading that showed work waiting."""
     _peak: int = 0
-    _readings: list[Signals] = field(default_factory=list)
+    _readings: list[SchedulerLoad] = field(default_factory=list)
     _curve: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     _retractions: int = 0
     _prompt_tokens: int = 0
@@ -154,7 +154,7 @@ class Watch:
         self._cached_tokens += cached
         self._retractions += retractions if self._warm else 0
 
-    def look(self, at_s: float, signals: Sequence[Signals], log_bytes: int = 0) -> End | None:
+    def look(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
         """Take a reading of the load; return why the trial may end now, once it may."""
         if not signals:
             return None

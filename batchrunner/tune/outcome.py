@@ -14,7 +14,7 @@ from batchrunner.report.report import duration
 from batchrunner.tune.search import changes
 
 if TYPE_CHECKING:
-    from batchrunner.tune.search import Search, Setting
+    from batchrunner.tune.search import FlagSetting, Search
     from batchrunner.tune.space import Args
 
 
@@ -78,7 +78,7 @@ def account(search: Search, source: str, sample: str, spent_s: float) -> Tuned:
     )
 
 
-def _trial(setting: Setting, own: Args) -> dict[str, Any]:
+def _trial(setting: FlagSetting, own: Args) -> dict[str, Any]:
     return {
         "args": changes(setting.args, own),
         "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
@@ -101,7 +101,7 @@ def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
     return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
 
 
-def _queue_note(own: Setting) -> str:
+def _queue_note(own: FlagSetting) -> str:
     return (
         f"the runner's own controller holds it; {own.newest.signs.queue:.0f} waited with the job's own flags"
     )

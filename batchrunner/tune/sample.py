@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Request
-from batchrunner.input.dataset import Batch
+from batchrunner.input.dataset import RowBatch
 from batchrunner.input.prefixes import prefix_of
 from batchrunner.input.sort.plan import arrange, choice_for, order_at, remove_copies
 from batchrunner.output.columns import arrow_array
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.prepare import PreparedJob
 
 MOST_ROWS = 16_384
 """Four generations of the most that SGLang runs at once by default (4096): a trial sends what it needs."""
@@ -41,7 +41,7 @@ MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TuningSample:
     """The rows of the trials, in a file of their own."""
 
     path: Path
@@ -55,7 +55,7 @@ class Sample:
         return f"{self.rows} of {self.of_rows} rows, {blocks} blocks of {BLOCK_ROWS} from all over the input"
 
 
-def take(prepared: Prepared, directory: Path) -> Sample:
+def take(prepared: PreparedJob, directory: Path) -> TuningSample:
     """Write the sample into a directory of ours; raises InputError or StorageError.
 
     Reads the columns that the job needs once at most, and sorts where the job's order is by prefix.
@@ -78,7 +78,7 @@ def take(prepared: Prepared, directory: Path) -> Sample:
         path = directory / "sample.parquet"
         with whole_file(path) as temporary:
             pq.write_table(table, temporary, row_group_size=1024)
-    return Sample(path, table.num_rows, len(rows))
+    return TuningSample(path, table.num_rows, len(rows))
 
 
 def candidates(rows: int, blocks: int) -> list[int]:
@@ -103,7 +103,7 @@ def spread(items: Sequence[int]) -> list[int]:
     return [items[place] for place in places if place < len(items)]
 
 
-def _affordable(prepared: Prepared) -> int:
+def _affordable(prepared: PreparedJob) -> int:
     """Return how many rows may be taken, by what a row of the input has."""
     size = prepared.dataset.bytes_of(prepared.renderer.columns)
     row_bytes: int = max(1, size // prepared.dataset.total_rows)
@@ -111,7 +111,7 @@ def _affordable(prepared: Prepared) -> int:
 
 
 def _blocks(
-    prepared: Prepared, rows: BitMap64, places: Sequence[int], directory: Path
+    prepared: PreparedJob, rows: BitMap64, places: Sequence[int], directory: Path
 ) -> list[pa.RecordBatch]:
     """Return the blocks that begin at these places of the order in which the job sends its rows."""
     path = None
@@ -127,7 +127,7 @@ def _blocks(
     return blocks
 
 
-def _cut(batches: Iterable[Batch], places: Sequence[int]) -> Iterator[pa.RecordBatch]:
+def _cut(batches: Iterable[RowBatch], places: Sequence[int]) -> Iterator[pa.RecordBatch]:
     """Yield 32 rows from each of these places on, in order; the rows come in batches."""
     waiting = iter(places)
     place, begin = next(waiting, None), 0
@@ -144,9 +144,9 @@ def _cut(batches: Iterable[Batch], places: Sequence[int]) -> Iterator[pa.RecordB
         begin += batch.data.num_rows
 
 
-def _size(prepared: Prepared, block: pa.RecordBatch) -> float:
+def _size(prepared: PreparedJob, block: pa.RecordBatch) -> float:
     """Return the bytes of a block's prompts."""
-    items = prepared.renderer.render(Batch(list(range(block.num_rows)), block))
+    items = prepared.renderer.render(RowBatch(list(range(block.num_rows)), block))
     return sum(len(prefix_of(item)) for item in items if isinstance(item, Request))
 
 

@@ -28,7 +28,7 @@ FAILED_MORE = 0.01
 
 
 @dataclass(slots=True)
-class Setting:
+class FlagSetting:
     """Flags, and what their trials showed."""
 
     args: Args
@@ -62,7 +62,7 @@ class Search:
 
     def __init__(self, args: Args, machine: Machine, knobs: Sequence[Knob] = KNOBS) -> None:
         """`args` are the job's own flags, which are tried first."""
-        self.best = Setting(args)
+        self.best = FlagSetting(args)
         self.settings = {key_of(args): self.best}
         self.notes: dict[str, str] = {}
         """Of each flag: why it was left alone, or what came of it."""
@@ -89,7 +89,7 @@ class Search:
         """Move one flag for as long as that wins."""
         moved = False
         while (move := self._next_move(knob)) is not None:
-            setting = Setting(self._moved_to(move))
+            setting = FlagSetting(self._moved_to(move))
             self.settings[key_of(setting.args)] = setting
             tried = command_line(changes(setting.args, self.best.args))
             won = yield from self._race(setting, move, knob)
@@ -124,7 +124,7 @@ class Search:
         flags = self._machine.flags
         return next((command_line({n: v}) for n, v in move.args.items() if not flags.setting(n, v)), "")
 
-    def _race(self, setting: Setting, move: Move, knob: Knob) -> Generator[Ask, Result, bool]:
+    def _race(self, setting: FlagSetting, move: Move, knob: Knob) -> Generator[Ask, Result, bool]:
         """Try a setting, then the best and it in turns until it is plain which is faster."""
         before = len(self.best.speeds) - 1  # its last trial is the first of its turns
         yield from self._try(setting, move.why, self._rival())
@@ -138,7 +138,7 @@ class Search:
             self.best = setting
         return won
 
-    def _try(self, setting: Setting, why: str, rival: Rival | None) -> Generator[Ask, Result, None]:
+    def _try(self, setting: FlagSetting, why: str, rival: Rival | None) -> Generator[Ask, Result, None]:
         setting.results.append((yield Ask(setting.args, why, len(setting.results), rival)))
 
     def _rival(self) -> Rival:
@@ -148,7 +148,7 @@ class Search:
         return spread_of(setting.speeds for setting in self.settings.values() if setting.speeds)
 
     def _verdict(
-        self, setting: Setting, move: Move, knob: Knob, theirs: Sequence[float]
+        self, setting: FlagSetting, move: Move, knob: Knob, theirs: Sequence[float]
     ) -> tuple[bool, str] | None:
         """Say whether a challenger is better, and why; None while that is open."""
         newest, best = setting.newest, self.best.newest

@@ -15,16 +15,16 @@ from batchrunner.report.report import EXIT_STOPPED
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
 from batchrunner.tune.log_work import LOG_INTERVAL, output_rate, signs_at_start, signs_of_work
-from batchrunner.tune.measure import Moment, Result, Watch
+from batchrunner.tune.measure import Moment, Result, TrialWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
     from batchrunner.engines.base import Engine
     from batchrunner.job.spec import Job, ServerEngine
     from batchrunner.tune.measure import End
-    from batchrunner.tune.sample import Sample
+    from batchrunner.tune.sample import TuningSample
     from batchrunner.tune.search import Ask
 
 
@@ -34,7 +34,7 @@ class Bench:
 
     job: Job
     engine: ServerEngine
-    sample: Sample
+    sample: TuningSample
     directory: Path
 
     async def run(self, ask: Ask, number: int, within_s: float) -> Result:
@@ -66,7 +66,7 @@ class Bench:
 
     async def _measure(self, engine: Engine, info: EngineInfo, ask: Ask, out: Path, left_s: float) -> Result:
         control = Control()
-        meter = Meter(engine, Watch(ask.rival), control, left_s, Path(info.log) if info.log else None)
+        meter = Meter(engine, TrialWatch(ask.rival), control, left_s, Path(info.log) if info.log else None)
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)
             failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
@@ -98,7 +98,7 @@ class Meter:
     """An engine that measures what goes through it, and stops the run when enough is known."""
 
     def __init__(
-        self, engine: Engine, watch: Watch, control: Control, within_s: float, log_path: Path | None
+        self, engine: Engine, watch: TrialWatch, control: Control, within_s: float, log_path: Path | None
     ) -> None:
         self.end: End | None = None
         """How the trial ended, and why; None while it goes on, or when the run came to its end."""
@@ -131,7 +131,7 @@ class Meter:
         """Ask the engine; see `Engine.tokens_of`."""
         return await self._engine.tokens_of(request)
 
-    async def signals(self) -> Sequence[Signals]:
+    async def signals(self) -> Sequence[SchedulerLoad]:
         """Return the load, and look at it."""
         signals = await self._engine.signals()
         now = time.monotonic()

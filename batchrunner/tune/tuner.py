@@ -19,7 +19,7 @@ from batchrunner.engines.model_files import check_model
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Duration, GatewayEngine, InprocessEngine, ServerEngine
 from batchrunner.output.resume import fingerprint
-from batchrunner.output.task_lock import claimed
+from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import prepare
 from batchrunner.tune.edit import apply_args, own_engine
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from batchrunner.job.spec import Job
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.prepare import PreparedJob
     from batchrunner.tune.measure import Result
     from batchrunner.tune.search import Ask
     from batchrunner.tune.space import Args
@@ -70,7 +70,7 @@ def tune(
     check_model(engine.model)
     prepared = prepare(job)
     directory = prepared.run_dir.path / "tune"
-    with claimed(prepared.run_dir, directory=directory):
+    with hold_task(prepared.run_dir, directory=directory):
         found = _search(source, job, engine, prepared, directory, allow, budget_s)
     if apply and found.args:
         apply_args(Path(source), found.args)
@@ -82,7 +82,7 @@ def _search(
     source: str,
     job: Job,
     engine: ServerEngine,
-    prepared: Prepared,
+    prepared: PreparedJob,
     directory: Path,
     allow: Sequence[str],
     budget_s: float,

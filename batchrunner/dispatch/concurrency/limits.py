@@ -20,7 +20,7 @@ from batchrunner.dispatch.concurrency.window import first_window
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchrunner.core.types import EngineInfo, Signals
+    from batchrunner.core.types import EngineInfo, SchedulerLoad
 
 BURST_S = 0.1
 BURST_HALF_LIFE_S = 10.0
@@ -34,7 +34,7 @@ GONE_AFTER_S = 15.0
 class _Scheduler:
     route: str
     controller: Controller
-    last: Signals | None = None
+    last: SchedulerLoad | None = None
     heard_at: float = 0.0
     rated: tuple[float, int] | None = None
     rate: float = 0.0
@@ -68,7 +68,7 @@ class _Ends:
 
 
 @dataclass(slots=True)
-class Admission:
+class ConcurrencyLimits:
     """Decides how many requests each route may have in flight."""
 
     info: EngineInfo
@@ -92,7 +92,7 @@ class Admission:
         """Part what is left between the engine's routes."""
         self._shares = Shares(self.info.routes)
 
-    def begin(self, signals: Sequence[Signals], now: float, *, unsent: int) -> list[Decision]:
+    def begin(self, signals: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
         """Set the first windows, from the engine's limits."""
         made = [self._add(signal, now) for signal in signals]
         silent = [route for route in self.info.routes if not self._on_route[route]]
@@ -147,7 +147,7 @@ class Admission:
         return {name: s.controller.state for name, s in self._schedulers.items()}
 
     def observe(
-        self, signals: Sequence[Signals], in_flight: Mapping[str, int], now: float, *, unsent: int
+        self, signals: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
     ) -> list[Decision]:
         """Take what a poll brought (nothing, where it failed); return what changed.
 
@@ -202,7 +202,7 @@ class Admission:
         moves = [scheduler.controller.pressed(now, what) for scheduler in self._on_route[route]]
         return [move for move in moves if move]
 
-    def _add(self, signal: Signals | None, now: float, route: str = "") -> Decision:
+    def _add(self, signal: SchedulerLoad | None, now: float, route: str = "") -> Decision:
         count = len(self.info.routes)
         if signal is not None:
             name, route, max_running = signal.scheduler, signal.route, signal.max_running
@@ -223,7 +223,7 @@ class Admission:
             f"{why}; #queue-req {band.low}-{band.high} ({band.why})",
         )
 
-    def _forget(self, signals: Sequence[Signals], now: float) -> list[Decision]:
+    def _forget(self, signals: Sequence[SchedulerLoad], now: float) -> list[Decision]:
         """Take out the schedulers of a shared route that are silent while others speak."""
         speaking = {signal.route for signal in signals}
         gone = [
@@ -253,7 +253,7 @@ class Admission:
             if most < self._wanted(route) <= before.get(route, sys.maxsize)
         ]
 
-    def _located(self, signals: Sequence[Signals], in_flight: Mapping[str, int]) -> dict[str, int]:
+    def _located(self, signals: Sequence[SchedulerLoad], in_flight: Mapping[str, int]) -> dict[str, int]:
         """Our requests at each scheduler: known where it has a route of its own, else estimated."""
         busy: defaultdict[str, int] = defaultdict(int)
         for signal in signals:
@@ -278,7 +278,7 @@ class Admission:
         return scheduler.rate
 
 
-def _is_news(signal: Signals, last: Signals | None) -> bool:
+def _is_news(signal: SchedulerLoad, last: SchedulerLoad | None) -> bool:
     """Tell a fresh sample from the old one told again: by its own time, or by any change."""
     if last is None or signal.taken_at is None:
         return signal != last

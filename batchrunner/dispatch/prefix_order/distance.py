@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchrunner.core.types import Completion, EngineInfo
-    from batchrunner.dispatch.pending_row import Work
+    from batchrunner.dispatch.pending_row import PendingRow
 
 PASS_TOKENS = 8192
 """A prefill pass of an engine that does not say (SGLang's chunked prefill on GPUs of 80 GB)."""
@@ -34,7 +34,7 @@ LEAST_EXPECTED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class LeadChange:
+class DistanceChange:
     """Why the distance was changed."""
 
     old: int
@@ -42,7 +42,7 @@ class LeadChange:
     reason: str
 
 
-class Lead:
+class ReuseDistance:
     """The distance, in tokens over all schedulers."""
 
     def __init__(self, info: EngineInfo, schedulers: int) -> None:
@@ -68,13 +68,13 @@ class Lead:
         """Tokens of prefill between a row and its followers."""
         return round(self._tokens * self._scale)
 
-    def goes(self, work: Work) -> None:
+    def goes(self, work: PendingRow) -> None:
         """Take note of a row that goes now."""
         work.new_tokens = (work.size - work.shared) / self.bytes_a_token
         self._clock += work.new_tokens
         work.clock = self._clock
 
-    def is_ahead(self, work: Work) -> bool:
+    def is_ahead(self, work: PendingRow) -> bool:
         """Tell whether a row that has gone is far enough ahead of its followers."""
         own = work.new_tokens % self._pass_tokens
         return self._clock - work.clock >= (self._tokens - own) * self._scale
@@ -84,7 +84,7 @@ class Lead:
         """Of the prompts so far; before there is one, many: rather too far apart than too near."""
         return self._bytes / self._bytes_tokens if self._bytes_tokens else MOST_BYTES_A_TOKEN
 
-    def saw(self, work: Work, completion: Completion) -> LeadChange | None:
+    def saw(self, work: PendingRow, completion: Completion) -> DistanceChange | None:
         """Take note of an answer; return the correction that it brought."""
         if not completion.prompt_tokens or not work.size:
             return None
@@ -112,7 +112,7 @@ class Lead:
             "lead_tokens": self.tokens,
         }
 
-    def _correct(self) -> LeadChange | None:
+    def _correct(self) -> DistanceChange | None:
         """Change the distance where too many followers did not find their beginning.
 
         It was evicted where it had been computed when they were sent, or where they were more than a pass
@@ -131,4 +131,4 @@ class Lead:
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
         self._since = self._clock
         why = f"{missed} of {rows} followers did not find their beginning in the cache"
-        return LeadChange(old, self.tokens, why) if self.tokens != old else None
+        return DistanceChange(old, self.tokens, why) if self.tokens != old else None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from batchrunner.dispatch.pending_row import Work
-    from batchrunner.dispatch.prefix_order.distance import Lead
+    from batchrunner.dispatch.pending_row import PendingRow
+    from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 
 MOST_HELD, MOST_HELD_BYTES = 1024, 32 << 20
 """Rows that wait for their beginning while others can still come, and the bytes of their prompts."""
@@ -20,35 +20,35 @@ MOST_HELD, MOST_HELD_BYTES = 1024, 32 << 20
 class Turn(NamedTuple):
     """A row whose turn it is."""
 
-    work: Work
+    work: PendingRow
     is_early: bool
     """Whether there was nothing else to send until its beginning is computed."""
 
 
-class Pace:
+class FollowerRelease:
     """Rows that wait for their turn: leaders in order, followers until their leader is far enough ahead."""
 
-    def __init__(self, lead: Lead | None) -> None:
+    def __init__(self, lead: ReuseDistance | None) -> None:
         """Without a `lead` all go as they come."""
         self._lead = lead
-        self._leaders: deque[Work] = deque()
+        self._leaders: deque[PendingRow] = deque()
         self._leaders_bytes = 0
         self._following_bytes = 0
-        self._following: list[tuple[float, int, Work]] = []  # a heap: since when, which was first, who
-        self._due: list[tuple[int, int, Work]] = []  # a heap: the longest beginning first
+        self._following: list[tuple[float, int, PendingRow]] = []  # a heap: since when, which was first, who
+        self._due: list[tuple[int, int, PendingRow]] = []  # a heap: the longest beginning first
         self._serial = count()
 
     def __len__(self) -> int:
         """Count those that wait."""
         return len(self._leaders) + len(self._following) + len(self._due)
 
-    def add(self, leaders: Iterable[Work]) -> None:
+    def add(self, leaders: Iterable[PendingRow]) -> None:
         """Add rows that wait for no other; their followers come with them."""
         for work in leaders:
             self._leaders.append(work)
             self._leaders_bytes += work.size
 
-    def follow(self, leader: Work) -> None:
+    def follow(self, leader: PendingRow) -> None:
         """Let the followers of a row that has gone wait: first those that others follow, or are long."""
         for work in sorted(leader.children, key=lambda work: (not work.children, -work.longest)):
             heapq.heappush(self._following, (leader.clock, next(self._serial), work))
@@ -83,7 +83,7 @@ class Pace:
     def _holds_most(self) -> bool:
         return len(self._following) > MOST_HELD or self._following_bytes > MOST_HELD_BYTES
 
-    def _next_follower(self) -> tuple[int, Work]:
+    def _next_follower(self) -> tuple[int, PendingRow]:
         _, serial, work = heapq.heappop(self._following)
         self._following_bytes -= work.size
         return serial, work

@@ -22,7 +22,7 @@ GRAIN_BYTES = 64
 """What a node adds to the one above it, at least: rows have a few bytes more in common by chance."""
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """A row's place below another."""
 
     parent: int
@@ -40,7 +40,7 @@ class _Branch(NamedTuple):
     rows: int
 
 
-def find_families(prefixes: Sequence[bytes], gone: int = 0) -> dict[int, Place]:
+def find_prefix_groups(prefixes: Sequence[bytes], gone: int = 0) -> dict[int, TreePlace]:
     """Return the place of each row that follows another; the first `gone` of them have been sent already."""
     order = sorted(range(len(prefixes)), key=prefixes.__getitem__)
     depths = [_depth(prefixes[one], prefixes[other]) for one, other in pairwise(order)]
@@ -64,7 +64,7 @@ class _Tree:
         self._prefixes = prefixes
         self._gone = gone
         self._open: list[tuple[int, list[_Branch]]] = [(0, [])]  # depth in bytes, and the branches below
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, TreePlace] = {}
 
     def add(self, index: int, depth: int) -> None:
         """Add the next row in sorted order, which shares `depth` bytes with the one after it."""
@@ -83,7 +83,7 @@ class _Tree:
         rows = sum(branch.rows for branch in branches)
         for branch in branches:
             if branch.first != first:
-                self.places[branch.first] = Place(first, depth, rows)
+                self.places[branch.first] = TreePlace(first, depth, rows)
         return _Branch(first, rows)
 
     def _rank(self, branch: _Branch) -> tuple[bool, int, int]:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from batchrunner.core.types import Outcome
-from batchrunner.dispatch.pending_row import Work
-from batchrunner.dispatch.prefix_order.pacing import Pace
-from batchrunner.dispatch.prefix_order.prefix_tree import find_families
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.prefix_order.pacing import FollowerRelease
+from batchrunner.dispatch.prefix_order.prefix_tree import find_prefix_groups
 from batchrunner.input.prefixes import prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from batchrunner.core.types import Completion, Request
-    from batchrunner.dispatch.prefix_order.distance import Lead, LeadChange
-    from batchrunner.dispatch.prefix_order.lengths import Lengths
+    from batchrunner.dispatch.prefix_order.distance import DistanceChange, ReuseDistance
+    from batchrunner.dispatch.prefix_order.lengths import OutputLengths
 
 WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
 """What is looked at together: rows, and the bytes of their prompts."""
@@ -45,17 +45,19 @@ class Primer(NamedTuple):
     beginning for each of them.
     """
 
-    work: Work
+    work: PendingRow
     round: int
     """Primers of a later round share beginnings with those before."""
     everywhere: bool
     """Whether those that follow it are not of its family: then each cache needs the beginning."""
 
 
-class Arranger:
+class Reorderer:
     """Puts rows in order as they come from the plan."""
 
-    def __init__(self, lead: Lead | None, lengths: Lengths | None, *, dedupe: bool, caches: int = 1) -> None:
+    def __init__(
+        self, lead: ReuseDistance | None, lengths: OutputLengths | None, *, dedupe: bool, caches: int = 1
+    ) -> None:
         """Without a `lead` beginnings do not matter; without `lengths` rows go as they come.
 
         Each of the engine's schedulers has one of the `caches`.
@@ -64,10 +66,10 @@ class Arranger:
         self._lengths = lengths
         self._dedupe = dedupe
         self.caches = caches
-        self._window: list[Work] = []
+        self._window: list[PendingRow] = []
         self._window_bytes = 0
-        self._gone: deque[Work] = deque(maxlen=GONE_ROWS)
-        self._pace = Pace(lead)
+        self._gone: deque[PendingRow] = deque(maxlen=GONE_ROWS)
+        self._pace = FollowerRelease(lead)
         self._began = False
 
     @property
@@ -79,7 +81,7 @@ class Arranger:
         """Return what came of it, as report.json has it."""
         return self._lead.as_dict() if self._lead is not None else {}
 
-    def saw(self, work: Work, completion: Completion) -> LeadChange | None:
+    def saw(self, work: PendingRow, completion: Completion) -> DistanceChange | None:
         """Learn from an answer; return how that changed the distance between leaders and followers."""
         if self._lengths is not None:
             self._lengths.saw(work, sum(tokens or 0 for tokens in completion.completion_tokens))
@@ -91,13 +93,13 @@ class Arranger:
         unread: Callable[[], int],
         *,
         is_shared: bool = False,
-    ) -> Iterator[list[Work | Primer | Outcome]]:
+    ) -> Iterator[list[PendingRow | Primer | Outcome]]:
         """Return the rows of the plan as they are to be sent; an empty batch: those before it should go.
 
         `unread` counts the rows that are still to come, which other tasks could do if they are shared.
         """
         for batch in batches:
-            outcomes: list[Work | Primer | Outcome] = []
+            outcomes: list[PendingRow | Primer | Outcome] = []
             for item in batch:
                 if isinstance(item, Outcome):
                     outcomes.append(item)
@@ -110,7 +112,7 @@ class Arranger:
         yield from self._arranged(last=True)
 
     def _take(self, request: Request) -> None:
-        work = Work(request)
+        work = PendingRow(request)
         prefix = prefix_of(request)
         work.size = len(prefix)  # what is read ahead is bounded by it, in any order
         if self._lead is not None or self._lengths is not None or self._dedupe:
@@ -125,7 +127,7 @@ class Arranger:
         most = SHARED_ROWS if is_shared else WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
         return (len(self._window) >= most and unread > 0) or self._window_bytes >= WINDOW_BYTES
 
-    def _arranged(self, *, last: bool) -> Iterator[list[Work | Primer | Outcome]]:
+    def _arranged(self, *, last: bool) -> Iterator[list[PendingRow | Primer | Outcome]]:
         """Put the rows of the window in order, and return those that should go by now, piece by piece.
 
         So what is learnt from the first answers is known for the others.
@@ -145,9 +147,9 @@ class Arranger:
         while piece := self._piece(last=last):
             yield piece
 
-    def _piece(self, *, last: bool) -> list[Work | Primer | Outcome]:
-        works: list[Work] = []
-        primers: dict[Work, Primer] = {}
+    def _piece(self, *, last: bool) -> list[PendingRow | Primer | Outcome]:
+        works: list[PendingRow] = []
+        primers: dict[PendingRow, Primer] = {}
         while len(works) < PIECE_ROWS and (turn := self._pace.take(last=last)):
             works.append(turn.work)
             if turn.is_early and not self._began:
@@ -158,11 +160,11 @@ class Arranger:
                 work.prefix = b""
         return [*primers.values(), *works]
 
-    def _relate(self, window: list[Work]) -> None:
+    def _relate(self, window: list[PendingRow]) -> None:
         """Find out which row goes before which, those that were sent of late included."""
         gone = list(self._gone)
         rows = [*gone, *window]
-        places = find_families([work.prefix for work in rows], len(gone))
+        places = find_prefix_groups([work.prefix for work in rows], len(gone))
         for index, place in sorted(places.items()):  # as they came: neighbours in sorted order would go in
             if index < len(gone):  # one pass, and compute again the little more that they have in common
                 continue
@@ -177,7 +179,7 @@ class Arranger:
             for work in window:
                 _settle(work, common)
 
-    def _prime(self, work: Work, primers: dict[Work, Primer]) -> None:
+    def _prime(self, work: PendingRow, primers: dict[PendingRow, Primer]) -> None:
         """Have the beginning of a row's parent computed, if that is among the first that the engine gets."""
         assert self._lead is not None
         assert work.parent is not None
@@ -188,18 +190,18 @@ class Arranger:
             primers[parent] = known._replace(everywhere=known.everywhere or work.family is not parent.family)
 
 
-def _find_longest(window: Iterable[Work], lengths: Lengths) -> None:
+def _find_longest(window: Iterable[PendingRow], lengths: OutputLengths) -> None:
     """Find out how long the outputs will be: a row with a long one behind it has to go early too."""
     for work in window:
         longest = lengths.expected(work)
-        ahead: Work | None = work
+        ahead: PendingRow | None = work
         while ahead is not None and ahead.longest < longest:
             ahead.longest, ahead = longest, ahead.parent
 
 
-def _without_twins(window: list[Work]) -> list[Work]:
+def _without_twins(window: list[PendingRow]) -> list[PendingRow]:
     """Return the rows with those that are sure to get the same answer under the first of them."""
-    first: dict[tuple[bytes, str], Work] = {}
+    first: dict[tuple[bytes, str], PendingRow] = {}
     kept = []
     for work in window:
         twin = work
@@ -212,7 +214,7 @@ def _without_twins(window: list[Work]) -> list[Work]:
     return kept
 
 
-def _settle(work: Work, common: set[Work]) -> Work:
+def _settle(work: PendingRow, common: set[PendingRow]) -> PendingRow:
     """Find out with whom a row should stay: `common` follow a beginning which most rows have."""
     if work.family is None:
         parent = work.parent

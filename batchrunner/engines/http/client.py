@@ -17,11 +17,11 @@ from batchrunner.core.errors import (
     EngineStartError,
     NoAnswerError,
 )
-from batchrunner.core.types import EngineInfo, Signals
+from batchrunner.core.types import EngineInfo, SchedulerLoad
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Route
-from batchrunner.engines.http.failures import Blame
+from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.http.load import from_loads, from_metrics
 from batchrunner.engines.http.tokenizer_info import same_for_all, tokenizing_of
 from batchrunner.engines.model_files import model_identity, vocabulary_of
@@ -84,7 +84,7 @@ class HttpEngine:
         self._session: aiohttp.ClientSession | None = None
         self._load_path: str | None = None
         self._vocabulary: int | None = None
-        self.blame = Blame(self._is_alive)
+        self.blame = FailureClassifier(self._is_alive)
 
     async def open(self) -> EngineInfo:
         """Connect and read what every replica says of itself; see `Engine.open`."""
@@ -172,7 +172,7 @@ class HttpEngine:
             raise wire.error_of(response.status, content)
         return wire.tokens_in(content)
 
-    async def signals(self) -> list[Signals]:
+    async def signals(self) -> list[SchedulerLoad]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
         if self._load_path is None:
             return []
@@ -235,7 +235,7 @@ class HttpEngine:
             return False
         return True
 
-    async def _poll(self, url: str) -> list[Signals]:
+    async def _poll(self, url: str) -> list[SchedulerLoad]:
         assert self._load_path is not None
         route = GATEWAY_ROUTE if self._gateway else url
         try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 
-class Blame:
+class FailureClassifier:
     """What is known of the life of some servers; `answers` asks one whether it is alive."""
 
     def __init__(self, answers: Callable[[str], Awaitable[bool]]) -> None:

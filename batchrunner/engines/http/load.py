@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.types import Signals
+from batchrunner.core.types import SchedulerLoad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PREFIX = "sglang:"
 
 
-def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[Signals]:
+def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[SchedulerLoad]:
     """Read the reply of `GET /v1/loads?include=core` (SGLang ≥ 0.5.9): one entry a DP rank.
 
     `route` leads to the server at `url`, where it is not the URL itself.
@@ -22,7 +22,7 @@ def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> 
     """
     loads = reply["loads"]
     return [
-        Signals(
+        SchedulerLoad(
             scheduler=url if len(loads) == 1 else f"{url}#dp{load['dp_rank']}",
             source="loads",
             running=int(load["num_running_reqs"]),
@@ -39,7 +39,7 @@ def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> 
     ]
 
 
-def from_metrics(text: str, url: str, route: str | None = None) -> list[Signals]:
+def from_metrics(text: str, url: str, route: str | None = None) -> list[SchedulerLoad]:
     """Read `GET /metrics` (Prometheus text; servers started with --enable-metrics).
 
     Raises ValueError where the text is not Prometheus's; empty where SGLang's gauges are not in it.
@@ -49,7 +49,7 @@ def from_metrics(text: str, url: str, route: str | None = None) -> list[Signals]
         gauges[rank][name] = value
     ranks = {rank: g for rank, g in gauges.items() if "num_running_reqs" in g and "num_queue_reqs" in g}
     return [
-        Signals(
+        SchedulerLoad(
             scheduler=url if len(ranks) == 1 else f"{url}#dp{rank}",
             source="metrics",
             running=int(g["num_running_reqs"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.types import Tokenizing
+from batchrunner.core.types import TokenizerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models for whose chats SGLang has a way of its own (special tokens in the answer, rules for messages)."""
 
 
-def tokenizing_of(model: Mapping[str, Any], server: Mapping[str, Any]) -> Tokenizing:
+def tokenizing_of(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
     """Read a server's `/model_info` and `/server_info`."""
-    return Tokenizing(
+    return TokenizerInfo(
         tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
         model=str(model["model_path"]),
         own=_own(model, server),
@@ -34,11 +34,11 @@ def tokenizing_of(model: Mapping[str, Any], server: Mapping[str, Any]) -> Tokeni
     )
 
 
-def same_for_all(found: Sequence[Tokenizing]) -> Tokenizing:
+def same_for_all(found: Sequence[TokenizerInfo]) -> TokenizerInfo:
     """Return what replicas have in common."""
     first = found[0]
     if any(other != first for other in found):
-        return Tokenizing(first.tokenizer, first.model, own="the replicas' arguments differ")
+        return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
     return first
 
 

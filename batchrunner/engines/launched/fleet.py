@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import Incident
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
-from batchrunner.engines.hang_detector import Vigil
+from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.gateway import gateway_process, start_gateway
 from batchrunner.engines.launched.sglang_server import SGLangServer
-from batchrunner.engines.launched.supervisor import Guard
+from batchrunner.engines.launched.supervisor import ServerSupervisor
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.recovery.fits import cards_of, check_fits
 from batchrunner.engines.recovery.healer import healer_for
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from batchrunner.core.types import Completion, EngineInfo, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
     from batchrunner.engines.launched.process import LaunchedProcess
     from batchrunner.engines.recovery.healer import Healer
     from batchrunner.input.tokenize.detokenizer import Detokenizer
@@ -58,9 +58,9 @@ class LaunchedGateway:
         self._workers: WorkerList | None = None
         self._ready: set[str] = set()  # replicas that are up
         self._listed: set[str] = set()  # what the gateway's list should be
-        self._guards: dict[str, Guard] = {}
+        self._guards: dict[str, ServerSupervisor] = {}
         """Of each replica by its URL, and of the gateway."""
-        self._vigils: dict[str, Vigil] = {}
+        self._vigils: dict[str, HangDetector] = {}
         self._incidents: list[Incident] = []
         self._watching: set[asyncio.Task[None]] = set()
 
@@ -97,9 +97,13 @@ class LaunchedGateway:
         info = await self._client.open()
         tell = self._incidents.append
         self._guards = {server.url: self._guard(server) for server in self._servers}
-        self._guards[GATEWAY_ROUTE] = Guard(self._gateway, self._start_gateway, tell, up=self._give_workers)
+        self._guards[GATEWAY_ROUTE] = ServerSupervisor(
+            self._gateway, self._start_gateway, tell, up=self._give_workers
+        )
         self._client.blame.excuses = lambda url, sent_at: self._guards[url].excuses(sent_at)
-        self._vigils = {name: Vigil(self._limits.hang, alone=name not in urls) for name in self._guards}
+        self._vigils = {
+            name: HangDetector(self._limits.hang, alone=name not in urls) for name in self._guards
+        }
         self._watching = {asyncio.create_task(guard.watch()) for guard in self._guards.values()}
         notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
         return dataclasses.replace(
@@ -125,7 +129,7 @@ class LaunchedGateway:
         assert self._client is not None
         return await self._client.tokens_of(request)
 
-    async def signals(self) -> Sequence[Signals]:
+    async def signals(self) -> Sequence[SchedulerLoad]:
         """Return the load of each replica that answers now."""
         if self._client is None:
             return []
@@ -178,7 +182,7 @@ class LaunchedGateway:
         assert self._workers is not None
         await start_gateway(self._gateway, self._workers.url)
 
-    def _watch(self, signals: Sequence[Signals]) -> None:
+    def _watch(self, signals: Sequence[SchedulerLoad]) -> None:
         """Find the replicas that hang, and the gateway: where it has rows, and no replica has."""
         assert self._client is not None
         route, now = self._client.routes[GATEWAY_ROUTE], time.monotonic()
@@ -207,9 +211,9 @@ class LaunchedGateway:
             self._watching.add(change)
             change.add_done_callback(self._watching.discard)
 
-    def _guard(self, server: SGLangServer) -> Guard:
+    def _guard(self, server: SGLangServer) -> ServerSupervisor:
         """Take a replica that dies out of the gateway, start it again, put it back."""
-        return Guard(
+        return ServerSupervisor(
             server.process,
             server.start,
             self._incidents.append,

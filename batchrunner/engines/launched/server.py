@@ -9,10 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
-from batchrunner.engines.hang_detector import Vigil
+from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.launched.sglang_server import SGLangServer
-from batchrunner.engines.launched.supervisor import Guard
+from batchrunner.engines.launched.supervisor import ServerSupervisor
 from batchrunner.engines.logs.load import LogLoad
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.recovery.fits import check_fits
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, Signals
+    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
     from batchrunner.input.tokenize.detokenizer import Detokenizer
     from batchrunner.job.spec import LimitsSpec, ServerEngine
 
@@ -41,11 +41,11 @@ class LaunchedServer:
         self._reader = reader
         self._log_path = log_path
         self._timeout_s = limits.request_timeout
-        self._vigil = Vigil(limits.hang)
+        self._vigil = HangDetector(limits.hang)
         self._incidents: list[Incident] = []
         self._server: SGLangServer | None = None
         self._client: HttpEngine | None = None
-        self._guard: Guard | None = None
+        self._guard: ServerSupervisor | None = None
         self._watching: asyncio.Task[None] | None = None
         self._log_load: LogLoad | None = None
         self._log_read = log_path.stat().st_size if log_path.exists() else 0
@@ -62,7 +62,7 @@ class LaunchedServer:
             spec, spec.model, key=key, log_path=self._log_path, cpu=cpu, healer=healer
         )
         await server.start()
-        self._guard = guard = Guard(server.process, server.start, self._tell, heal=server.heal)
+        self._guard = guard = ServerSupervisor(server.process, server.start, self._tell, heal=server.heal)
         self._watching = asyncio.create_task(guard.watch())
         self._client = HttpEngine(
             [server.url], api_key=key, request_timeout_s=self._timeout_s, reader=self._reader
@@ -94,7 +94,7 @@ class LaunchedServer:
         assert self._client is not None
         return await self._client.tokens_of(request)
 
-    async def signals(self) -> Sequence[Signals]:
+    async def signals(self) -> Sequence[SchedulerLoad]:
         """Return the server's load now, out of its log where it tells it nowhere else."""
         if self._client is None or self._guard is None:
             return []
@@ -128,7 +128,7 @@ class LaunchedServer:
         self._client.blame.saw(self._server.url, alive=incident.what == "back")
         self._vigil.restarted()
 
-    def _logged(self, load: LogLoad) -> Sequence[Signals]:
+    def _logged(self, load: LogLoad) -> Sequence[SchedulerLoad]:
         with self._log_path.open("rb") as log:
             log.seek(self._log_read)
             text = log.read(LOG_BYTES)

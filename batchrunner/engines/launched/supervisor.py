@@ -31,7 +31,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before another start, doubling with every quick death in a row."""
 
 
-class Guard:
+class ServerSupervisor:
     """Watches one program; `lost` says why it is not started any more, once that is so."""
 
     def __init__(

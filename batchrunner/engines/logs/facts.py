@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchrunner.engines.logs.lines import Died, OutOfMemory, Phase, Ready
+    from batchrunner.engines.logs.lines import Died, OutOfMemory, Phase, ServerReady
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 
@@ -46,7 +46,7 @@ class Facts:
     version: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     """By SGLang's own field names, with underscores."""
-    ready: Ready | None = None
+    ready: ServerReady | None = None
     troubles: list[Trouble] = field(default_factory=list)
     last_trouble: Trouble | None = None
     """Of what ran out of memory since the last batch: what came before, the server has survived."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 Phase = Literal["load", "pool", "graph", "prefill-graph", "prefill", "decode", "requests", "general"]
 
 
-class Batch(NamedTuple):
+class LoggedBatch(NamedTuple):
     """A reading of one scheduler, at a prefill pass or every 40 decode steps."""
 
     decode: bool
@@ -45,7 +45,7 @@ class Retraction(NamedTuple):
     """What they had in the pool, and have to have computed again; 0 in releases that do not say."""
 
 
-class Ready(NamedTuple):
+class ServerReady(NamedTuple):
     """What the scheduler says before it takes requests; memory in GB, tokens and requests as counts."""
 
     max_total_num_tokens: int | None
@@ -56,7 +56,7 @@ class Ready(NamedTuple):
     """`available_gpu_mem`; None on a CPU."""
 
 
-class Weights(NamedTuple):
+class WeightsLoaded(NamedTuple):
     """Loading begins (`free_gb` is the device's free memory) or ends (`used_gb`, `model`)."""
 
     free_gb: float | None
@@ -102,14 +102,23 @@ class Arguments(NamedTuple):
     values: dict[str, Any]
 
 
-class Card(NamedTuple):
+class LoggedCard(NamedTuple):
     """The card's name, as the files of kernel settings have it."""
 
     name: str
 
 
 Record: TypeAlias = (
-    Batch | Retraction | Ready | Weights | OutOfMemory | Died | Raised | Doing | Arguments | Card
+    LoggedBatch
+    | Retraction
+    | ServerReady
+    | WeightsLoaded
+    | OutOfMemory
+    | Died
+    | Raised
+    | Doing
+    | Arguments
+    | LoggedCard
 )
 
 
@@ -253,7 +262,7 @@ def clean(line: str) -> str:
     return line.rpartition("\r")[2] if "\r" in line else line
 
 
-def _batch(line: str) -> Batch | None:
+def _batch(line: str) -> LoggedBatch | None:
     """Read the pairs of a batch line that matter; None where it is none, or was cut before its queue."""
     start = line.find("Decode batch")
     decode = start >= 0
@@ -263,7 +272,7 @@ def _batch(line: str) -> Batch | None:
         return None
     usages = _USAGE.findall(line, start)
     tokens, rate = _TOKENS.search(line, start), _RATE.search(line, start)
-    return Batch(
+    return LoggedBatch(
         decode,
         int(running[1]),
         int(queue[1]),
@@ -280,10 +289,10 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _ready(line: str) -> Ready | None:
+def _ready(line: str) -> ServerReady | None:
     limits = {name: int(value) for name, value in _READY.findall(line)}
     gpu = _GPU_GB.search(line)
-    return Ready(
+    return ServerReady(
         limits.get("max_total_num_tokens"),
         limits.get("chunked_prefill_size"),
         limits.get("max_running_requests"),
@@ -298,11 +307,11 @@ def _rare(line: str) -> Record | None:
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
         free = float(weights[3]) if weights[1] == "begin" else None
-        return Weights(free, float(used[1]) if used else None, weights[2], _quantised(line))
+        return WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
     if card := _CARD.search(line):
-        return Card(card[1])
+        return LoggedCard(card[1])
     return next((Doing(phase) for sign, phase in _DOING if sign in line), None)
 
 

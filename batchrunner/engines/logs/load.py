@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchrunner.core.types import Signals
-from batchrunner.engines.logs.lines import Batch, Ready, origin_of, record_in
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, origin_of, record_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,24 +16,24 @@ class LogLoad:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._limits: Ready | None = None
-        self._newest: dict[str, tuple[Batch, int]] = {}
+        self._limits: ServerReady | None = None
+        self._newest: dict[str, tuple[LoggedBatch, int]] = {}
         self._told = 0
 
     def read(self, lines: Iterable[str]) -> None:
         """Take the next lines of the log."""
         for line in lines:
             record = record_in(line)
-            if isinstance(record, Ready):
+            if isinstance(record, ServerReady):
                 self._limits = record
-            elif isinstance(record, Batch):
+            elif isinstance(record, LoggedBatch):
                 self._told += 1
                 self._newest[origin_of(line).dp] = record, self._told
 
-    def signals(self) -> list[Signals]:
+    def signals(self) -> list[SchedulerLoad]:
         """Return the newest load of each scheduler."""
         return [
-            Signals(
+            SchedulerLoad(
                 scheduler=f"{self._url}#dp{rank}" if rank else self._url,
                 source="log",
                 running=batch.running,

@@ -10,22 +10,22 @@ from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.facts import Facts, Trouble
 from batchrunner.engines.logs.lines import (
     Arguments,
-    Batch,
-    Card,
     Died,
     Doing,
+    LoggedBatch,
+    LoggedCard,
     OutOfMemory,
     Raised,
-    Ready,
     Record,
     Retraction,
-    Weights,
+    ServerReady,
+    WeightsLoaded,
     clean,
     origin_of,
     record_in,
 )
 from batchrunner.engines.logs.series import Prefills, Series
-from batchrunner.engines.logs.signs import Sample
+from batchrunner.engines.logs.signs import LoadSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,12 +101,14 @@ class LogReader:
         line = clean(line)
         record = record_in(line)
         if record is not None:
-            self.records += isinstance(record, (Batch, Retraction, Ready, Arguments, Weights))
+            self.records += isinstance(
+                record, (LoggedBatch, Retraction, ServerReady, Arguments, WeightsLoaded)
+            )
             self._take(record, line)
 
     def _take(self, record: Record, line: str) -> None:
         match record:
-            case Batch():
+            case LoggedBatch():
                 self._batch(record, line)
             case Retraction():
                 scheduler, _ = self._speaker(line)
@@ -115,19 +117,19 @@ class LogReader:
                     self.series.prefills.retracted_tokens += record.tokens
             case Arguments():
                 self._started(record)
-            case Ready():
+            case ServerReady():
                 self.facts.ready = record
                 self._phase = "general"
-            case Weights():
+            case WeightsLoaded():
                 self._weights(record)
             case Doing() if self._phase not in _CAPTURES or record.phase not in {"prefill", "decode"}:
                 self._phase = record.phase
-            case Card():
+            case LoggedCard():
                 self.facts.card = record.name
             case OutOfMemory() | Died() | Raised():
                 self._failed(record)
 
-    def _batch(self, batch: Batch, line: str) -> None:
+    def _batch(self, batch: LoggedBatch, line: str) -> None:
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
@@ -136,11 +138,13 @@ class LogReader:
             self.facts.died = self._buried = self.facts.last_trouble = None
         most = self.facts.max_running
         if batch.decode:
-            sample = Sample(at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput)
+            sample = LoadSample(
+                at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput
+            )
             self.series.add(scheduler, sample)
         else:
             self._prefills.add(
-                scheduler, Sample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
+                scheduler, LoadSample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
             )
             self.series.prefills.add(batch, self.facts.chunk, scheduler)
 
@@ -170,7 +174,7 @@ class LogReader:
         if not series.tracks:
             series.prefills = Prefills()
 
-    def _weights(self, record: Weights) -> None:
+    def _weights(self, record: WeightsLoaded) -> None:
         facts = self.facts
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from batchrunner.engines.logs.signs import SIGNS, Sample
+from batchrunner.engines.logs.signs import SIGNS, LoadSample
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from batchrunner.engines.logs.lines import Batch
+    from batchrunner.engines.logs.lines import LoggedBatch
     from batchrunner.engines.logs.thresholds import Thresholds
 
 MOST_SAMPLES = 512
@@ -39,7 +39,7 @@ STEPS_A_LINE = 40
 class Track:
     """One scheduler."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[LoadSample] = field(default_factory=list)
     """Thinned out evenly, oldest first."""
     every: int = 1
     """Of how many samples one is kept."""
@@ -55,11 +55,11 @@ class Track:
     silent: Counter[str] = field(default_factory=Counter)
     """Samples that a sign does not apply to."""
     retractions: int = 0
-    _last: Sample | None = None
+    _last: LoadSample | None = None
     _dry: int = 0
     _queued: bool = False
 
-    def add(self, sample: Sample, limits: Thresholds) -> None:
+    def add(self, sample: LoadSample, limits: Thresholds) -> None:
         """Count a sample."""
         gap_s = self._gap_s(sample)
         if abs(gap_s) > PAUSE_S:
@@ -87,7 +87,7 @@ class Track:
                 self.silent[sign] += self._dry
         self._dry, self._queued = 0, False
 
-    def _gap_s(self, sample: Sample) -> float:
+    def _gap_s(self, sample: LoadSample) -> float:
         last = self._last
         if sample.at is None:
             return STEPS_A_LINE * sample.running / sample.rate if sample.rate else 0.0
@@ -97,7 +97,7 @@ class Track:
         gap_s = sample.at - last.at
         return gap_s + DAY_S if gap_s < -DAY_S / 2 and last.at < DAY_S else gap_s
 
-    def _keep(self, sample: Sample) -> None:
+    def _keep(self, sample: LoadSample) -> None:
         if self.counted % self.every == 0:
             self.samples.append(sample)
             if len(self.samples) > MOST_SAMPLES:
@@ -134,7 +134,7 @@ class Prefills:
     _in_streak: set[str] = field(default_factory=set)
     """Schedulers whose last pass it was."""
 
-    def add(self, batch: Batch, chunk: int | None, scheduler: str) -> None:
+    def add(self, batch: LoggedBatch, chunk: int | None, scheduler: str) -> None:
         """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
         self.passes += 1
         self.prompts += batch.new_seqs
@@ -192,7 +192,7 @@ class Series:
             track = self.tracks.setdefault(name, Track())
         return track
 
-    def add(self, scheduler: str, sample: Sample) -> None:
+    def add(self, scheduler: str, sample: LoadSample) -> None:
         """Count a sample."""
         self.track(scheduler).add(sample, self.limits)
         if not sample.prefill:

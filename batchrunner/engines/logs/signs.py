@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from batchrunner.engines.logs.thresholds import Thresholds
 
 
-class Sample(NamedTuple):
+class LoadSample(NamedTuple):
     """One look at a scheduler that has work."""
 
     at: float | None
@@ -29,38 +29,38 @@ class Sample(NamedTuple):
     """Of a prefill pass: how many run, and whether they might be more, it does not tell."""
 
 
-def _empty(sample: Sample, _: Thresholds) -> bool | None:
+def _empty(sample: LoadSample, _: Thresholds) -> bool | None:
     return None if sample.unsent == 0 else sample.queue == 0
 
 
-def _conservative(sample: Sample, limit: Thresholds) -> bool | None:
+def _conservative(sample: LoadSample, limit: Thresholds) -> bool | None:
     if sample.prefill:
         return None
     return sample.queue > 0 and sample.usage < limit.usage_good and not _at_cap(sample, limit)
 
 
-def _capped(sample: Sample, limit: Thresholds) -> bool | None:
+def _capped(sample: LoadSample, limit: Thresholds) -> bool | None:
     if sample.prefill:
         return None
     return sample.queue > 0 and sample.usage < limit.usage_good and _at_cap(sample, limit)
 
 
-def _far_below(sample: Sample, limit: Thresholds) -> bool | None:
+def _far_below(sample: LoadSample, limit: Thresholds) -> bool | None:
     if not sample.max_running or sample.prefill:
         return None
     below = sample.running < limit.far_below * sample.max_running
     return sample.queue > 0 and below and sample.usage < limit.usage_good
 
 
-def _no_graph(sample: Sample, most: float) -> bool | None:
+def _no_graph(sample: LoadSample, most: float) -> bool | None:
     return None if sample.graph is None or sample.running > most else not sample.graph
 
 
-def _at_cap(sample: Sample, limit: Thresholds) -> bool:
+def _at_cap(sample: LoadSample, limit: Thresholds) -> bool:
     return bool(sample.max_running) and sample.running >= limit.at_cap * (sample.max_running or 0)
 
 
-SIGNS: dict[str, Callable[[Sample, Thresholds], bool | None]] = {
+SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
     "empty": _empty,
     "in_band": lambda s, limit: None if s.unsent == 0 else limit.queue_low <= s.queue <= limit.queue_deep,
     "deep": lambda s, limit: s.queue > limit.queue_deep,

@@ -34,7 +34,7 @@ _MOST_OF_A_CARD = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ModelWeights:
     """What a model's weights take."""
 
     size_bytes: float
@@ -83,7 +83,7 @@ def cards_of(args: Mapping[str, Any], tp: int | None = None) -> int:
     return copies * split_over(args, tp)
 
 
-def weights_of(directory: Path, args: Mapping[str, Any]) -> Weights | None:
+def weights_of(directory: Path, args: Mapping[str, Any]) -> ModelWeights | None:
     """Return what the weights take once loaded with these arguments, in bytes; None where that is unknown."""
     if any(args.get(name) for name in _OFFLOADS):
         return None
@@ -100,25 +100,25 @@ def weights_of(directory: Path, args: Mapping[str, Any]) -> Weights | None:
     if size is None or "quantization_config" in config:  # as it is stored
         return stored
     if quantisation:
-        return Weights(stored.size_bytes / size, f"{stored.source}, with quantization {quantisation}")
+        return ModelWeights(stored.size_bytes / size, f"{stored.source}, with quantization {quantisation}")
     if wanted and wanted != size:
-        return Weights(stored.size_bytes * wanted / size, f"{stored.source}, with dtype {dtype}")
+        return ModelWeights(stored.size_bytes * wanted / size, f"{stored.source}, with dtype {dtype}")
     return stored
 
 
-def _stored(directory: Path) -> Weights | None:
+def _stored(directory: Path) -> ModelWeights | None:
     """Return the size of the files, by their index or by themselves."""
     total = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if isinstance(total, (int, float)) and total > 0:
-        return Weights(float(total), INDEX)
+        return ModelWeights(float(total), INDEX)
     for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
         size = sum(file.stat().st_size for file in directory.glob(pattern))
         if size:
-            return Weights(float(size), pattern)
+            return ModelWeights(float(size), pattern)
     return None
 
 
-def _by_config(config: Mapping[str, Any]) -> Weights | None:
+def _by_config(config: Mapping[str, Any]) -> ModelWeights | None:
     """Count the parameters of a plain decoder, or of one with experts, by its config.json."""
     names = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     hidden, layers, vocabulary, heads = (config.get(name) for name in names)
@@ -132,7 +132,7 @@ def _by_config(config: Mapping[str, Any]) -> Weights | None:
     experts = _first(config, ("num_local_experts", "num_experts", "n_routed_experts")) or 1
     embeddings = hidden * vocabulary * (1 if config.get("tie_word_embeddings") else 2)
     parameters = layers * (attention + 3 * hidden * width * experts) + embeddings
-    return Weights(float(parameters * size), f"{parameters / 1e9:.1f} billion parameters by config.json")
+    return ModelWeights(float(parameters * size), f"{parameters / 1e9:.1f} billion parameters by config.json")
 
 
 def _room(*, cpu: bool) -> tuple[str, int | None]:

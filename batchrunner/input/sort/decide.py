@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.prepare import PreparedJob
 
 WINDOW_ROWS = 1024
 """Rows that are sure to be looked at together when they are sent (`arrange` takes more at a time): what they
@@ -36,7 +36,7 @@ WORTH_IT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OrderDecision:
     """An order, and why."""
 
     order: str
@@ -60,14 +60,14 @@ class Choice:
         return f"order: {self.order} ({self.why})"
 
 
-def choose(prepared: Prepared, rows: BitMap64) -> Choice:
+def choose(prepared: PreparedJob, rows: BitMap64) -> OrderDecision:
     """Decide on the order of these rows; reads and renders 8 stretches of 1,024 at most."""
     sample = [_prefixes(prepared, stretch) for stretch in stretches(rows, prepared.dataset.row_group_ends())]
     job = prepared.job
     return decide(sample, len(rows), dedupe=job.dedupe and job.sampling.temperature == 0)
 
 
-def decide(sample: Sequence[Sequence[bytes]], rows: int, *, dedupe: bool = False) -> Choice:
+def decide(sample: Sequence[Sequence[bytes]], rows: int, *, dedupe: bool = False) -> OrderDecision:
     """Decide by the prompts of some stretches of consecutive rows, of so many rows in all. Pure.
 
     With `dedupe` those of equal prompts are sent once where they are looked at together.
@@ -83,7 +83,7 @@ def decide(sample: Sequence[Sequence[bytes]], rows: int, *, dedupe: bool = False
     else:
         order = "input"
         why = f"sorting gains nothing: {as_it_is:.0%} of the prompt tokens are found computed as they stand"
-    return Choice(
+    return OrderDecision(
         order, why, sampled, round(as_it_is, 4), round(best, 4), round(equal, 4), round(most_equal, 4)
     )
 
@@ -172,7 +172,7 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
         before, stretch_before = prefix, stretch
 
 
-def _prefixes(prepared: Prepared, rows: BitMap64) -> list[bytes]:
+def _prefixes(prepared: PreparedJob, rows: BitMap64) -> list[bytes]:
     found: list[bytes] = []
     size = 0
     for batch in prepared.batches(rows):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
     from batchrunner.core.types import Outcome
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.prepare import PreparedJob
 
 LARGEST = 1 << 30
 """Tokens of an output: more than any model gives."""
@@ -42,7 +42,7 @@ BUCKET_BYTES = 48 << 20
 
 
 def write_sorted(
-    prepared: Prepared, rows: BitMap64, path: Path, about: dict[str, Any], look: Callable[[], None]
+    prepared: PreparedJob, rows: BitMap64, path: Path, about: dict[str, Any], look: Callable[[], None]
 ) -> None:
     """Write a copy of these rows in the order that `about` names (`order`: prefix or longest_first).
 
@@ -68,7 +68,7 @@ def write_sorted(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _keys(prepared: Prepared, rows: BitMap64, kind: str, look: Callable[[], None]) -> Iterator[SortKey]:
+def _keys(prepared: PreparedJob, rows: BitMap64, kind: str, look: Callable[[], None]) -> Iterator[SortKey]:
     by_column = isinstance(prepared.job.sampling.max_new_tokens, FromColumn)
     for batch in prepared.dataset.read(rows, prepared.renderer.columns):
         look()
@@ -136,7 +136,7 @@ _PLACE, _ORDINAL = "\0place", "\0row"
 """Names that no column of the input has."""
 
 
-def _with_places(prepared: Prepared, rows: BitMap64, places: Iterator[pa.Array]) -> Iterator[pa.Table]:
+def _with_places(prepared: PreparedJob, rows: BitMap64, places: Iterator[pa.Array]) -> Iterator[pa.Table]:
     """Yield the rows with their places and ordinals, in input order."""
     names = prepared.renderer.columns
     kinds = [prepared.dataset.schema.field(name).type for name in names]

@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.input.files import first_line
 from batchrunner.input.row_reader import InputOrder, SortedCopy
-from batchrunner.input.sort.decide import Choice, choose
+from batchrunner.input.sort.decide import OrderDecision, choose
 from batchrunner.input.sort.external_sort import write_sorted
 from batchrunner.output.resume import check_same_run, fingerprint
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
     from batchrunner.input.row_reader import Order
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +31,15 @@ ROOM = 2
 """A sort needs the rows' size so many times on disk: once dealt out, once in order."""
 
 
-def choice_for(prepared: Prepared, rows: BitMap64) -> Choice:
+def choice_for(prepared: PreparedJob, rows: BitMap64) -> OrderDecision:
     """Return the order that these rows are to be sent in; with `auto` a sample is read. Raises InputError."""
     asked = prepared.job.order
-    return choose(prepared, rows) if asked == "auto" else Choice(asked, "set by the job")
+    return choose(prepared, rows) if asked == "auto" else OrderDecision(asked, "set by the job")
 
 
 def arrange(
-    prepared: Prepared, rows: BitMap64, directory: Path, token: str, look: Callable[[], None]
-) -> tuple[Path | None, Choice]:
+    prepared: PreparedJob, rows: BitMap64, directory: Path, token: str, look: Callable[[], None]
+) -> tuple[Path | None, OrderDecision]:
     """Decide on an order for rows, and write them down in it; return where (None: the input is in order).
 
     `directory` is ours to write to, `token` our start's name, `look` raises what ends a long sort. Copies of
@@ -57,19 +57,21 @@ def arrange(
         except OutputError as failure:
             if prepared.job.order != "auto":
                 raise
-            path, choice = None, Choice("input", f"{choice.order} would be better, but {failure}")
+            path, choice = None, OrderDecision("input", f"{choice.order} would be better, but {failure}")
             log.warning("%s", choice)
     return path, choice
 
 
-def order_at(prepared: Prepared, path: Path | None) -> Order:
+def order_at(prepared: PreparedJob, path: Path | None) -> Order:
     """Open an order that was decided on; raises InputError where its copy is gone."""
     if path is None:
         return InputOrder(prepared.dataset, prepared.renderer.columns)
     return SortedCopy(path, leased=path.parent == prepared.run_dir.leases)
 
 
-def arranged_before(prepared: Prepared, rows: BitMap64, directory: Path) -> tuple[Path, Choice] | None:
+def arranged_before(
+    prepared: PreparedJob, rows: BitMap64, directory: Path
+) -> tuple[Path, OrderDecision] | None:
     """Return the order that a start before has written, where it is the one asked for and has these rows."""
     asked = prepared.job.order
     for path in directory.glob("order-*.parquet"):
@@ -81,7 +83,7 @@ def arranged_before(prepared: Prepared, rows: BitMap64, directory: Path) -> tupl
             continue
         kind = copy.about["order"]
         if rows and kind in {"auto": {"prefix"}}.get(asked, {asked}) and not rows - copy.rows(copy.places):
-            return path, Choice(kind, "as the start before sorted it")
+            return path, OrderDecision(kind, "as the start before sorted it")
     return None
 
 
@@ -94,7 +96,9 @@ def remove_copies(directory: Path) -> None:
             path.unlink()
 
 
-def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: Callable[[], None]) -> None:
+def _sort(
+    prepared: PreparedJob, rows: BitMap64, choice: OrderDecision, path: Path, look: Callable[[], None]
+) -> None:
     began = time.monotonic()
     where, room, free = path.parent, _room(prepared, len(rows)), shutil.disk_usage(path.parent).free
     takes = f"that takes about {room >> 20} MiB there, {free >> 20} MiB are free"
@@ -117,7 +121,7 @@ def _sort(prepared: Prepared, rows: BitMap64, choice: Choice, path: Path, look: 
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
 
 
-def _room(prepared: Prepared, rows: int) -> int:
+def _room(prepared: PreparedJob, rows: int) -> int:
     """Estimate the disk that a sort takes, by what the job reads of the input."""
     size = prepared.dataset.bytes_of(prepared.renderer.columns)
     return int(ROOM * size * rows / prepared.dataset.total_rows)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from batchrunner.core.types import PromptKind, Request
-    from batchrunner.input.tokenize.truncate import Cut, Offsets, Room
+    from batchrunner.input.tokenize.truncate import Cut, Offsets, TokenBudget
 
 _ROLES = {"system", "user", "assistant"}
 
@@ -87,7 +87,11 @@ class Encoder:
     """Makes tokens of a batch's prompts, and sees to it that they are not too long."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, chat_sampling: Mapping[str, Any], room: Room, cut: Cut | None
+        self,
+        tokenizer: Tokenizer | None,
+        chat_sampling: Mapping[str, Any],
+        room: TokenBudget,
+        cut: Cut | None,
     ) -> None:
         """`chat_sampling` is what SGLang's chat endpoint would add; without a tokenizer prompts are ids."""
         self._tokenizer = tokenizer

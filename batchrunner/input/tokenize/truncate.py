@@ -17,7 +17,7 @@ Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TokenBudget:
     """The engine's limits, in tokens; None where it tells none."""
 
     context: int | None

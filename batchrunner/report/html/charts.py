@@ -90,7 +90,7 @@ class Chart:
     x_ticks: list[Tick]
 
 
-class Bar(NamedTuple):
+class ChartBar(NamedTuple):
     """A bar of a histogram, in its frame."""
 
     x: float
@@ -107,7 +107,7 @@ class Histogram:
     title: str
     unit: str
     says: str
-    bars: list[Bar]
+    bars: list[ChartBar]
     y_ticks: list[Tick]
     x_ticks: list[Tick]
 
@@ -232,10 +232,10 @@ def _rising(step: float, top: float) -> list[Tick]:
     return [Tick(100 - 100 * at * step / top, number(at * step)) for at in range(round(top / step) + 1)]
 
 
-def _bar(counts: Counts, at: int, rows: int, top: float) -> Bar:
+def _bar(counts: Counts, at: int, rows: int, top: float) -> ChartBar:
     width, height = WIDTH / len(counts.bins), HEIGHT * rows / top
     says = f"{_range(counts, at)} {counts.unit}: {rows:,} rows"
-    return Bar(at * width, HEIGHT - height, width, height, says)
+    return ChartBar(at * width, HEIGHT - height, width, height, says)
 
 
 def _range(counts: Counts, at: int) -> str:

@@ -15,7 +15,7 @@ from batchrunner.runner.status import holder_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchrunner.report.html.results import Results
+    from batchrunner.report.html.results import RunResults
     from batchrunner.report.html.story import Story
     from batchrunner.report.html.timeline import Timeline
 
@@ -51,7 +51,7 @@ class Head:
 def head_of(
     run_dir: RunDir,
     facts: Mapping[str, Any],
-    results: Results,
+    results: RunResults,
     timeline: Timeline,
     stories: Sequence[Story],
 ) -> Head:

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.report.html.charts import Chart
-    from batchrunner.report.html.story import Incident, Story
+    from batchrunner.report.html.story import LoadMark, Story
     from batchrunner.report.html.timeline import Line, Timeline
 
 GOOD_USAGE = Thresholds().usage_good
 _BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}
 
 
-def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence[Incident]) -> list[Chart]:
+def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence[LoadMark]) -> list[Chart]:
     """Return the charts of a run's load, with marks for what befell it; those without a line are left out."""
     axis = timeline.axis
     marks = [Mark(at, "plain", "started again") for at in axis.resumed()]

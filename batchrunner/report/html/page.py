@@ -35,7 +35,7 @@ from batchrunner.report.report import duration
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchrunner.report.html.results import Results
+    from batchrunner.report.html.results import RunResults
     from batchrunner.report.html.story import Story
     from batchrunner.report.html.timeline import Timeline
 
@@ -113,7 +113,7 @@ def _over_time(timeline: Timeline, stories: Sequence[Story]) -> dict[str, Any]:
     }
 
 
-def _limit(facts: Mapping[str, Any], results: Results, stories: Sequence[Story]) -> dict[str, Any]:
+def _limit(facts: Mapping[str, Any], results: RunResults, stories: Sequence[Story]) -> dict[str, Any]:
     engine_s = sum(span.ended - span.began for story in stories for span in story.spans)
     replicas = max((len(story.bands) for story in stories), default=0)
     share, unknown = None, ""

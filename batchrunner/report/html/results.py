@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.advise.roofline import Work
+from batchrunner.advise.roofline import TokenWork
 from batchrunner.core.errors import ResumeError
 from batchrunner.input.render import values_of
 from batchrunner.output.counts import Failures
@@ -83,7 +83,7 @@ _SLOWEST = {
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class RunResults:
     """What the results on disk are, those in journals included."""
 
     ok: int = 0
@@ -101,10 +101,10 @@ class Results:
     slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     """A few rows with the beginnings of their texts."""
-    work: Work = field(default_factory=Work)
+    work: TokenWork = field(default_factory=TokenWork)
 
 
-def read_results(tasks: Sequence[RunDir]) -> Results:
+def read_results(tasks: Sequence[RunDir]) -> RunResults:
     """Read what these tasks of a run have on disk; raises ResumeError where a part is damaged."""
     import duckdb  # noqa: PLC0415 - 25 MB, and only for those who look
 
@@ -112,7 +112,7 @@ def read_results(tasks: Sequence[RunDir]) -> Results:
     journals, newest = _journals(tasks)
     parts = [part for task in tasks for part in task.own_parts()]
     if not parts and not journals:
-        return Results()
+        return RunResults()
     try:
         with duckdb.connect(config={"memory_limit": MEMORY, "threads": THREADS}) as connection:
             _register(connection, parts, journals)
@@ -152,19 +152,19 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _read(connection: duckdb.DuckDBPyConnection, answers: list[dict[str, Any]]) -> Results:
+def _read(connection: duckdb.DuckDBPyConnection, answers: list[dict[str, Any]]) -> RunResults:
     work = _record(connection, _WORK, f"{_SENT} AND error IS NULL")
     failures = Failures()
     for row, error in _rows(connection, _FAILED):
         failures.add(row, error)
-    return Results(
+    return RunResults(
         **_record(connection, _SUMS, "FROM results"),
         finish_reasons={reason or "unknown": rows for reason, rows in _rows(connection, _REASONS)},
         failures=failures.summary(),
         histograms=[counts for histogram in _HISTOGRAMS if (counts := _count(connection, *histogram))],
         slowest=_slowest(connection),
         answers=answers,
-        work=Work(**{name: value or 0 for name, value in work.items()}),
+        work=TokenWork(**{name: value or 0 for name, value in work.items()}),
     )
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.advise.roofline import CARDS, Limit, Setting, UnknownLimitError, limit, model_of_config
+from batchrunner.advise.roofline import (
+    CARDS,
+    Limit,
+    RooflineSetting,
+    UnknownLimitError,
+    limit,
+    model_of_config,
+)
 from batchrunner.core.jsonfile import read_json
 from batchrunner.engines.flags import name_in
 from batchrunner.engines.model_files import model_directory
@@ -13,7 +20,7 @@ from batchrunner.engines.model_files import model_directory
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchrunner.advise.roofline import Model, Work
+    from batchrunner.advise.roofline import ModelShape, TokenWork
 
 _WIDTHS = {"bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": 2.0, "fp8": 1.0}
 """Bytes of a parameter; what else there is the table of cards has no peak for."""
@@ -28,8 +35,8 @@ class Share:
     """For which an engine was at it, over all tasks."""
     card: str
     """The card's name."""
-    setting: Setting
-    model: Model
+    setting: RooflineSetting
+    model: ModelShape
 
     @property
     def of_roof(self) -> float:
@@ -42,7 +49,7 @@ class Share:
         return self.limit.sequential_s / self.engine_s
 
 
-def share_of_limit(facts: Mapping[str, Any], replicas: int, work: Work, engine_s: float) -> Share:
+def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, engine_s: float) -> Share:
     """Return how near a run came to its limit; `facts` are run.json's, `replicas` those of one engine.
 
     Raises UnknownLimitError with what is missing: it is never guessed.
@@ -58,7 +65,7 @@ def share_of_limit(facts: Mapping[str, Any], replicas: int, work: Work, engine_s
     if not (replicas and info.get("max_total_tokens") and info.get("max_running")):
         raise UnknownLimitError("the engine did not tell its KV pool, or how many requests it runs")
     config = _config(info["model"], args.get("revision"))
-    setting = Setting(
+    setting = RooflineSetting(
         CARDS[name],
         cards=args["tp-size"],
         replicas=replicas,

@@ -74,7 +74,7 @@ class Span:
     """So far, by scheduler; "" for all."""
 
 
-class Incident(NamedTuple):
+class LoadMark(NamedTuple):
     """Something that befell an engine, or a task."""
 
     time: float
@@ -91,7 +91,7 @@ class Story:
     spans: list[Span] = field(default_factory=list)
     width_s: float = FIRST_CELL_S
     """Of a cell: a power of two, so that cells of several tasks can be laid together."""
-    incidents: list[Incident] = field(default_factory=list)
+    incidents: list[LoadMark] = field(default_factory=list)
     incidents_left_out: int = 0
     order: dict[str, Any] = field(default_factory=dict)
     tokenize: dict[str, Any] = field(default_factory=dict)
@@ -130,11 +130,11 @@ class Story:
                 self.leads += 1
             case "takeover":
                 why = f"{event.get('rows_left', '?')} rows were left"
-                self._note(Incident(event["time"], "takeover", _short(event.get("task")), why))
+                self._note(LoadMark(event["time"], "takeover", _short(event.get("task")), why))
             case what if what.startswith("engine_"):
                 who, why = _short(event.get("who")), _short(event.get("why"))
                 who = (self._ours or {}).get(who, who)
-                self._note(Incident(event["time"], what.removeprefix("engine_"), who, why))
+                self._note(LoadMark(event["time"], what.removeprefix("engine_"), who, why))
 
     def coarsen(self, width_s: float) -> None:
         """Lay cells together until they are at least so wide."""
@@ -174,7 +174,7 @@ class Story:
         server, dp, rank = scheduler.partition("#")
         return self._ours.setdefault(server, f"replica {len(self._ours)}") + dp + rank
 
-    def _note(self, incident: Incident) -> None:
+    def _note(self, incident: LoadMark) -> None:
         if len(self.incidents) < MOST_INCIDENTS:
             self.incidents.append(incident)
         else:

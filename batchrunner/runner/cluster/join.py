@@ -15,20 +15,22 @@ from batchrunner.input.sort.plan import arrange, remove_copies
 from batchrunner.output.parts import tidy
 from batchrunner.output.resume import check_same_run, done_by_all, drop_failed, fingerprint, read_done
 from batchrunner.output.run_dir import RunDir, writing
-from batchrunner.output.task_lock import DEAD_AFTER_S, LOOK_S, Claim, claimed
-from batchrunner.runner.cluster.leases import Leases, Plan
+from batchrunner.output.task_lock import DEAD_AFTER_S, LOOK_S, TaskLock, hold_task
+from batchrunner.runner.cluster.leases import LeasePlan, Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pyroaring import BitMap64
 
-    from batchrunner.runner.prepare import Prepared
+    from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 
 
-def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bool) -> tuple[LeasedRows, int]:
+def join(
+    prepared: PreparedJob, sleep: Callable[[float], None], *, retry_failed: bool
+) -> tuple[LeasedRows, int]:
     """Return the rows that this task will take, and how many the whole run has.
 
     The plan is made by the first task, and again by the first one that comes after its end: of new rows, of
@@ -56,26 +58,26 @@ def join(prepared: Prepared, sleep: Callable[[float], None], *, retry_failed: bo
     return LeasedRows(prepared, leases, leases.plan, sleep), leases.plan.rows_total
 
 
-def _leave_out_what_one_did(prepared: Prepared, leases: Leases, sleep: Callable[[float], None]) -> None:
+def _leave_out_what_one_did(prepared: PreparedJob, leases: Leases, sleep: Callable[[float], None]) -> None:
     """Leave out of an old plan what a start has done that shares with nobody.
 
     It may have come after the plan, whose tasks had all failed to start. One that comes now finds us.
     """
     main = RunDir(prepared.run_dir.path)
     # whoever makes a plan holds it for a moment
-    if main.journals() or Claim(main.task_directory).is_held() is not False:
+    if main.journals() or TaskLock(main.task_directory).is_held() is not False:
         _in_turn(prepared, leases, sleep, partial(_tidy, main, sleep))
     leases.leave_out(read_done(main).rows)
 
 
 def _tidy(task: RunDir, sleep: Callable[[float], None]) -> None:
     """Clear up after a task; raises HeldError where it is at work."""
-    with claimed(task, sleep) as claim:
+    with hold_task(task, sleep) as claim:
         tidy(task, claim)
 
 
 def _in_turn(
-    prepared: Prepared, leases: Leases, sleep: Callable[[float], None], do: Callable[[], None]
+    prepared: PreparedJob, leases: Leases, sleep: Callable[[float], None], do: Callable[[], None]
 ) -> None:
     """Do what one task at a time may; wait while another does, and leave it where that one made a plan."""
     known = len(leases.plans)
@@ -83,7 +85,7 @@ def _in_turn(
     while len(leases.plans) == known:
         with ExitStack() as stack:
             try:
-                stack.enter_context(claimed(prepared.run_dir, sleep, directory=leases.directory))
+                stack.enter_context(hold_task(prepared.run_dir, sleep, directory=leases.directory))
             except HeldError as held:
                 if not told:
                     log.info("another task makes the plan: %s", held)
@@ -96,11 +98,13 @@ def _in_turn(
             return
 
 
-def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool) -> None:
+def _plan(
+    prepared: PreparedJob, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool
+) -> None:
     if not leases.is_done():  # another task was faster
         return
     main = RunDir(prepared.run_dir.path)
-    with claimed(main, sleep) as claim:  # a start that shares with nobody may not be at it
+    with hold_task(main, sleep) as claim:  # a start that shares with nobody may not be at it
         tidy(main, claim)
         done = _done_by_all(main, leases, sleep)
         if retry_failed:
@@ -117,7 +121,7 @@ def _plan(prepared: Prepared, leases: Leases, sleep: Callable[[float], None], *,
             else:
                 cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
             new = fingerprint(prepared.job, prepared.dataset, "").as_dict()
-            leases.make_plan(Plan(rows, cuts, len(selected), new, name, choice.as_dict()))
+            leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, choice.as_dict()))
         else:
             remove_copies(leases.directory)
 

@@ -36,7 +36,7 @@ _PLAN = re.compile(r"plan-(\d{6})")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LeasePlan:
     """What the tasks do together."""
 
     rows: BitMap64
@@ -71,10 +71,10 @@ class Leases:
 
     def __init__(self, directory: Path, task: str = "") -> None:
         self.directory = directory
-        self.plans: list[Plan] = []
+        self.plans: list[LeasePlan] = []
         self._task = task
         self._joined = False
-        self._planned: list[tuple[Plan, range]] = []  # the places of each lease
+        self._planned: list[tuple[LeasePlan, range]] = []  # the places of each lease
         self._copies: dict[str, SortedCopy] = {}
         self._turns: dict[int, tuple[int, bool]] = {}  # of those that were taken: the last, and if it ended
         self._lefts: dict[tuple[int, int], BitMap64] = {}  # of each lease and turn that ended
@@ -93,7 +93,7 @@ class Leases:
                 self._note(int(file[1]), int(file[2]), ended=bool(file[3]))
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> LeasePlan | None:
         """The newest plan; None before there is one."""
         return self.plans[-1] if self.plans else None
 
@@ -105,7 +105,7 @@ class Leases:
         """Keep to the plans that are there: a later one may have rows of files that we do not know."""
         self._joined = True
 
-    def make_plan(self, plan: Plan) -> None:
+    def make_plan(self, plan: LeasePlan) -> None:
         """Write what is to be done from now on, unless another task has just done so."""
         make_directory(self.directory)
         text = {
@@ -222,7 +222,7 @@ class Leases:
         if number < len(self.plans):
             return
         found = orjson.loads(self._plan_path(number).read_bytes())
-        plan = Plan(**{**found, "rows": from_text(found["rows"])})
+        plan = LeasePlan(**{**found, "rows": from_text(found["rows"])})
         self.plans.append(plan)
         self._planned += [(plan, range(start, stop)) for start, stop in pairwise(plan.cuts)]
 

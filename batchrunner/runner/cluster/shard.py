@@ -48,22 +48,22 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class JoinTask:
     """A task that takes leases; each start has a name of its own."""
 
     task: str
 
 
-def joint_task(host: str, token: str, environ: Mapping[str, str]) -> Joint:
+def joint_task(host: str, token: str, environ: Mapping[str, str]) -> JoinTask:
     """Name a start by its host and, under Slurm, by job, array task and restart; `token` makes it its own."""
     job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
     index = environ.get("SLURM_ARRAY_TASK_ID")
     restart = environ.get("SLURM_RESTART_COUNT")
     parts = ["join", host, job, index and f"t{index}", restart and f"r{restart}", token]
-    return Joint("-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part))
+    return JoinTask("-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part))
 
 
-def this_start() -> Joint:
+def this_start() -> JoinTask:
     """Name the task that this process begins: one of its own each time."""
     return joint_task(socket.gethostname(), secrets.token_hex(3), os.environ)
 

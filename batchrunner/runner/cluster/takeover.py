@@ -9,7 +9,7 @@ from batchrunner.core.errors import HeldError
 from batchrunner.output.parts import tidy
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import ClaimLostError, Watch, claimed
+from batchrunner.output.task_lock import HolderWatch, TaskLockLostError, hold_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ class Takeover:
         self._run_dir = run_dir
         self._leases = leases
         self._tell = tell
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, HolderWatch] = {}
         self._lives: dict[str, bool | None] = {}
 
     def look(self) -> None:
@@ -53,13 +53,13 @@ class Takeover:
             return True
         return None if dead or None in self._lives.values() else False
 
-    def _watch(self, task: str) -> Watch:
-        return Watch(RunDir(self._run_dir.path, task).task_directory)
+    def _watch(self, task: str) -> HolderWatch:
+        return HolderWatch(RunDir(self._run_dir.path, task).task_directory)
 
     def _take_over(self, task: str) -> bool:
         dead = RunDir(self._run_dir.path, task)
         try:
-            with claimed(dead, _at_once, of_the_dead=self._watches[task].named) as claim:
+            with hold_task(dead, _at_once, of_the_dead=self._watches[task].named) as claim:
                 tidy(dead, claim)
                 self._leases.refresh()  # its end may have come between, or somebody else
                 # its plan may be older than what a start did that shares with nobody, see `join`
@@ -68,7 +68,7 @@ class Takeover:
                 claim.verify()
                 for lease, rows in left:
                     self._leases.end(lease, rows)
-        except (HeldError, ClaimLostError):  # somebody else is at it
+        except (HeldError, TaskLockLostError):  # somebody else is at it
             return False
         if left:
             rows_left = sum(len(rows) for _, rows in left)
