@@ -156,7 +156,7 @@ def slurm(
 
     Example: batchrun slurm jobs/summarize.yaml --array 0-15 --gpus-per-task 1 --time 4:00:00 --submit
     """
-    from batchrunner.runner.cluster import slurm as to_slurm
+    from batchrunner.runner.cluster import slurm as to_slurm  # noqa: PLC0415 - the command starts fast
 
     planned: to_slurm.SlurmArray = _or_exit(
         to_slurm.plan_array,

@@ -4,7 +4,8 @@ The schedulers are simulated (`batchrunner.simulation`: SGLang's admission, radi
 step times of an 8B model on an H100), the gate and the admission are the runner's own. Each workload is sent
 in no order, sorted by prompt, and sorted with leaders before followers, in three ways: in windows whose
 shared beginnings take a share of the KV pool; with every follower so many computed tokens behind the row that
-brings its beginning in; and as the runner does it (`batchrunner.dispatch.prefix_order.reorder`), which finds its distance itself.
+brings its beginning in; and as the runner does it
+(`batchrunner.dispatch.prefix_order.reorder`), which finds its distance itself.
 The least that must be computed is known exactly. No figure here is a measurement of a GPU.
 """
 

@@ -17,6 +17,26 @@ PromptKind = Literal["messages", "text", "input_ids"]
 FinishReason = str  # SGLang's own word: "stop", "length", "abort"
 
 
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A Parquet file of the input."""
+
+    path: str
+    first_row: int
+    """Ordinal of its first row in the input."""
+    row_groups: tuple[int, ...]
+    """Number of rows of each row group."""
+    partitions: dict[str, str | None]
+    """Values of the columns in its path, Hive style (`year=2024/`)."""
+    digest: str
+    """Hash by which a resumed run recognises the file."""
+
+    @property
+    def rows(self) -> int:
+        """Rows in the file."""
+        return sum(self.row_groups)
+
+
 class RowRef(NamedTuple):
     """Where a row came from: its ordinal in the input and its place in a batch of carried columns."""
 

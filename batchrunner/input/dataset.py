@@ -20,6 +20,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.row_set import between
+from batchrunner.core.types import InputFile
 from batchrunner.input.files import discover, first_line, hive_partitions, partition_types
 from batchrunner.input.templates import unknown_column
 
@@ -35,23 +36,6 @@ READ_BUFFER_BYTES = 1 << 20
 """Column chunks are streamed through buffers of this size instead of being loaded whole."""
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
 """A fingerprint reads at most this many blocks of a file, and all of a file of up to their sum (1 MiB)."""
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """One Parquet file of the input."""
-
-    path: str
-    first_row: int
-    row_groups: tuple[int, ...]
-    """Rows of each."""
-    partitions: dict[str, str | None]
-    digest: str
-
-    @property
-    def rows(self) -> int:
-        """Rows in the file."""
-        return sum(self.row_groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import whole_file, write_json, writing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from batchrunner.input.dataset import Dataset
+    from batchrunner.core.types import InputFile
     from batchrunner.job.spec import Job
     from batchrunner.output.run_dir import RunDir
 
@@ -175,10 +176,10 @@ class Fingerprint:
         return asdict(self)
 
 
-def fingerprint(job: Job, dataset: Dataset, model: str) -> Fingerprint:
+def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> Fingerprint:
     """Take the fingerprint of a start."""
     return Fingerprint(
-        files=[{"path": file.path, "rows": file.rows, "digest": file.digest} for file in dataset.files],
+        files=[{"path": file.path, "rows": file.rows, "digest": file.digest} for file in files],
         filter=job.input.filter,
         limit=job.input.limit,
         columns=job.input.columns,

@@ -15,18 +15,15 @@ import pyarrow.parquet as pq
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.counts import UNKNOWN, RowCounts
 from batchrunner.output.events import earlier_wall_s, span
-from batchrunner.output.resume import done_by_all, facts_of, read_run_json
+from batchrunner.output.resume import done_by_all, facts_of
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.report.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
-from batchrunner.runner.cluster.shard import JoinTask
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from batchrunner.core.types import EngineInfo
     from batchrunner.output.resume import DoneRows
-    from batchrunner.runner.prepare import PreparedJob
-    from batchrunner.runner.startup import Attempt
 
 
 _SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason", "error"]
@@ -64,25 +61,6 @@ def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
     if report.rows_failed > tolerated(max_failed_rows, report.rows_total):
         return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
     return EXIT_DONE, "done"
-
-
-def finished_before(prepared: PreparedJob, start: Attempt) -> Report:
-    """Make the report of a start that found nothing to do."""
-    report = make_report(prepared.run_dir, start.done, start.source.total, RowCounts())
-    exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
-    if report.rows_left:
-        reason = "nothing is free: other tasks do the rest"
-    starts, wall_s = earlier_wall_s(prepared.run_dir.events)
-    old = read_run_json(prepared.run_dir) or {}
-    engine = old.get("engine", {})
-    report = replace(
-        report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
-        engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
-    )  # fmt: skip
-    has_none = not prepared.run_dir.report_json.exists()  # that of the last start says more than these zeros
-    if has_none and not isinstance(prepared.part, JoinTask):
-        report.save(prepared.run_dir.report_json)
-    return report
 
 
 def report_of_all(run: str | Path) -> Report:

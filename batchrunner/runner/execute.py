@@ -33,6 +33,7 @@ from batchrunner.output.resume import (
     drop_failed,
     fingerprint,
     read_done,
+    read_run_json,
     without_secrets,
     write_run_json,
 )
@@ -40,7 +41,7 @@ from batchrunner.output.run_dir import writing
 from batchrunner.output.task_lock import hold_task
 from batchrunner.output.writer import ResultWriter
 from batchrunner.report.html.page import leave_page
-from batchrunner.report.totals import finished_before, make_report, verdict_of_done, versions
+from batchrunner.report.totals import make_report, verdict_of_done, versions
 from batchrunner.runner.cluster.shard import JoinTask
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import check_resumes, prepare
@@ -127,7 +128,7 @@ async def execute(
             if start.source.unread or fresh:
                 info = await _open(engine, control)
         if info is None or not (start.source.unread or fresh):  # nothing to do
-            return finished_before(prepared, start)
+            return _finished_before(prepared, start)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if fresh:
@@ -139,6 +140,25 @@ async def execute(
         if page:
             at_last.push_async_callback(_show, prepared.run_dir, control)
         return await _Run(prepared, engine, info, start, display, control, claim).go()
+
+
+def _finished_before(prepared: PreparedJob, start: Attempt) -> Report:
+    """Make the report of a start that found nothing to do."""
+    report = make_report(prepared.run_dir, start.done, start.source.total, RowCounts())
+    exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
+    if report.rows_left:
+        reason = "nothing is free: other tasks do the rest"
+    starts, wall_s = earlier_wall_s(prepared.run_dir.events)
+    old = read_run_json(prepared.run_dir) or {}
+    engine = old.get("engine", {})
+    report = replace(
+        report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
+        engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
+    )  # fmt: skip
+    has_none = not prepared.run_dir.report_json.exists()  # that of the last start says more than these zeros
+    if has_none and not isinstance(prepared.part, JoinTask):
+        report.save(prepared.run_dir.report_json)
+    return report
 
 
 async def _show(run_dir: RunDir, control: Control) -> None:
@@ -365,7 +385,7 @@ class _Run:
         write_run_json(
             prepared.run_dir,
             self._job,
-            fingerprint=fingerprint(self._job, prepared.dataset, self._info.model).as_dict(),
+            fingerprint=fingerprint(self._job, prepared.dataset.files, self._info.model).as_dict(),
             rows_total=self._rows_of_run,
             engine=asdict(self._info),
             versions=versions(self._info),

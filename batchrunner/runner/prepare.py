@@ -10,8 +10,8 @@ from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.row_set import between
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import shown
+from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
-from batchrunner.input.select import selected_rows
 from batchrunner.output.resume import (
     DISCARD,
     DoneRows,
@@ -26,41 +26,18 @@ from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.cluster.shard import Shard, parted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from pyroaring import BitMap64
 
-    from batchrunner.core.types import Outcome, Request
     from batchrunner.job.spec import Job
     from batchrunner.runner.cluster.shard import JoinTask
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedJob:
-    """A job whose input, templates and output were checked; nothing has been sent or written."""
+class PreparedJob(JobInput):
+    """A job whose input, templates and output directory were checked; nothing was sent or written."""
 
-    job: Job
-    dataset: Dataset
-    renderer: Renderer
     run_dir: RunDir
     part: Shard | JoinTask | None = None
-
-    def batches(self, rows: BitMap64) -> Iterator[list[Request | Outcome]]:
-        """Read and render these rows, a bounded batch at a time."""
-        for batch in self.dataset.read(rows, self.renderer.columns):
-            yield self.renderer.render(batch)
-
-    def selected(self, look: Callable[[], None] = lambda: None) -> BitMap64:
-        """Return the rows that the job is about; raises InputError where the filter leaves none.
-
-        `look` is called now and then, and raises where the run is to stop.
-        """
-        selected = selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit, look)
-        if not selected:
-            raise InputError(
-                f"input.filter: true for none of the {self.dataset.total_rows} rows: {self.job.input.filter}"
-            )
-        return selected
 
     def share_of(self, selected: BitMap64) -> BitMap64:
         """Return those of the selected rows that this task is to do."""
@@ -140,7 +117,7 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
                 f"{run_dir.path} has results but no run.json: take another output.path, or {DISCARD}"
             )
         return False
-    new = fingerprint(prepared.job, prepared.dataset, model or "")
+    new = fingerprint(prepared.job, prepared.dataset.files, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
     _check_partitions(prepared)
     return True

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import ResumeError
-from batchrunner.dispatch.source import OwnRows, Source
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import arrange, arranged_before
 from batchrunner.output.parts import tidy
@@ -18,10 +17,12 @@ from batchrunner.output.task_lock import LOOK_S, HolderWatch, hold_task
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.cluster.shard import JoinTask, Shard
 from batchrunner.runner.prepare import find_done
+from batchrunner.runner.row_source import OwnRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from batchrunner.dispatch.source import Source
     from batchrunner.output.run_dir import RunDir
     from batchrunner.output.task_lock import TaskLock
     from batchrunner.runner.prepare import PreparedJob

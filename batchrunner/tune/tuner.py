@@ -92,7 +92,7 @@ def _search(
     log.info("sample: %s", sample)
     machine = machine_for(job, engine, allow, one_of_several=isinstance(job.engine, GatewayEngine))
     facts = {
-        "rows": fingerprint(job, prepared.dataset, engine.model).as_dict(),
+        "rows": fingerprint(job, prepared.dataset.files, engine.model).as_dict(),
         "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.cards, machine.card, machine.card_gb],

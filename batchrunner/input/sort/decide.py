@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
-    from batchrunner.runner.prepare import PreparedJob
+    from batchrunner.input.job_input import JobInput
 
 WINDOW_ROWS = 1024
 """Rows that are sure to be looked at together when they are sent (`arrange` takes more at a time): what they
@@ -60,10 +60,12 @@ class OrderDecision:
         return f"order: {self.order} ({self.why})"
 
 
-def choose(prepared: PreparedJob, rows: BitMap64) -> OrderDecision:
+def choose(job_input: JobInput, rows: BitMap64) -> OrderDecision:
     """Decide on the order of these rows; reads and renders 8 stretches of 1,024 at most."""
-    sample = [_prefixes(prepared, stretch) for stretch in stretches(rows, prepared.dataset.row_group_ends())]
-    job = prepared.job
+    sample = [
+        _prefixes(job_input, stretch) for stretch in stretches(rows, job_input.dataset.row_group_ends())
+    ]
+    job = job_input.job
     return decide(sample, len(rows), dedupe=job.dedupe and job.sampling.temperature == 0)
 
 
@@ -172,10 +174,10 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
         before, stretch_before = prefix, stretch
 
 
-def _prefixes(prepared: PreparedJob, rows: BitMap64) -> list[bytes]:
+def _prefixes(job_input: JobInput, rows: BitMap64) -> list[bytes]:
     found: list[bytes] = []
     size = 0
-    for batch in prepared.batches(rows):
+    for batch in job_input.batches(rows):
         for item in batch:
             found.append(prefix_of(item) if isinstance(item, Request) else b"")
             size += len(found[-1])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
     from batchrunner.core.types import Outcome
-    from batchrunner.runner.prepare import PreparedJob
+    from batchrunner.input.job_input import JobInput
 
 LARGEST = 1 << 30
 """Tokens of an output: more than any model gives."""
@@ -42,7 +42,7 @@ BUCKET_BYTES = 48 << 20
 
 
 def write_sorted(
-    prepared: PreparedJob, rows: BitMap64, path: Path, about: dict[str, Any], look: Callable[[], None]
+    job_input: JobInput, rows: BitMap64, path: Path, about: dict[str, Any], look: Callable[[], None]
 ) -> None:
     """Write a copy of these rows in the order that `about` names (`order`: prefix or longest_first).
 
@@ -53,13 +53,13 @@ def write_sorted(
     work.mkdir()
     try:
         with closing(KeySort(work)) as keys:
-            for key in _keys(prepared, rows, about["order"], look):
+            for key in _keys(job_input, rows, about["order"], look):
                 keys.add(key)
             keys.sort()
             look()
             groups = list(cut_into_groups(keys.in_order(), lease_rows(len(rows))))
             buckets = Buckets(work, _PLACE, list(_bucket_ends(groups)))
-            for table in _with_places(prepared, rows, keys.places()):
+            for table in _with_places(job_input, rows, keys.places()):
                 buckets.put(table)
                 look()
         with whole_file(path) as temporary:
@@ -68,12 +68,12 @@ def write_sorted(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _keys(prepared: PreparedJob, rows: BitMap64, kind: str, look: Callable[[], None]) -> Iterator[SortKey]:
-    by_column = isinstance(prepared.job.sampling.max_new_tokens, FromColumn)
-    for batch in prepared.dataset.read(rows, prepared.renderer.columns):
+def _keys(job_input: JobInput, rows: BitMap64, kind: str, look: Callable[[], None]) -> Iterator[SortKey]:
+    by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
+    for batch in job_input.dataset.read(rows, job_input.renderer.columns):
         look()
         size = batch.data.nbytes // len(batch.rows)
-        for item in prepared.renderer.render(batch):
+        for item in job_input.renderer.render(batch):
             yield _key(item, size, longest_first=kind == "longest_first", by_column=by_column)
 
 
@@ -136,14 +136,14 @@ _PLACE, _ORDINAL = "\0place", "\0row"
 """Names that no column of the input has."""
 
 
-def _with_places(prepared: PreparedJob, rows: BitMap64, places: Iterator[pa.Array]) -> Iterator[pa.Table]:
+def _with_places(job_input: JobInput, rows: BitMap64, places: Iterator[pa.Array]) -> Iterator[pa.Table]:
     """Yield the rows with their places and ordinals, in input order."""
-    names = prepared.renderer.columns
-    kinds = [prepared.dataset.schema.field(name).type for name in names]
+    names = job_input.renderer.columns
+    kinds = [job_input.dataset.schema.field(name).type for name in names]
     # files may differ in what they say of a column beyond its type
     schema = pa.schema(zip([*names, _ORDINAL, _PLACE], [*kinds, pa.int64(), pa.int64()], strict=True))
     waiting = pa.chunked_array([], pa.int64())
-    for batch in prepared.dataset.read(rows, names):
+    for batch in job_input.dataset.read(rows, names):
         count = len(batch.rows)
         while len(waiting) < count:
             waiting = pa.chunked_array([*waiting.chunks, next(places)])

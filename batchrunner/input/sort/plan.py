@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
+    from batchrunner.input.job_input import JobInput
     from batchrunner.input.row_reader import Order
-    from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ ROOM = 2
 """A sort needs the rows' size so many times on disk: once dealt out, once in order."""
 
 
-def choice_for(prepared: PreparedJob, rows: BitMap64) -> OrderDecision:
+def choice_for(job_input: JobInput, rows: BitMap64) -> OrderDecision:
     """Return the order that these rows are to be sent in; with `auto` a sample is read. Raises InputError."""
-    asked = prepared.job.order
-    return choose(prepared, rows) if asked == "auto" else OrderDecision(asked, "set by the job")
+    asked = job_input.job.order
+    return choose(job_input, rows) if asked == "auto" else OrderDecision(asked, "set by the job")
 
 
 def arrange(
-    prepared: PreparedJob, rows: BitMap64, directory: Path, token: str, look: Callable[[], None]
+    job_input: JobInput, rows: BitMap64, directory: Path, token: str, look: Callable[[], None]
 ) -> tuple[Path | None, OrderDecision]:
     """Decide on an order for rows, and write them down in it; return where (None: the input is in order).
 
@@ -46,38 +46,38 @@ def arrange(
     earlier starts are removed. Raises InputError, or OutputError where there is no room to sort.
     """
     remove_copies(directory)
-    choice = choice_for(prepared, rows)
+    choice = choice_for(job_input, rows)
     if not rows:
         return None, choice
     path = None
     if choice.order != "input":
         path = directory / f"order-{token}.parquet"
         try:
-            _sort(prepared, rows, choice, path, look)
+            _sort(job_input, rows, choice, path, look)
         except OutputError as failure:
-            if prepared.job.order != "auto":
+            if job_input.job.order != "auto":
                 raise
             path, choice = None, OrderDecision("input", f"{choice.order} would be better, but {failure}")
             log.warning("%s", choice)
     return path, choice
 
 
-def order_at(prepared: PreparedJob, path: Path | None) -> Order:
+def order_at(job_input: JobInput, path: Path | None, *, leased: bool = False) -> Order:
     """Open an order that was decided on; raises InputError where its copy is gone."""
     if path is None:
-        return InputOrder(prepared.dataset, prepared.renderer.columns)
-    return SortedCopy(path, leased=path.parent == prepared.run_dir.leases)
+        return InputOrder(job_input.dataset, job_input.renderer.columns)
+    return SortedCopy(path, leased=leased)
 
 
 def arranged_before(
-    prepared: PreparedJob, rows: BitMap64, directory: Path
+    job_input: JobInput, rows: BitMap64, directory: Path
 ) -> tuple[Path, OrderDecision] | None:
     """Return the order that a start before has written, where it is the one asked for and has these rows."""
-    asked = prepared.job.order
+    asked = job_input.job.order
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
-            now = fingerprint(prepared.job, prepared.dataset, "")
+            now = fingerprint(job_input.job, job_input.dataset.files, "")
             check_same_run(copy.about["fingerprint"], now, directory, model_known=False)
         except (InputError, ResumeError):
             continue
@@ -97,22 +97,22 @@ def remove_copies(directory: Path) -> None:
 
 
 def _sort(
-    prepared: PreparedJob, rows: BitMap64, choice: OrderDecision, path: Path, look: Callable[[], None]
+    job_input: JobInput, rows: BitMap64, choice: OrderDecision, path: Path, look: Callable[[], None]
 ) -> None:
     began = time.monotonic()
-    where, room, free = path.parent, _room(prepared, len(rows)), shutil.disk_usage(path.parent).free
+    where, room, free = path.parent, _room(job_input, len(rows)), shutil.disk_usage(path.parent).free
     takes = f"that takes about {room >> 20} MiB there, {free >> 20} MiB are free"
-    if room > free and prepared.job.order == "auto":  # who asks for it may know better
+    if room > free and job_input.job.order == "auto":  # who asks for it may know better
         raise OutputError(
             f"{where}: no room to sort: {takes}: make room, or say order: {choice.order} to try"
         )
     log.info("sorting %d rows", len(rows))
     about = {
         "order": choice.order,
-        "fingerprint": fingerprint(prepared.job, prepared.dataset, "").as_dict(),
+        "fingerprint": fingerprint(job_input.job, job_input.dataset.files, "").as_dict(),
     }
     try:
-        write_sorted(prepared, rows, path, about, look)
+        write_sorted(job_input, rows, path, about, look)
     except (OSError, pa.ArrowException) as failure:
         raise OutputError(
             f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: make room, "
@@ -121,7 +121,7 @@ def _sort(
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
 
 
-def _room(prepared: PreparedJob, rows: int) -> int:
+def _room(job_input: JobInput, rows: int) -> int:
     """Estimate the disk that a sort takes, by what the job reads of the input."""
-    size = prepared.dataset.bytes_of(prepared.renderer.columns)
-    return int(ROOM * size * rows / prepared.dataset.total_rows)
+    size = job_input.dataset.bytes_of(job_input.renderer.columns)
+    return int(ROOM * size * rows / job_input.dataset.total_rows)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import HeldError, ResumeError
-from batchrunner.dispatch.source import LeasedRows
 from batchrunner.input.row_reader import SortedCopy
 from batchrunner.input.select import cut_into_leases
 from batchrunner.input.sort.plan import arrange, remove_copies
@@ -16,6 +15,7 @@ from batchrunner.output.parts import tidy
 from batchrunner.output.resume import check_same_run, done_by_all, drop_failed, fingerprint, read_done
 from batchrunner.output.run_dir import RunDir, writing
 from batchrunner.output.task_lock import DEAD_AFTER_S, LOOK_S, TaskLock, hold_task
+from batchrunner.runner.cluster.lease_source import LeasedRows
 from batchrunner.runner.cluster.leases import LeasePlan, Leases
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def join(
                 f"{run_dir.path}: --retry-failed: other tasks are still at it: wait for their end"
             )
     assert leases.plan is not None
-    new = fingerprint(prepared.job, prepared.dataset, "")
+    new = fingerprint(prepared.job, prepared.dataset.files, "")
     check_same_run(leases.plan.fingerprint, new, run_dir.path, model_known=False)
     leases.join()
     return LeasedRows(prepared, leases, leases.plan, sleep), leases.plan.rows_total
@@ -120,7 +120,7 @@ def _plan(
                 cuts, name = SortedCopy(path).begins, path.name
             else:
                 cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
-            new = fingerprint(prepared.job, prepared.dataset, "").as_dict()
+            new = fingerprint(prepared.job, prepared.dataset.files, "").as_dict()
             leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, choice.as_dict()))
         else:
             remove_copies(leases.directory)
