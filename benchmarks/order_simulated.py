@@ -27,8 +27,8 @@ import pyarrow as pa
 from batchrunner.core.types import Completion, EngineInfo, Request, RowRef
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
-from batchrunner.dispatch.prefix_order.lengths import OutputLengths
-from batchrunner.dispatch.prefix_order.reorder import Primer, Reorderer
+from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
+from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
 from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import SchedulerConfig
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
@@ -207,12 +207,15 @@ def ordered(rows: list[Row], arm: str, kv_tokens: int) -> Iterator[Row]:
 
 
 class AsTheRunner:
-    """The runner's own arrangement: makes samples of rows, and learns from those that ended."""
+    """The runner's own order: a source of rows, which are sent as the reorderer says."""
+
+    is_shared = False
 
     def __init__(self, rows: list[Row], kv_tokens: int) -> None:
         info = EngineInfo("attach", "simulated", max_total_tokens=kv_tokens, prefill_tokens=PASS_TOKENS)
         self._rows = rows
-        self._arranger = Reorderer(ReuseDistance(info, 1), OutputLengths(), dedupe=True)
+        self._reorderer = Reorderer(ReuseDistance(info, 1), OutputLengths(), dedupe=True)
+        self.unread = len(rows)
         self._fleet: Fleet | None = None
 
     def run(self, config: SchedulerConfig) -> Fleet:
@@ -223,24 +226,24 @@ class AsTheRunner:
 
     def _samples(self) -> Iterator[SimulatedRequest]:
         assert self._fleet
-        for batch in self._arranger.arrange(self._batches(), lambda: self._unread):
-            primers = [item for item in batch if isinstance(item, Primer)]
+        for batch in self._reorderer.reorder(self):
+            primers = [item for item in batch if isinstance(item, PrimeTask)]
             for _, turn in itertools.groupby(sorted(primers, key=lambda p: p.round), key=lambda p: p.round):
-                works = [primer.work for primer in turn]
+                works = [primer.row for primer in turn]
                 self._fleet.prime([self._sample(work, 1) for work in works])
                 for work in works:
-                    work.computed_at = self._fleet.now
+                    work.prefix_ready_at = self._fleet.now
             for item in batch:
                 if isinstance(item, PendingRow):
                     item.route, item.sent_at = "r0", self._fleet.now
                     yield self._sample(item, self._rows[item.request.ref.row].outputs)
 
-    def _batches(self) -> Iterator[list[Request | Outcome]]:
+    def batches(self) -> Iterator[list[Request | Outcome]]:
         nothing = pa.RecordBatch.from_pylist([{}])
-        self._unread = len(self._rows)
+        self.unread = len(self._rows)
         for first in range(0, len(self._rows), BATCH_ROWS):
             batch = self._rows[first : first + BATCH_ROWS]
-            self._unread -= len(batch)
+            self.unread -= len(batch)
             yield [
                 Request(RowRef(row, nothing, 0), "text", text_of(each), {"max_new_tokens": each.outputs})
                 for row, each in enumerate(batch, first)
@@ -253,9 +256,9 @@ class AsTheRunner:
     def _ended(self, sample: SimulatedRequest) -> None:
         assert self._fleet
         work = sample.payload
-        work.computed_at = min(work.computed_at, self._fleet.now)
+        work.prefix_ready_at = min(work.prefix_ready_at, self._fleet.now)
         seen = Completion([], [], [sample.outputs], sample.prompt_tokens, sample.cached_tokens)
-        self._arranger.saw(work, seen)
+        self._reorderer.record(work, seen)
 
 
 def text_of(row: Row) -> str:

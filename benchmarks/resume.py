@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 
 from batchrunner.cli import app
 from batchrunner.core.types import SchedulerLoad
-from batchrunner.dispatch.load_loop import SAMPLE_S, write_sample
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.engines.simulated import Simulator
 from batchrunner.output.events import EventLog
@@ -31,6 +30,7 @@ from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.run_dir import RunDir, make_directory
 from batchrunner.output.task_lock import hold_task
+from batchrunner.runner.progress import SAMPLE_S
 from benchmarks.measure import in_fresh_process, save
 from benchmarks.memory import peak_mb
 
@@ -114,7 +114,7 @@ def write_journal(path: Path, table: pa.Table) -> None:
 
 def write_day(log: EventLog, rows: int) -> None:
     """Write as many samples as a day has."""
-    signals = tuple(
+    loads = tuple(
         SchedulerLoad(f"http://10.0.0.{i}:30000", "loads", 200, 8, 0.87, 412_345, 474_000, 256, f"r{i}", 1e9)
         for i in range(REPLICAS)
     )
@@ -129,17 +129,17 @@ def write_day(log: EventLog, rows: int) -> None:
         window=208 * REPLICAS,
         in_flight=208 * REPLICAS,
         by_scheduler={
-            signal.scheduler: {"window": 208, "output_tokens_per_s": 5e3, "retractions": 0}
-            for signal in signals
+            load.scheduler: {"window": 208, "output_tokens_per_s": 5e3, "retractions": 0} for load in loads
         },
-        resting=0,
+        waiting=0,
         retractions=0,
-        signals=signals,
-        bands={signal.scheduler: (4, 16) for signal in signals},
+        loads=loads,
+        bands={load.scheduler: (4, 16) for load in loads},
         simulated=True,
     )
+    log.open()
     for _ in range(round(DAY_S / SAMPLE_S)):
-        write_sample(log, state)
+        log.write("sample", **state.as_sample())
     log.close()
 
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.distance import LOOK_ROWS, ReuseDistance
-from batchrunner.dispatch.prefix_order.lengths import OutputLengths
+from batchrunner.dispatch.prefix_order.distance import FOLLOWERS_A_CHECK, ReuseDistance
+from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.pacing import MOST_HELD_BYTES
-from batchrunner.dispatch.prefix_order.prefix_tree import find_prefix_groups
+from batchrunner.dispatch.prefix_order.prefix_tree import find_leaders
 from batchrunner.dispatch.prefix_order.reorder import (
     LAST_ROWS,
     SHARED_ROWS,
     WINDOW_BYTES,
     WINDOW_ROWS,
-    Primer,
+    PrimeTask,
     Reorderer,
 )
 from batchrunner.dispatch.queue import DispatchQueue
@@ -29,7 +29,7 @@ from batchrunner.input.prefixes import common
 from tests.test_prefixes import shared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
 PASS_TOKENS = 1000
@@ -42,13 +42,41 @@ def request(row: int, text: str, **sampling: Any) -> Request:
     )
 
 
+class Source:
+    """Rows in given batches; `unread` tells how many are still to come."""
+
+    def __init__(
+        self,
+        batches: Iterable[list[Request | Outcome]],
+        unread: Callable[[], int] = lambda: 100_000,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        self._batches, self._unread, self.is_shared = batches, unread, is_shared
+
+    @property
+    def unread(self) -> int:
+        left: int = self._unread()
+        return left
+
+    def batches(self) -> Iterator[list[Request | Outcome]]:
+        return iter(self._batches)
+
+
+class InFlight(dict[str, int]):
+    """Requests in flight on each route."""
+
+    def in_flight_on(self, route: str) -> int:
+        return self[route]
+
+
 def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Reorderer:
     return Reorderer(ReuseDistance(info, caches), OutputLengths(), dedupe=dedupe, caches=caches)
 
 
 def arranged(
     by: Reorderer, batches: Sequence[Sequence[Request | Outcome]]
-) -> tuple[list[PendingRow], list[Primer], list[Outcome]]:
+) -> tuple[list[PendingRow], list[PrimeTask], list[Outcome]]:
     """Arrange whole batches; the rows that are still to come are known exactly."""
     left = [sum(map(len, batches[end:])) for end in range(1, len(batches) + 1)]
     read = iter(left)
@@ -61,11 +89,11 @@ def arranged(
             last = next(read)
             yield list(batch)
 
-    for found in by.arrange(source(), lambda: last):
+    for found in by.reorder(Source(source(), lambda: last)):
         items += found
     return (
         [item for item in items if isinstance(item, PendingRow)],
-        [item for item in items if isinstance(item, Primer)],
+        [item for item in items if isinstance(item, PrimeTask)],
         [item for item in items if isinstance(item, Outcome)],
     )
 
@@ -110,24 +138,24 @@ def prefilled_apart(works: Sequence[PendingRow]) -> int:
 def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> None:
     """Leaders first, what is computed is what the tree of all prompts holds; nobody waits for many others."""
     prefixes = ["".join(letter * 512 for letter in code).encode() for code in codes]
-    places = find_prefix_groups(prefixes)
-    assert sum(place.shared for place in places.values()) == shared(prefixes)
+    places = find_leaders(prefixes)
+    assert sum(place.shared_bytes for place in places.values()) == shared(prefixes)
     for index in range(len(prefixes)):
         steps, at = 0, index
         while at in places:
-            steps, at = steps + 1, places[at].parent
+            steps, at = steps + 1, places[at].leader
         assert 2**steps <= len(prefixes)
 
 
 def test_a_conversation_is_computed_by_its_longest_turn() -> None:
     """Turns that contain one another all follow the longest, and not each the one before."""
     turns = [words("talk", 100 * turn).encode() for turn in range(1, 7)]
-    assert {place.parent for place in find_prefix_groups(turns).values()} == {5}
+    assert {place.leader for place in find_leaders(turns).values()} == {5}
 
 
 def test_short_beginnings_make_no_families() -> None:
     """A template of a line is not worth an order."""
-    assert find_prefix_groups([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}
+    assert find_leaders([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}
 
 
 # The order
@@ -144,7 +172,7 @@ def test_every_row_goes_once(texts: list[str], batch_rows: int, dedupe: bool) ->
     batches = [requests[at : at + batch_rows] for at in range(0, len(requests), batch_rows)]
     by = arranger(dedupe=dedupe)
     works, _, _ = arranged(by, batches)
-    twins = [ref.row for work in works for ref in work.twins]
+    twins = [ref.row for work in works for ref in work.duplicates]
     assert sorted([*rows_of(works), *twins]) == list(range(len(texts)))
     assert by.held == 0
     assert len(works) == (len(set(texts)) if dedupe else len(texts))
@@ -169,10 +197,10 @@ def test_what_a_row_brought_in_is_used_soon() -> None:
     sent_at: dict[PendingRow, float] = {}
     clock = 0.0
     for work in works:
-        clock += (work.size - work.shared) / 4
+        clock += (work.prompt_bytes - work.shared_bytes) / 4
         sent_at[work] = clock
-    questions = [work for work in works if work.shared > len(system) + 256]
-    waits = [sent_at[work] - sent_at[work.parent] for work in questions if work.parent]
+    questions = [work for work in works if work.shared_bytes > len(system) + 256]
+    waits = [sent_at[work] - sent_at[work.leader] for work in questions if work.leader]
     assert len(waits) == 60 * 3
     assert max(waits) <= 4 * PASS_TOKENS  # of some 24,000
 
@@ -208,7 +236,7 @@ def test_a_window_goes_on_with_the_beginnings_of_the_one_before() -> None:
     batch = [request(row, prefix + words(str(row), 4)) for row in range(3 * WINDOW_ROWS + LAST_ROWS)]
     batches = [batch[at : at + 256] for at in range(0, len(batch), 256)]
     works, primers, _ = arranged(arranger(), batches)
-    assert sum(work.parent is None for work in works) == 1
+    assert sum(work.leader is None for work in works) == 1
     assert len(primers) == 1
     assert sorted(rows_of(works)) == list(range(len(batch)))
 
@@ -228,7 +256,7 @@ def test_memory_stays_bounded_while_rows_come() -> None:
             held.append(by.held)
             yield [request(row, prefix + str(row)) for row in range(at, at + 256)]
 
-    assert sum(len(items) for items in by.arrange(source(), lambda: left)) >= total
+    assert sum(len(items) for items in by.reorder(Source(source(), lambda: left))) >= total
     assert max(held) <= 2 * WINDOW_ROWS + LAST_ROWS
 
 
@@ -237,20 +265,20 @@ def test_memory_stays_bounded_with_long_beginnings() -> None:
     prefix = words("document", 100_000)
     by = arranger(EngineInfo(kind="test", model="m", prefill_tokens=10_000_000), dedupe=False)
     batches: Iterable[list[Request | Outcome]] = ([request(row, prefix + str(row))] for row in range(1000))
-    held = max(by.held for _ in by.arrange(batches, lambda: 100_000))
+    held = max(by.held for _ in by.reorder(Source(batches)))
     assert held * len(prefix) <= MOST_HELD_BYTES + WINDOW_BYTES + len(prefix)
 
 
 def test_what_is_read_ahead_is_bounded_in_input_order_too() -> None:
     """A row has its size there, by which the submitter counts what waits to be sent."""
     works, _, _ = arranged(Reorderer(None, None, dedupe=False), [[request(0, "x" * 5000)]])
-    assert works[0].size >= 5000
+    assert works[0].prompt_bytes >= 5000
 
 
 def test_rows_do_not_wait_for_a_source_that_waits() -> None:
     """An empty batch says that more may take long: what is there goes."""
     by = arranger()
-    stream = by.arrange(iter([[request(0, "a")], [], [request(1, "b")]]), lambda: 100_000)
+    stream = by.reorder(Source([[request(0, "a")], [], [request(1, "b")]]))
     assert rows_of(item for item in next(stream) if isinstance(item, PendingRow)) == [0]
     assert rows_of(item for items in stream for item in items if isinstance(item, PendingRow)) == [1]
 
@@ -288,7 +316,7 @@ def test_of_shared_rows_few_are_held() -> None:
     """Rows that other tasks could do are not read far ahead, though they are the last."""
     sent = 0
     batches: Iterator[list[Request | Outcome]] = ([request(row, f"p{row}")] for row in range(3 * SHARED_ROWS))
-    for items in arranger().arrange(batches, lambda: 100, is_shared=True):
+    for items in arranger().reorder(Source(batches, lambda: 100, is_shared=True)):
         sent += len(items)
         break
     assert sent > 0
@@ -307,7 +335,7 @@ def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
     assert rows_of(works) == list(range(40))
     for work in works:
         length = 90 if work.request.ref.row % 2 else 3
-        by.saw(work, Completion(["x"], ["stop"], [length], 100, 0))
+        by.record(work, Completion(["x"], ["stop"], [length], 100, 0))
     works, _, _ = arranged(by, [batch[40:]])
     assert rows_of(works) == [41, 43, 40, 42]
 
@@ -329,7 +357,7 @@ def test_only_rows_that_must_get_one_answer_are_sent_once(
 ) -> None:
     """The same prompt with other sampling, or with chance in it, is another row."""
     works, _, _ = arranged(arranger(), [[request(0, "p", **one), request(1, "p", **other)]])
-    assert sum(len(work.twins) for work in works) == twins
+    assert sum(len(work.duplicates) for work in works) == twins
 
 
 @pytest.mark.parametrize(("temperature", "sent"), [(0.7, 300), (0, 150)])
@@ -370,11 +398,11 @@ TIGHT = EngineInfo(kind="test", model="m", max_total_tokens=20_000, prefill_toke
 
 def follow(lead: ReuseDistance, *, missed: int, computed_before: bool = False) -> list[str]:
     """Tell a lead of followers with 400 shared tokens, some of which missed them; return what it says."""
-    parent = PendingRow(request(0, "x"), computed_at=1.0 if computed_before else 3.0)
+    parent = PendingRow(request(0, "x"), prefix_ready_at=1.0 if computed_before else 3.0)
     reasons = []
-    for row in range(LOOK_ROWS):
-        work = PendingRow(request(row, "x"), size=2000, parent=parent, shared=1600, sent_at=2.0)
-        change = lead.saw(work, Completion(["x"], ["stop"], [1], 500, 0 if row < missed else 390))
+    for row in range(FOLLOWERS_A_CHECK):
+        work = PendingRow(request(row, "x"), prompt_bytes=2000, leader=parent, shared_bytes=1600, sent_at=2.0)
+        change = lead.record(work, Completion(["x"], ["stop"], [1], 500, 0 if row < missed else 390))
         reasons += [change.reason] if change else []
     return reasons
 
@@ -383,7 +411,7 @@ def test_followers_less_than_a_pass_behind_come_too_early() -> None:
     """Their beginning was not there, nor known to be computed: the distance widens, within the pool."""
     lead = ReuseDistance(TIGHT, 1)
     before = lead.tokens
-    assert follow(lead, missed=20) == ["20 of 32 followers did not find their beginning in the cache"]
+    assert follow(lead, missed=20) == ["20 of 32 followers did not find their prefix in the cache"]
     assert before < lead.tokens <= 0.4 * 20_000
 
 
@@ -425,7 +453,7 @@ def test_a_family_stays_on_one_route() -> None:
     system = words("system", 200)
     texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
     works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])
-    ready = DispatchQueue(("a", "b"), lambda _: 1, 512)
+    ready = DispatchQueue(("a", "b"), InFlight(a=1, b=1), 512)
     for work in works:
         ready.add(work)
     went: dict[int, set[str]] = {}
@@ -443,10 +471,10 @@ def test_a_family_stays_on_one_route() -> None:
 def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     """A replica that is behind does not keep its families' rows; one that is not behind is left with them."""
     first = PendingRow(request(0, "p"))
-    first.family = first  # all are of one family
-    works = [first, *(PendingRow(request(row, "p"), family=first) for row in range(1, 5))]
-    in_flight = {"a": 1, "b": 1}
-    ready = DispatchQueue(("a", "b"), in_flight.__getitem__, 512)
+    first.group = first  # all are of one family
+    works = [first, *(PendingRow(request(row, "p"), group=first) for row in range(1, 5))]
+    in_flight = InFlight(a=1, b=1)
+    ready = DispatchQueue(("a", "b"), in_flight, 512)
     for work in works:
         ready.add(work)
     assert ready.take("a") is first
@@ -461,9 +489,9 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
 def test_a_slow_route_does_not_hold_up_the_others() -> None:
     """Once it keeps so many rows that no others are read, they are for all."""
     first = PendingRow(request(0, "p"))
-    first.family = first
-    ready = DispatchQueue(("slow", "fast"), {"slow": 0, "fast": 100}.__getitem__, 4)
-    for work in (first, *(PendingRow(request(row, "p"), family=first) for row in range(1, 6))):
+    first.group = first
+    ready = DispatchQueue(("slow", "fast"), InFlight(slow=0, fast=100), 4)
+    for work in (first, *(PendingRow(request(row, "p"), group=first) for row in range(1, 6))):
         ready.add(work)
     assert ready.take("slow") is first
     assert [ready.take("fast") is not None for _ in range(3)] == [True, True, False]

@@ -86,11 +86,11 @@ def test_pressure_backs_off_once_a_second() -> None:
     made = plant(window=400)
     made.run(10)
     before = made.controller.window
-    decisions = [made.controller.pressed(10.0 + i / 1000, "503: full") for i in range(100)]
+    decisions = [made.controller.backpressure(10.0 + i / 1000, "503: full") for i in range(100)]
     assert len([d for d in decisions if d]) == 1
     assert made.controller.window == round(before * BACK_OFF)
     for second in range(11, 40):
-        made.controller.pressed(float(second), "503: full")
+        made.controller.backpressure(float(second), "503: full")
     assert made.controller.window == 100
     made.queues = [(40.0, 0)]
     made.run(30)
@@ -103,7 +103,7 @@ def test_a_narrow_window_is_not_widened_by_pressure() -> None:
     controller = Controller("s", 400, BAND, most=10_000, now=0.0)
     for second in range(20):
         old = controller.window
-        controller.pressed(float(second), "429")
+        controller.backpressure(float(second), "429")
         assert controller.window <= old
 
 

@@ -227,7 +227,7 @@ def test_one_row_is_given_up_at_last(window: int, poison: int, fresh: int) -> No
     while not given_up:
         flying: list[int] = []
         while len(flying) < window:
-            degree = suspects.degree(window)
+            degree = suspects.next_degree(window)
             row = suspects.take(degree) if degree is not None else next(rows, None)
             if row is None:
                 break
@@ -237,7 +237,7 @@ def test_one_row_is_given_up_at_last(window: int, poison: int, fresh: int) -> No
         deaths += died
         for row in flying:
             if saw.get(row):
-                suspects.landed(saw[row])
+                suspects.came_back(saw[row])
             if died:
                 saw[row] = saw.get(row, 0) + 1
                 if saw[row] >= MOST_DEATHS:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.dispatch.slots import LONGEST_REST_S, Slots
+from batchrunner.dispatch.slots import LONGEST_COOLDOWN_S, Slots
 
 ROUTES = ("a", "b", "c")
 events = st.lists(
@@ -41,7 +41,7 @@ def test_no_window_is_ever_exceeded(
             size[route] = number
             gate.resize(route, number)
         elif what == "rest":
-            awake_at[route] = now + gate.rest(route, now)
+            awake_at[route] = now + gate.cool_down(route, now)
         elif what == "answer":
             awake_at[route] = 0.0
             gate.answered(route)
@@ -50,7 +50,7 @@ def test_no_window_is_ever_exceeded(
         assert gate.by_route == inside
         assert (gate.in_flight, gate.window) == (sum(inside.values()), sum(size.values()))
         for r in ROUTES:
-            assert gate.keeps(r, now) == (inside[r] <= size[r] and awake_at[r] <= now)
+            assert gate.may_reuse(r, now) == (inside[r] <= size[r] and awake_at[r] <= now)
 
 
 def test_rows_go_where_there_is_most_room() -> None:
@@ -67,21 +67,21 @@ def test_a_rest_doubles_until_there_is_an_answer() -> None:
         gate.take(now)
     gate.resize("a", 9)
     for _ in range(9):
-        rests.append(gate.rest("a", now))
+        rests.append(gate.cool_down("a", now))
         assert gate.take(now) is None
         now += rests[-1]
         assert gate.take(now) == "a"
         gate.release("a")
     assert rests[:4] == [0.5, 1.0, 2.0, 4.0]
-    assert rests[-1] == LONGEST_REST_S
+    assert rests[-1] == LONGEST_COOLDOWN_S
     gate.answered("a")
-    assert gate.rest("a", now) == 0.5
+    assert gate.cool_down("a", now) == 0.5
 
 
 def test_rows_that_fail_together_are_one_failure() -> None:
     """A hundred rows that lose one server at once do not make it rest for minutes."""
     gate = Slots({"a": 100, "b": 100})
-    assert [gate.rest("a", 10.0) for _ in range(100)] == [0.5] * 100
+    assert [gate.cool_down("a", 10.0) for _ in range(100)] == [0.5] * 100
 
 
 def test_a_window_holds_at_least_one() -> None:
@@ -96,5 +96,5 @@ def test_a_window_holds_at_least_one() -> None:
 def test_the_only_route_never_rests() -> None:
     """Where there is no other, one refused row does not hold up those that would be taken."""
     gate = Slots({"a": 2})
-    assert gate.rest("a", 0.0) == 0.0
+    assert gate.cool_down("a", 0.0) == 0.0
     assert gate.take(0.0) == "a"

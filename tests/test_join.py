@@ -26,10 +26,11 @@ from pyroaring import BitMap64
 import batchrunner
 from batchrunner.api import open_engine, run
 from batchrunner.core.errors import StorageError
-from batchrunner.dispatch.dispatcher import READ_AHEAD_ROWS
+from batchrunner.dispatch.backlog import READ_AHEAD_ROWS
 from batchrunner.input.select import MOST_LEASE_ROWS, cut_into_leases
 from batchrunner.job.load import load_job
-from batchrunner.output.events import read_events
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog, read_events
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.resume import read_done
@@ -38,6 +39,7 @@ from batchrunner.output.task_lock import TaskLock, TaskLockLostError, this_proce
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.cluster.leases import Leases, next_lease
 from batchrunner.runner.cluster.shard import joint_task
+from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import prepare
 from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
 
@@ -87,14 +89,20 @@ class Task:
         self.run_dir.task_directory.mkdir(parents=True)
         self.claim = TaskLock(self.run_dir.task_directory)
         self.claim.take()
-        self.rows, _ = join(self.prepared, lambda _: None, retry_failed=False)
+        self.counts = RowCounts()
+        events = EventLog(self.run_dir.events)
+        sleeper = Sleeper(Control())
+        self.rows, _, _ = join(self.prepared, sleeper, self.counts, events, retry_failed=False)
         self._batches = self.rows.batches()
         self._parts = 0
         self.read: list[int] = []
 
     def work(self, batches: int, *, last: bool = False) -> None:
         """Read some batches and write their rows to a part; those of the `last` work to a journal."""
-        items = [item.ref.row for batch in islice(self._batches, batches) for item in batch]
+        items: list[int] = []
+        for batch in islice(self._batches, batches):
+            items += [item.ref.row for item in batch]
+            self.counts.ok += len(batch)
         if items:
             self.run_dir.parts.mkdir(exist_ok=True)
             table = pa.table(
@@ -112,7 +120,11 @@ class Task:
             else:
                 write_part(self.run_dir, self._parts, [table], self.claim)
                 self._parts += 1
-                self.rows.landed(BitMap64(items))
+                self.rows.committed(BitMap64(items))
+
+    def take_first(self) -> bool:
+        """Take the first lease."""
+        return self.rows.take_first(lambda _: None)
 
     def end(self) -> None:
         """End as a task that was told to stop."""
@@ -247,15 +259,15 @@ def test_few_rows_are_shared(tmp_path: Path) -> None:
     """Of few rows that take long no task takes more than its share, though its engine could run them all."""
     job = job_of(tmp_path, rows=128)
     first, second = Task(job, "first"), Task(job, "second")
-    assert second.rows.has_rows()
-    assert first.rows.has_rows()
+    assert second.take_first()
+    assert first.take_first()
     counts = dict.fromkeys((first, second), 0)
     finished = False
 
     def read(task: Task) -> None:
-        task.rows.begin(lambda *_, **__: None, lambda: 0 if finished else counts[task])
         for batch in task.rows.batches():
             counts[task] += len(batch)
+            task.counts.ok = counts[task] if finished else 0
 
     with ThreadPoolExecutor() as pool:
         readers = [pool.submit(read, first)]
@@ -263,6 +275,8 @@ def test_few_rows_are_shared(tmp_path: Path) -> None:
         readers.append(pool.submit(read, second))
         eventually(lambda: sum(counts.values()) >= 100)
         finished = True
+        for task in (first, second):
+            task.counts.ok = counts[task]
         for reader in readers:
             reader.result()
     assert sum(counts.values()) == 128
@@ -395,7 +409,7 @@ def test_a_plan_whose_tasks_failed_to_start(
     file = write_job(job, tmp_path)
     assert batchrun(file, "--join", "--set", NO_ENGINE).exit_code == 2
     if died:
-        Task(job, "loads").rows.has_rows()
+        Task(job, "loads").take_first()
         _killed(tmp_path / "run" / "tasks" / "join-host-loads")
     with started(file) as alone:
         eventually(lambda: _rows_on_disk(tmp_path / "run") == 203)
@@ -447,7 +461,7 @@ def test_nothing_is_free_for_an_open_engine_either(tmp_path: Path, server: FakeS
     """As without one: others do the rest, and that is no failure."""
     job = job_of(tmp_path, server, rows=40)
     other = Task(job, "other")
-    while other.rows._take(wait=False):
+    while other.rows.take(wait=False):
         pass
     with open_engine(job["engine"]) as engine:
         report = run(job, join=True, engine=engine)

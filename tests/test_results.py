@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import InputError, OutputError
-from batchrunner.dispatch.snapshot import ProgressBar, Snapshot
+from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.totals import report_of_all
+from batchrunner.runner.progress import ProgressBar
 from batchrunner.runner.status import status
 from tests.conftest import (
     INSTANT,

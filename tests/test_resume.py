@@ -162,7 +162,7 @@ READS = [
 
 def fail(monkeypatch: pytest.MonkeyPatch, read: str, calls: range) -> None:
     """Let these calls of a function that reads fail, as those of a network do."""
-    monkeypatch.setattr("batchrunner.runner.row_source.READ_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr("batchrunner.runner.task_rows.READ_PAUSES_S", (0.01, 0.01))
     function = operator.attrgetter(read.removeprefix("batchrunner."))(batchrunner)
     numbers = itertools.count()
 

@@ -117,21 +117,21 @@ def test_long_rows_are_made_ready_a_few_at_a_time(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of prompts take much memory: few are made at once, and not many wait to be sent."""
-    monkeypatch.setattr("batchrunner.dispatch.dispatcher.SLICE_BYTES", 2500)
-    monkeypatch.setattr("batchrunner.dispatch.dispatcher.READ_AHEAD_BYTES", 5000)
+    monkeypatch.setattr("batchrunner.dispatch.feeder.SLICE_BYTES", 2500)
+    monkeypatch.setattr("batchrunner.dispatch.backlog.READ_AHEAD_BYTES", 5000)
     made: list[int] = []
     ahead: list[int] = []
-    ready = PromptTokenizer.ready
+    tokenize = PromptTokenizer.tokenize
 
     async def counted(prompts: PromptTokenizer, items: list[Request]) -> list[Request | Outcome]:
         made.append(len(items))
-        return await ready(prompts, items)
+        return await tokenize(prompts, items)
 
     def script(sent: Sent) -> Behaviour:
         ahead.append(sum(made) - len(server.sent))
         return "answer"
 
-    monkeypatch.setattr(PromptTokenizer, "ready", counted)
+    monkeypatch.setattr(PromptTokenizer, "tokenize", counted)
     server.script = script
     job = alike(tmp_path, server, [f"{row} {'x' * 1000}" for row in range(60)], order="input", window=1)
     assert batchrunner.run(job).rows_ok == 60

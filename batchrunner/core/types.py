@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pyarrow as pa
+    from pyroaring import BitMap64
 
 PromptKind = Literal["messages", "text", "input_ids"]
 FinishReason = str  # SGLang's own word: "stop", "length", "abort"
@@ -184,3 +185,16 @@ class Incident(NamedTuple):
     why: str = ""
     facts: Mapping[str, Any] = {}
     """What else the event has: `kind`, `old` and `new` arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Rows that one task is to do."""
+
+    number: int
+    turn: int
+    """Number of tasks that held the lease before."""
+    rows: BitMap64
+    """Ordinals of the rows."""
+    places: range | None
+    """Where the rows stand in the order of sending; None for somewhere in the input."""

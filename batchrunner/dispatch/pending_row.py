@@ -1,4 +1,4 @@
-"""A row on its way to the engine: what goes before it, and what it has been through."""
+"""A row between the reader and its outcome: its request, its place in the order, its attempts so far."""
 
 from __future__ import annotations
 
@@ -11,44 +11,49 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
-    """A row that is to be sent."""
+    """A row that was read and has not ended.
+
+    A row *follows* another one, its `leader`, where both begin with the same bytes: the engine computes the
+    shared prefix with the leader, and the follower finds it in the prefix cache.
+    """
 
     request: Request
     prefix: bytes = b""
-    """What its cached beginning is told by (`prefixes`); of a row that was sent it may be gone."""
-    size: int = 0
-    """Its length in bytes."""
-    kind: int = 0
-    """Rows of one kind begin with the same bytes: a template, a system prompt."""
-    twins: list[RowRef] = field(default_factory=list)
-    """Rows that are exactly like it, and get its answer."""
+    """The prompt as bytes (`input.prefixes.prefix_of`); dropped once no later row is compared with it."""
+    prompt_bytes: int = 0
+    template: int = 0
+    """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
+    duplicates: list[RowRef] = field(default_factory=list)
+    """Rows with the same request, which get this row's answer."""
 
-    parent: PendingRow | None = None
-    """Goes before it: the engine computes with it the beginning that both share."""
-    shared: int = 0
-    """Bytes of that beginning."""
-    children: list[PendingRow] = field(default_factory=list)
+    leader: PendingRow | None = None
+    shared_bytes: int = 0
+    """Length of the prefix that the row shares with its leader."""
+    followers: list[PendingRow] = field(default_factory=list)
     new_tokens: float = 0.0
-    """What the engine has to compute of its prompt, if that beginning is there."""
-    clock: float = 0.0
-    """All such tokens that had been sent when it had gone."""
-    longest: float = 0.0
-    """Tokens of the longest output of it and its followers, as far as that is looked at."""
-    family: PendingRow | None = None
-    """The first of the rows that should be sent where it is; None where any route will do."""
+    """Prompt tokens (estimated) that the engine computes if the shared prefix is cached."""
+    sent_clock: float = 0.0
+    """Sum of `new_tokens` over all rows sent so far, this one included."""
+    longest_output: float = 0.0
+    """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
+    group: PendingRow | None = None
+    """First row of the prefix group, whose route the row prefers; None if any route will do."""
+
     route: str | None = None
-    """Where it was sent."""
+    """Route of the last attempt."""
     sent_at: float = 0.0
-    computed_at: float = float("inf")
-    """Since when its beginning is known to be computed."""
-    tries: int = 0
+    """Time of the last attempt, in seconds of the monotonic clock."""
+    prefix_ready_at: float = float("inf")
+    """Time from which on the row's prompt is known to be computed, in seconds of the same clock."""
+    attempts: int = 0
     failures: int = 0
+    """Attempts that ended with an error which may be the row's own fault."""
     deaths: int = 0
-    """Of the engine, while it had this row."""
+    """Engine deaths during its attempts."""
 
     @property
     def affinity(self) -> str:
-        """Tell a gateway where it should go: with its family; after a failed try anywhere else."""
-        if self.tries > 1:
-            return f"{self.request.ref.row}.{self.tries}"
-        return str((self.family or self).request.ref.row)
+        """Key by which a gateway chooses a replica: the group's; after a failed attempt one of its own."""
+        if self.attempts > 1:
+            return f"{self.request.ref.row}.{self.attempts}"
+        return str((self.group or self).request.ref.row)

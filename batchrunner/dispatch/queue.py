@@ -1,73 +1,83 @@
-"""Rows that wait for a place, and the route on which each finds its beginning in the cache. Pure."""
+"""Rows that wait for a slot, and the route on which each finds its prefix in the cache. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from batchrunner.dispatch.pending_row import PendingRow
 
 
-class DispatchQueue:
-    """Rows in order; those of a family wait for the route that has the first of it.
+class InFlight(Protocol):
+    """Counts requests in flight."""
 
-    A route that has little else to do takes rows of another: an idle one would cost more than the cache
-    saves. But each row that it takes computes a beginning again that the other has, also where several of a
-    family are taken together. So it waits until it has less than half of what the other has, in flight or
-    kept.
+    def in_flight_on(self, route: str) -> int:
+        """Return the number of requests in flight on a route."""
+
+
+class DispatchQueue:
+    """Rows in order; the rows of a prefix group wait for the route that has the group's first row.
+
+    A route with little else to do takes rows of another route: an idle replica costs more than the cache
+    saves. But each row that it takes computes a prefix again that the other replica has in its cache. So it
+    takes them only while it has less than half of the other's rows, in flight or kept for it.
     """
 
-    def __init__(self, routes: Sequence[str], in_flight: Callable[[str], int], full: int) -> None:
-        """`in_flight` counts a route's rows; once so many wait that it is `full`, no others are read."""
-        self._in_flight = in_flight
-        self._full = full
-        self._anywhere: deque[PendingRow] = deque()
+    def __init__(self, routes: Sequence[str], slots: InFlight, full_rows: int) -> None:
+        """With `full_rows` rows in the queue the reader pauses, and kept rows are for every route."""
+        self._slots = slots
+        self._full_rows = full_rows
+        self._any_route: deque[PendingRow] = deque()
         self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in routes}
-        self._count = 0  # looked up for every row, however many routes there are
+        self._count = 0  # read for every row, however many routes there are
 
     def __len__(self) -> int:
-        """Count them all."""
+        """Count all rows."""
         return self._count
 
-    def add(self, work: PendingRow) -> None:
+    def add(self, row: PendingRow) -> None:
         """Add a row behind all others."""
-        self._anywhere.append(work)
+        self._any_route.append(row)
         self._count += 1
 
-    def add_first(self, work: PendingRow) -> None:
-        """Put a row before all others: it has waited for long."""
-        self._anywhere.appendleft(work)
+    def add_first(self, row: PendingRow) -> None:
+        """Add a row before all others."""
+        self._any_route.appendleft(row)
         self._count += 1
 
     def has_for(self, route: str) -> bool:
-        """Tell whether a route may get a row; where none of them is its own, once it is told so falsely."""
-        return bool(self._anywhere or self._kept[route] or self._others(self._in_flight(route)))
+        """Tell whether `take` may return a row for a route.
+
+        Where all rows turn out to be kept for other routes, this is wrong once.
+        """
+        in_flight = self._slots.in_flight_on(route)
+        return bool(self._any_route or self._kept[route] or self._takeable_of_others(in_flight))
 
     def take(self, route: str) -> PendingRow | None:
-        """Take the next row for a route, which counts as in flight there; None where it should wait."""
-        work = self._next(route)
-        self._count -= work is not None
-        return work
+        """Take the next row for a route whose slot is already counted; None if the route should wait."""
+        row = self._next(route)
+        self._count -= row is not None
+        return row
 
     def _next(self, route: str) -> PendingRow | None:
         kept = self._kept[route]
         if kept:
             return kept.popleft()
-        while self._anywhere:
-            work = self._anywhere.popleft()
-            home = work.family.route if work.family is not None else None
+        while self._any_route:
+            row = self._any_route.popleft()
+            home = row.group.route if row.group is not None else None
             if home in {None, route}:
-                work.route = route  # before the next of its family is looked at
-                return work
-            self._kept[home].append(work)
-        others = self._others(self._in_flight(route) - 1)
+                row.route = route  # before the next row of its group is looked at
+                return row
+            self._kept[home].append(row)
+        others = self._takeable_of_others(self._slots.in_flight_on(route) - 1)
         return others.pop() if others else None
 
-    def _others(self, in_flight: int) -> deque[PendingRow]:
-        """Return the rows of another route that one with so many in flight may take."""
+    def _takeable_of_others(self, in_flight: int) -> deque[PendingRow]:
+        """Return the kept rows of another route that a route with so many in flight may take."""
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
-        enough = 2 * in_flight >= self._in_flight(other) + len(kept) and self._count < self._full
-        return deque() if enough else kept
+        is_busy = 2 * in_flight >= self._slots.in_flight_on(other) + len(kept)
+        return deque() if is_busy and self._count < self._full_rows else kept

@@ -1,14 +1,9 @@
-"""What a run shows while it goes on: a bar on a terminal, plain lines where there is none."""
+"""The state of a run at one moment, as the display and the event log have it."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import sys
-import time
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.report.report import duration
 
@@ -17,12 +12,8 @@ if TYPE_CHECKING:
 
     from batchrunner.core.types import SchedulerLoad
 
-log = logging.getLogger(__name__)
-
-RATE_SPAN_S = 30.0
-LINE_EVERY_S = 5.0
 MOST_NAMED = 8
-"""Schedulers whose numbers are shown one by one; of more, their sum and range."""
+"""Schedulers whose figures are shown one by one; of more, the sum and the range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,45 +22,64 @@ class Snapshot:
 
     rows_total: int
     rows_done: int
-    """Over all starts, failed ones included."""
+    """Rows that ended in this and earlier attempts, failed ones included."""
     rows_failed: int
     rows_per_s: float
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     cached_tokens_per_s: float
-    """Of the prompts' tokens those that came from the cache."""
+    """Prompt tokens a second that came from the prefix cache."""
     window: int
+    """Slots of all routes."""
     in_flight: int
-    resting: int
-    """Rows that wait for another try."""
+    waiting: int
+    """Rows that wait for another attempt."""
     retractions: int
-    signals: tuple[SchedulerLoad, ...]
+    loads: tuple[SchedulerLoad, ...]
     bands: dict[str, tuple[int, int]]
     """Healthy `#queue-req` of each scheduler, by its name."""
     by_scheduler: dict[str, dict[str, float]]
-    """What else is known of each: its window, its part of the output and of the retractions."""
+    """Window of each scheduler and, if known, its output tokens a second and its retractions."""
     simulated: bool
 
     @property
     def time_left_s(self) -> float | None:
-        """Seconds to the end at the present rate, or None before there is one."""
+        """Seconds to the end at the present rate; None before there is a rate."""
         left = self.rows_total - self.rows_done
         return left / self.rows_per_s if self.rows_per_s > 0 else None
 
     def load(self, *, short: bool = False) -> str:
         """Return the load of all schedulers."""
-        loads = [(s.scheduler, s.running, s.queue, s.token_usage) for s in self.signals]
+        loads = [(s.scheduler, s.running, s.queue, s.token_usage) for s in self.loads]
         return load_line(loads, self.bands, self.retractions, short=short)
 
     def line(self) -> str:
-        """Return one line of all of it."""
+        """Return the state in one line."""
         left = "?" if self.time_left_s is None else duration(self.time_left_s)
-        resting = f", {self.resting} wait for a retry" if self.resting else ""
+        waiting = f", {self.waiting} wait for a retry" if self.waiting else ""
         return (
             f"{'[simulated] ' if self.simulated else ''}{self.rows_done}/{self.rows_total} rows, "
             f"{self.rows_per_s:.1f} rows/s, {self.output_tokens_per_s:,.0f} output tok/s, {self.load()}, "
-            f"{self.in_flight}/{self.window} in flight, {self.rows_failed} failed{resting}, {left} left"
+            f"{self.in_flight}/{self.window} in flight, {self.rows_failed} failed{waiting}, {left} left"
         )
+
+    def as_sample(self) -> dict[str, Any]:
+        """Return the values of a `sample` event."""
+        return {
+            "rows_total": self.rows_total,
+            "rows_done": self.rows_done,
+            "rows_failed": self.rows_failed,
+            "rows_per_s": round(self.rows_per_s, 2),
+            "output_tokens_per_s": round(self.output_tokens_per_s, 1),
+            "prompt_tokens_per_s": round(self.prompt_tokens_per_s, 1),
+            "cached_tokens_per_s": round(self.cached_tokens_per_s, 1),
+            "window": self.window,
+            "in_flight": self.in_flight,
+            "resting": self.waiting,
+            "retractions": self.retractions,
+            "signals": [asdict(load) | self.by_scheduler.get(load.scheduler, {}) for load in self.loads],
+            "bands": self.bands,
+        }
 
 
 def load_line(
@@ -79,9 +89,10 @@ def load_line(
     *,
     short: bool = False,
 ) -> str:
-    """Write running, queue (with its band) and token usage, of each scheduler where there are a few.
+    """Return `#running-req`, `#queue-req` with its band, and token usage in one line.
 
-    `loads` are (scheduler, `#running-req`, `#queue-req`, token usage from 0 to 1); `short` is for a bar.
+    `loads` are (scheduler, `#running-req`, `#queue-req`, token usage from 0 to 1); up to 8 schedulers are
+    shown one by one. `short` uses shorter names, for a progress bar.
     """
     if not loads:
         return "load unknown"
@@ -101,102 +112,3 @@ def _counts(values: Sequence[int]) -> str:
     if len(values) <= MOST_NAMED:
         return "+".join(map(str, values))
     return f"{sum(values)} ({min(values)}-{max(values)} each)"
-
-
-class Rates:
-    """How fast counts grow, over the last 30 s."""
-
-    def __init__(self, now: float, counts: int) -> None:
-        """There are so many `counts`, all of them 0 now."""
-        self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
-
-    def update(self, now: float, *counts: int) -> list[float]:
-        """Add the counts so far; return the rate of each, a second."""
-        self._points.append((now, counts))
-        while len(self._points) > 2 and self._points[1][0] <= now - RATE_SPAN_S:  # noqa: PLR2004
-            self._points.popleft()
-        then, counts_then = self._points[0]
-        span = max(now - then, 1e-9)
-        return [(count - before) / span for count, before in zip(counts, counts_then, strict=True)]
-
-
-class Display(Protocol):
-    """Something that shows snapshots."""
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Show the present state; called a few times a second."""
-
-    def close(self) -> None:
-        """Finish the output."""
-
-
-class Silent:
-    """Shows nothing: for the library and `--quiet`."""
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Lines:
-    """A line every 5 s: for logs of batch systems."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._next = 0.0
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Print a line when the last one is old enough."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + LINE_EVERY_S
-            with contextlib.suppress(OSError):  # a full disk, a pipe that nobody reads: the rows matter
-                print(time.strftime("%H:%M:%S"), snapshot.line(), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Do nothing: every line is whole."""
-
-
-class ProgressBar:
-    """tqdm's bar with the engine's load behind it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._bar: Any = None
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Move the bar."""
-        if self._bar is None:
-            from tqdm import tqdm  # noqa: PLC0415 - only where there is a terminal
-
-            self._bar = tqdm(
-                total=snapshot.rows_total, initial=snapshot.rows_done, unit="row", file=self._stream,
-                dynamic_ncols=True, desc="simulated " if snapshot.simulated else None,
-                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
-            )  # fmt: skip
-        left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
-        # what a narrow terminal cuts comes last
-        shown = [f"{left} left", f"{snapshot.rows_per_s:.1f} rows/s", f"failed {snapshot.rows_failed}"]
-        shown += [f"retry {snapshot.resting}"] if snapshot.resting else []
-        shown += [snapshot.load(short=True), f"window {snapshot.window}"]
-        shown += [f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
-        self._bar.set_postfix_str(" · ".join(shown), refresh=False)
-        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total  # others may add rows
-        with contextlib.suppress(OSError):  # the terminal was closed
-            self._bar.refresh()
-
-    def close(self) -> None:
-        """Leave the last state on the screen."""
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.close()
-
-
-def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
-    """Choose the display for a stream (standard error by default)."""
-    stream = stream or sys.stderr
-    if quiet:
-        return Silent()
-    return ProgressBar(stream) if stream.isatty() else Lines(stream)

@@ -1,42 +1,29 @@
-"""What the dispatcher reads its rows from."""
+"""What the feeder reads its rows from."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from pyroaring import BitMap64
+    from collections.abc import Iterator
 
     from batchrunner.core.types import Outcome, Request
 
 
-class Source(Protocol):
-    """The rows that a start is to do."""
-
-    @property
-    def total(self) -> int:
-        """How many they are, those included that earlier starts have done."""
+class RowSource(Protocol):
+    """The rows that this attempt does."""
 
     @property
     def unread(self) -> int:
-        """How many are still to be read; with leases, about how many will be."""
+        """Number of rows still to be read; with leases an estimate."""
 
-    is_shared: bool
-    """Whether other tasks could do them, now or later."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether other tasks could do these rows, now or later."""
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Read and render them, a bounded batch at a time; blocks. An empty one: send those before it."""
+        """Read and render rows, a bounded batch at a time; blocks.
 
-    def landed(self, rows: BitMap64) -> None:
-        """Take note of rows that are in a part; blocks."""
-
-    def begin(self, tell: Callable[..., None], unfinished: Callable[[], int]) -> None:
-        """Take note of whom to tell of events (name, values), and who counts unfinished rows."""
-
-    def stop(self) -> None:
-        """End `batches` soon, also where it waits."""
-
-    def give_back(self) -> None:
-        """Let others have what was not done; everything that was done has landed. Blocks."""
+        A row that cannot be rendered comes as an Outcome with its error. An empty batch asks to send what was
+        read so far: the next batch may take a while.
+        """

@@ -1,14 +1,23 @@
-"""Where prompts are made tokens, here or by the engine: here where both are known to come to the same."""
+"""Client-side tokenization: prompts become token ids here if these are known to be the engine's own."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
+
 from batchrunner.core.backoff import pause_before_retry
-from batchrunner.core.errors import CannotTokenizeError, RequestError, RowRefusedError
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    CannotTokenizeError,
+    EngineBusyError,
+    RequestError,
+    RowRefusedError,
+)
 from batchrunner.core.jsonfile import read_json
 from batchrunner.input.tokenize.chat_template import OWN_NAMES
 from batchrunner.input.tokenize.detokenizer import Detokenizer
@@ -17,75 +26,81 @@ from batchrunner.input.tokenize.truncate import TokenBudget
 from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, ServerEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from tenacity import RetryCallState
 
     from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, TokenizerInfo
     from batchrunner.engines.base import Engine
     from batchrunner.job.spec import Job
+    from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
 
 ROWS_COMPARED = 4
-TRIES = 7
-"""Of each question to the engine: with 16 s of pauses."""
+"""Rows of the first batch whose tokens are compared with the engine's."""
+ATTEMPTS = 7
+"""Times that the engine is asked for the tokens of a prompt, with 16 s of pauses between them."""
 CHARACTERS_COMPARED = 65_536
-"""Longer rows are not among them: they come back as ids, and a few hundred say as much."""
+"""Length of the longest row that is compared: its tokens come back as JSON, and shorter rows say as much."""
 PROBE = (
     "  Zürich, naïve Ελληνικά РУССКИЙ 日本語テスト 한국어 עברית العربية हिन्दी ไทย"
     " 👩\u200d👩\u200d👧 🇨🇭 e\u0301 \ufb01 \u00a0\u200b\ufeff … “quotes” --- ___ \\u0041 &amp; %20"
     "\t1234567890 3.14159\n\n    def f(x):\r\n\treturn {'a': x**2}  # it's WE'LL don't\n"
     "<s></s><|endoftext|><|im_end|>[INST]<bos></think> "
 )
-"""Where tokenizers differ: scripts, spaces, digits, code, marks of other models, normal forms."""
+"""A text on which tokenizers differ: scripts, spaces, digits, code, special tokens, Unicode normal forms."""
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-"""What SGLang's chat endpoint takes from generation_config.json (`get_default_sampling_params`)."""
+"""Sampling parameters that SGLang's chat endpoint takes from generation_config.json
+(`get_default_sampling_params`)."""
 
 
 _NEEDS_TOKENIZER = (
     *("stop", "stop_regex", "min_new_tokens", "spaces_between_special_tokens"),
     *("json_schema", "regex", "ebnf", "structural_tag"),
 )
-"""Sampling parameters that a server needs its tokenizer for (`raise_if_tokenizer_required`, grammars)."""
+"""Sampling parameters for which a server needs its tokenizer (`raise_if_tokenizer_required`, grammars)."""
 
 
-def reader_for(job: Job) -> Detokenizer | None:
-    """Return what reads answers, where the job wants all tokens made here and its engine can go without.
+def detokenizer_for(job: Job) -> Detokenizer | None:
+    """Return the detokenizer for a job whose engine can do without a tokenizer; None for any other job.
 
-    Then the server makes neither tokens nor texts: its tokenizer and detokenizer are one process each, for
-    all requests of however many GPUs (with 1,024 running they were the limit: SGLang issue 23393).
+    With `tokenize: client` such a server neither tokenises nor detokenises. Its tokenizer and detokenizer are
+    one process each, for all requests of however many GPUs; with 1,024 requests running they were the limit
+    (SGLang issue 23393).
     """
     engine = job.engine
     if job.tokenize != "client" or not isinstance(engine, (ServerEngine, GatewayEngine)) or not engine.model:
         return None
     try:
-        _check_needless(job)
-        reader = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
+        _check_engine_needs_none(job)
+        detokenizer = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
     except CannotTokenizeError as why:
         log.info("the engine keeps its tokenizer: %s", why)
         return None
-    log.info("the engine goes without a tokenizer: texts are made of its answers here")
-    return reader
+    log.info("the engine runs without a tokenizer: answers are detokenised here")
+    return detokenizer
 
 
-def _check_needless(job: Job) -> None:
+def _check_engine_needs_none(job: Job) -> None:
     for name in _NEEDS_TOKENIZER:
         if getattr(job.sampling, name) is not None:
             raise CannotTokenizeError(f"sampling.{name} needs it")
     if job.prompt.messages is not None:
-        raise CannotTokenizeError("prompt.messages may hold what only the server makes tokens of")
+        raise CannotTokenizeError("prompt.messages may hold content that only the server can tokenise")
 
 
 class PromptTokenizer:
-    """Makes rendered rows ready to be sent; the first time it compares a few with the engine's own tokens."""
+    """Tokenises rendered rows; the first time it compares a few with the engine's own tokens."""
 
     def __init__(
-        self, job: Job, engine: Engine, info: EngineInfo, kind: PromptKind, tell: Callable[..., None]
+        self, job: Job, kind: PromptKind, engine: Engine, info: EngineInfo, events: EventLog
     ) -> None:
-        """Find out whether that can be; raises CannotTokenizeError where the job needs it and it cannot."""
+        """Choose where to tokenise; raises CannotTokenizeError if it must be here and cannot."""
         self._engine = engine
-        self._tell = tell
+        self._events = events
         self._kind = kind
-        self._told = info.tokenizing
+        self._engine_has_tokenizer = not (info.tokenizing and info.tokenizing.absent)
         self._compared = False
         self._needed = job.tokenize == "client" or job.prompt.truncate is not None
         self._encoder: Encoder | None = None
@@ -95,36 +110,39 @@ class PromptTokenizer:
             except CannotTokenizeError as why:
                 self._leave_to_engine(why)
 
-    async def ready(self, items: list[Request]) -> list[Request | Outcome]:
-        """Encode a batch in a thread; see `Encoder.encode`. The first may raise CannotTokenizeError."""
-        if self._encoder is not None and not self._compared:
-            await self._compare(self._encoder, items)
-        if self._encoder is None:
-            return [*items]
-        return await asyncio.to_thread(self._encoder.encode, items)
+    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Tokenise requests in a thread (`Encoder.encode`), or return them as they are.
 
-    async def _compare(self, encoder: Encoder, items: Sequence[Request]) -> None:
-        """Compare our tokens of the first rows, and of a text made for it, with the engine's."""
-        taken = [item for item in items if encoder.takes(item)]
+        A prompt that cannot be sent becomes an Outcome with its error. The first call may raise
+        CannotTokenizeError.
+        """
+        if self._encoder is not None and not self._compared:
+            await self._compare(self._encoder, requests)
+        if self._encoder is None:
+            return [*requests]
+        return await asyncio.to_thread(self._encoder.encode, requests)
+
+    async def _compare(self, encoder: Encoder, requests: Sequence[Request]) -> None:
+        """Compare our tokens of the first rows, and of a test text, with the engine's."""
+        taken = [request for request in requests if encoder.takes(request)]
         if not taken:
             return
         self._compared = True
-        told = self._told
-        if self._kind != "input_ids" and not (told and told.absent):
+        if self._kind != "input_ids" and self._engine_has_tokenizer:
             try:
-                prompts = await _agree(self._engine, encoder, taken)
+                prompts = await _compare_tokens(self._engine, encoder, taken)
             except CannotTokenizeError as why:
                 self._leave_to_engine(why)
                 return
-            log.info("prompts are made tokens here: %d compared, the engine makes the same", prompts)
-        self._tell("tokenize", where="client", engine_has_tokenizer=not (told and told.absent))
+            log.info("prompts are tokenised here: for %d of them the engine's tokens are the same", prompts)
+        self._events.write("tokenize", where="client", engine_has_tokenizer=self._engine_has_tokenizer)
 
     def _leave_to_engine(self, why: CannotTokenizeError) -> None:
         if self._needed:
             raise CannotTokenizeError(f"tokenize: prompts cannot be made tokens here: {why}") from None
         self._encoder = None
-        log.info("prompts are made tokens by the engine: %s", why)
-        self._tell("tokenize", where="server", why=str(why))
+        log.info("prompts are tokenised by the engine: %s", why)
+        self._events.write("tokenize", where="server", why=str(why))
 
 
 def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
@@ -167,8 +185,8 @@ def _chat_sampling(told: TokenizerInfo) -> dict[str, Any]:
     return {"max_new_tokens": None, **own}
 
 
-async def _agree(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> int:
-    """Return how many prompts were compared; raises CannotTokenizeError where none was, or tokens differ."""
+async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> int:
+    """Return how many prompts were compared; raises CannotTokenizeError if none was, or tokens differ."""
     rows = [request for request in taken if len(repr(request.prompt)) < CHARACTERS_COMPARED][:ROWS_COMPARED]
     probe = PROBE if taken[0].kind == "text" else [{"role": "user", "content": PROBE}]
     asked = [*rows, taken[0]._replace(prompt=probe)]
@@ -176,7 +194,7 @@ async def _agree(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> 
     ours = await asyncio.to_thread(encoder.ids, asked)
     compared = 0
     for request, ids, what in zip(asked, ours, names, strict=True):
-        theirs = await _tokens_of(engine, request)
+        theirs = await _engine_tokens(engine, request)
         match ids, theirs:
             case list(), list():
                 if ids != theirs:
@@ -194,21 +212,28 @@ async def _agree(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> 
     return compared
 
 
-async def _tokens_of(engine: Engine, request: Request) -> list[int] | RowRefusedError:
-    """Ask the engine, again where that fails; raises CannotTokenizeError where it does not tell."""
-    tries = 0
-    while True:
-        tries += 1
-        try:
-            found = await engine.tokens_of(request)
-        except RowRefusedError as refusal:
-            return refusal
-        except RequestError as failure:
-            pause_s = pause_before_retry(failure, tries=tries, failures=0, max_attempts=1, luck=1.0)
-            if pause_s is None or tries >= TRIES:
-                raise CannotTokenizeError(f"the engine did not tell its tokens: {failure}") from None
-            await asyncio.sleep(pause_s)
-            continue
-        if found is None:
-            raise CannotTokenizeError("the engine does not tell its tokens (no /v1/tokenize)")
-        return found
+async def _engine_tokens(engine: Engine, request: Request) -> list[int] | RowRefusedError:
+    """Ask the engine for the tokens of a prompt; raises CannotTokenizeError if it does not tell."""
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type((AttemptFailedError, EngineBusyError)),
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=_pause_s,
+        reraise=True,
+    )
+    try:
+        found: list[int] | None = await retrying(functools.partial(engine.tokens_of, request))
+    except RowRefusedError as refusal:
+        return refusal
+    except RequestError as failure:
+        raise CannotTokenizeError(f"the engine did not tell its tokens: {failure}") from None
+    if found is None:
+        raise CannotTokenizeError("the engine does not tell its tokens (no /v1/tokenize)")
+    return found
+
+
+def _pause_s(state: RetryCallState) -> float:
+    """Return the seconds before the next attempt, as for a row that failed."""
+    failure = state.outcome.exception() if state.outcome else None
+    assert isinstance(failure, RequestError)
+    pause_s = pause_before_retry(failure, tries=state.attempt_number, failures=0, max_attempts=1, luck=1.0)
+    return pause_s or 0.0

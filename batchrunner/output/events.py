@@ -13,6 +13,7 @@ from batchrunner.output.run_dir import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from io import FileIO
     from pathlib import Path
 
 TAIL_BYTES = 1 << 20
@@ -20,35 +21,58 @@ _HEAD = re.compile(rb'{"time":[0-9.]+,"elapsed_s":([0-9.]+),"event":"([a-z]+)"')
 
 
 class EventLog:
-    """Appends events; each has `time` (seconds since the epoch), `elapsed_s` (of this start) and `event`."""
+    """Appends events; each has `time` (seconds since the epoch), `elapsed_s` (of this attempt) and `event`.
+
+    Events that are written before the log is opened are kept, and written when it is.
+    """
 
     def __init__(self, path: Path) -> None:
-        with writing(path):
-            self._file = path.open("ab", buffering=0)
-        self._began = time.monotonic()
+        self._path = path
+        self._file: FileIO | None = None
+        self._early: list[tuple[str, dict[str, Any]]] = []
+        self._began = 0.0
         self._lost = 0
 
+    def open(self) -> None:
+        """Open the file and begin to count `elapsed_s`; raises StorageError."""
+        with writing(self._path):
+            self._file = self._path.open("ab", buffering=0)
+        self._began = time.monotonic()
+
     def write(self, event: str, **values: Any) -> None:
-        """Write one event; where the disk takes none, the next that it takes tells how many are missing."""
-        elapsed_s = round(time.monotonic() - self._began, 3)
+        """Write one event; if the disk takes none, the next one that it takes says how many are missing.
+
+        The attempt's first event is `start`; early events follow it.
+        """
+        if self._file is None:
+            self._early.append((event, values))
+            return
+        self._append(self._file, event, values)
+        early, self._early = self._early, []
+        for name, known in early:
+            self._append(self._file, name, known)
+
+    def _append(self, file: FileIO, event: str, values: dict[str, Any]) -> None:
         line: dict[str, Any] = {
             "time": round(time.time(), 3),
-            "elapsed_s": elapsed_s,
+            "elapsed_s": round(time.monotonic() - self._began, 3),
             "event": event,
             **values,
         }
-        start = b""
+        begin = b""
         if self._lost:
-            line["events_lost"], start = self._lost, b"\n"  # the last one may have been cut short
-        frame = start + orjson.dumps(line, default=str) + b"\n"
+            line["events_lost"], begin = self._lost, b"\n"  # the last one may have been cut short
+        frame = begin + orjson.dumps(line, default=str) + b"\n"
         try:
-            self._lost = 0 if self._file.write(frame) == len(frame) else self._lost + 1
+            self._lost = 0 if file.write(frame) == len(frame) else self._lost + 1
         except OSError:
             self._lost += 1
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; later events are not written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 _NONE = (FileNotFoundError, IsADirectoryError)

@@ -63,9 +63,13 @@ class Sleeper:
         control.listen(self._stopped.set)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, or raise BatchrunError when the run is stopped."""
+        """Sleep; raises BatchrunError once the run is stopped."""
         if self._stopped.wait(seconds):
             raise self._control.interrupted("before the first row was sent")
+
+    def check(self) -> None:
+        """Raise BatchrunError if the run is stopped."""
+        self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Do work that sleeps in a thread; where we are cancelled, wait for its end."""

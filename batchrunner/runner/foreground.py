@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from batchrunner.core.errors import JobError
-from batchrunner.dispatch.snapshot import ProgressBar, make_display
 from batchrunner.job.load import load_job
 from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.runner.cluster.shard import parse_shard, this_start
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
+from batchrunner.runner.progress import ProgressBar, make_display
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.dispatch.snapshot import Display
     from batchrunner.report.report import Report
     from batchrunner.runner.cluster.shard import JoinTask, Shard
+    from batchrunner.runner.progress import Display
 
 log = logging.getLogger(__name__)
 

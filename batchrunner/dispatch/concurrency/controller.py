@@ -171,7 +171,7 @@ class Controller:
         """Rows came to an end here."""
         self._ended += count
 
-    def pressed(self, now: float, what: str) -> Decision | None:
+    def backpressure(self, now: float, what: str) -> Decision | None:
         """React to a refusal or a timeout."""
         if now - self._pressed_at < BACK_OFF_EVERY_S:
             return None

@@ -134,7 +134,7 @@ class ConcurrencyLimits:
         windows = self.windows
         return {name: min(s.controller.window, windows[s.route]) for name, s in self._schedulers.items()}
 
-    def alone_on(self, route: str) -> str | None:
+    def only_scheduler_on(self, route: str) -> str | None:
         """Return the scheduler that a route leads to; None where it leads to several."""
         names = [name for name, scheduler in self._schedulers.items() if scheduler.route == route]
         return names[0] if len(names) == 1 else None
@@ -195,11 +195,11 @@ class ConcurrencyLimits:
         if len(on) == 1:
             on[0].controller.ended()
 
-    def pressed(self, route: str, what: str, now: float) -> list[Decision]:
+    def backpressure(self, route: str, what: str, now: float) -> list[Decision]:
         """React to a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
-        moves = [scheduler.controller.pressed(now, what) for scheduler in self._on_route[route]]
+        moves = [scheduler.controller.backpressure(now, what) for scheduler in self._on_route[route]]
         return [move for move in moves if move]
 
     def _add(self, signal: SchedulerLoad | None, now: float, route: str = "") -> Decision:

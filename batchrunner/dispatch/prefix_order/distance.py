@@ -1,9 +1,10 @@
-"""How far a row goes ahead of those that need its beginning, corrected by what the cache really holds.
+"""The reuse distance: how far a row goes ahead of the rows that share its prefix. Pure.
 
-Too near, and they are admitted with it in one prefill pass and compute the beginning again; too far, and the
-beginning is evicted before they come. The distance is counted in tokens of prefill, the row's own in its last
-pass among them: then they cannot be in one pass, whatever the lengths. Measured in virtual time
-(`benchmarks/order_simulated.py`) it wastes less than any number of groups or share of the KV pool does.
+If it is too short, followers are admitted in the same prefill pass as their leader and compute the prefix
+again; if it is too long, the prefix is evicted before they come. The distance is counted in prefill tokens,
+those of the leader's own last pass included: then the two cannot share a pass, whatever their lengths. In
+virtual time (`benchmarks/order_simulated.py`) this wastes less than a distance in groups or in a share of
+the KV pool. It is corrected by the cached tokens that the answers report.
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ if TYPE_CHECKING:
     from batchrunner.dispatch.pending_row import PendingRow
 
 PASS_TOKENS = 8192
-"""A prefill pass of an engine that does not say (SGLang's chunked prefill on GPUs of 80 GB)."""
+"""Prefill tokens of one pass, for an engine that does not say: SGLang's chunk on GPUs of 80 GB."""
 PASSES, PASSES_OF_SEVERAL = 1.1, 2.0
-"""Of the first distance: more than one pass, since the tokens of a text are estimated; of several schedulers
-each gets its part of the rows in no even turn."""
+"""Initial reuse distance in prefill passes: above 1 because token counts are estimated, 2 with several
+schedulers because rows are spread over them unevenly."""
 POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
-"""Of the KV pool that beginnings may take which wait for their followers: at first, and at most."""
+"""Largest initial and largest later distance, as a share of the KV pool."""
 LEAST_PASSES = 1 / 8
+"""Smallest distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
-LOOK_ROWS = 32
-"""Followers between two corrections."""
+"""Bytes of a prompt token before the first answer: high, as too short a distance costs more than too long."""
+FOLLOWERS_A_CHECK = 32
+"""Answered followers between two corrections."""
 NEARER, WIDER = 0.7, 1.5
-MISSES = 0.1
-"""More than this share of them without their beginning in the cache makes a correction."""
+"""Factors of a correction."""
+MISS_SHARE = 0.1
+"""Share of followers without their prefix in the cache above which the distance is corrected."""
 LEAST_EXPECTED_TOKENS = 64
-"""Followers that share less are not counted."""
+"""Shared prefix, in tokens, below which a follower is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistanceChange:
-    """Why the distance was changed."""
+    """A correction of the distance, in tokens, and its reason."""
 
     old: int
     new: int
@@ -43,69 +47,69 @@ class DistanceChange:
 
 
 class ReuseDistance:
-    """The distance, in tokens over all schedulers."""
+    """The distance in prefill tokens, over all schedulers."""
 
     def __init__(self, info: EngineInfo, schedulers: int) -> None:
-        """`schedulers` share the rows, and the engine's KV pool."""
+        """`schedulers` is their number: they share the rows and the engine's KV pool."""
         pass_tokens = info.prefill_tokens or PASS_TOKENS
         pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
-        self._scale = schedulers
+        self._schedulers = schedulers
         self._pass_tokens = pass_tokens
-        self._sees = schedulers <= len(info.routes)
+        self._knows_scheduler = schedulers <= len(info.routes)
         self._least = LEAST_PASSES * pass_tokens
         self._most = max(MOST_POOL_SHARE * pool, self._least)
-        self._apart = pass_tokens * (PASSES if schedulers == 1 else PASSES_OF_SEVERAL)
-        self._tokens = max(self._least, min(self._apart, POOL_SHARE * pool))
+        self._first = pass_tokens * (PASSES if schedulers == 1 else PASSES_OF_SEVERAL)
+        self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
         self._bytes, self._bytes_tokens = 0, 0
-        self._followers, self._missed, self._gone = 0, 0, 0
-        self._share_before = 0.0
-        self._clock, self._since = 0.0, 0.0  # tokens of prefill that have gone, and had at the last change
+        self._followers, self._missed, self._evicted = 0, 0, 0
+        self._last_miss_share = 0.0
+        self._clock, self._changed_at = 0.0, 0.0  # prefill tokens sent: until now, until the last change
         self._factor = WIDER
         self._expected_tokens, self._found_tokens = 0.0, 0.0
 
     @property
     def tokens(self) -> int:
-        """Tokens of prefill between a row and its followers."""
-        return round(self._tokens * self._scale)
-
-    def goes(self, work: PendingRow) -> None:
-        """Take note of a row that goes now."""
-        work.new_tokens = (work.size - work.shared) / self.bytes_a_token
-        self._clock += work.new_tokens
-        work.clock = self._clock
-
-    def is_ahead(self, work: PendingRow) -> bool:
-        """Tell whether a row that has gone is far enough ahead of its followers."""
-        own = work.new_tokens % self._pass_tokens
-        return self._clock - work.clock >= (self._tokens - own) * self._scale
+        """Prefill tokens between a row and its followers."""
+        return round(self._tokens * self._schedulers)
 
     @property
     def bytes_a_token(self) -> float:
-        """Of the prompts so far; before there is one, many: rather too far apart than too near."""
+        """Bytes of a prompt token, on average over the answers so far."""
         return self._bytes / self._bytes_tokens if self._bytes_tokens else MOST_BYTES_A_TOKEN
 
-    def saw(self, work: PendingRow, completion: Completion) -> DistanceChange | None:
-        """Take note of an answer; return the correction that it brought."""
-        if not completion.prompt_tokens or not work.size:
+    def mark_sent(self, row: PendingRow) -> None:
+        """Advance the clock by the prompt tokens of a row that goes to the dispatch queue now."""
+        row.new_tokens = (row.prompt_bytes - row.shared_bytes) / self.bytes_a_token
+        self._clock += row.new_tokens
+        row.sent_clock = self._clock
+
+    def is_reached(self, leader: PendingRow) -> bool:
+        """Tell whether a sent row is far enough ahead of its followers."""
+        own = leader.new_tokens % self._pass_tokens
+        return self._clock - leader.sent_clock >= (self._tokens - own) * self._schedulers
+
+    def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
+        """Record the cached tokens of an answer; return the correction, if it makes one."""
+        if not completion.prompt_tokens or not row.prompt_bytes:
             return None
-        self._bytes += work.size
+        self._bytes += row.prompt_bytes
         self._bytes_tokens += completion.prompt_tokens
-        expected = work.shared * completion.prompt_tokens / work.size
-        parent, cached = work.parent, completion.cached_tokens
-        if parent is None or cached is None or expected < LEAST_EXPECTED_TOKENS:
+        expected = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
+        leader, cached = row.leader, completion.cached_tokens
+        if leader is None or cached is None or expected < LEAST_EXPECTED_TOKENS:
             return None
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
-        if not self._sees or parent.route != work.route or work.clock < self._since:
-            return None  # its beginning may be elsewhere, or it went with another distance
+        if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
+            return None  # the prefix may be in another cache, or the row went with another distance
         self._followers += 1
         if cached < expected / 2:
             self._missed += 1
-            self._gone += parent.computed_at < work.sent_at
-        return self._correct() if self._followers >= LOOK_ROWS else None
+            self._evicted += leader.prefix_ready_at < row.sent_at
+        return self._correct() if self._followers >= FOLLOWERS_A_CHECK else None
 
     def as_dict(self) -> dict[str, int]:
-        """Return what followers should have found in the cache, and what they found, in tokens."""
+        """Return what report.json has under `sharing`: shared prompt tokens, those cached, the distance."""
         return {
             "expected_tokens": round(self._expected_tokens),
             "found_tokens": round(self._found_tokens),
@@ -113,22 +117,23 @@ class ReuseDistance:
         }
 
     def _correct(self) -> DistanceChange | None:
-        """Change the distance where too many followers did not find their beginning.
+        """Change the distance if too many followers did not find their prefix in the cache.
 
-        It was evicted where it had been computed when they were sent, or where they were more than a pass
-        behind; else nobody knows, and what made it worse is undone.
+        The prefix was evicted if it had been computed before they were sent, or if they were more than a pass
+        behind: then the distance shrinks. Otherwise the reason is unknown: the last kind of change is tried
+        again, and reversed if it made matters worse.
         """
-        rows, missed, gone, old = self._followers, self._missed, self._gone, self.tokens
-        self._followers = self._missed = self._gone = 0
-        share, before = missed / rows, self._share_before
-        self._share_before = share
-        if share <= MISSES:
+        rows, missed, evicted, old = self._followers, self._missed, self._evicted, self.tokens
+        self._followers = self._missed = self._evicted = 0
+        share, before = missed / rows, self._last_miss_share
+        self._last_miss_share = share
+        if share <= MISS_SHARE:
             return None
-        if 2 * gone > missed or self._tokens >= self._apart:
+        if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
-        elif share > before > MISSES:
+        elif share > before > MISS_SHARE:
             self._factor = NEARER if self._factor == WIDER else WIDER
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
-        self._since = self._clock
-        why = f"{missed} of {rows} followers did not find their beginning in the cache"
-        return DistanceChange(old, self.tokens, why) if self.tokens != old else None
+        self._changed_at = self._clock
+        reason = f"{missed} of {rows} followers did not find their prefix in the cache"
+        return DistanceChange(old, self.tokens, reason) if self.tokens != old else None

@@ -1,4 +1,4 @@
-"""When a row may follow the one that brings its beginning in. Pure: its clock is tokens of prefill."""
+"""Releases a follower once its leader is a reuse distance ahead. Pure: the clock counts prefill tokens."""
 
 from __future__ import annotations
 
@@ -13,93 +13,92 @@ if TYPE_CHECKING:
     from batchrunner.dispatch.pending_row import PendingRow
     from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 
-MOST_HELD, MOST_HELD_BYTES = 1024, 32 << 20
-"""Rows that wait for their beginning while others can still come, and the bytes of their prompts."""
+MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
+"""Followers held back while more rows can come, and the bytes of their prompts."""
 
 
-class Turn(NamedTuple):
-    """A row whose turn it is."""
+class Released(NamedTuple):
+    """A row that may be sent now."""
 
-    work: PendingRow
+    row: PendingRow
     is_early: bool
-    """Whether there was nothing else to send until its beginning is computed."""
+    """Whether its leader is not far enough ahead, but nothing else was left to send."""
 
 
 class FollowerRelease:
-    """Rows that wait for their turn: leaders in order, followers until their leader is far enough ahead."""
+    """Rows not sent yet: leaders in order, and followers until their leader is far enough ahead."""
 
-    def __init__(self, lead: ReuseDistance | None) -> None:
-        """Without a `lead` all go as they come."""
-        self._lead = lead
+    def __init__(self, distance: ReuseDistance | None) -> None:
+        """Without a `distance` all rows go as they come."""
+        self._distance = distance
         self._leaders: deque[PendingRow] = deque()
         self._leaders_bytes = 0
-        self._following_bytes = 0
-        self._following: list[tuple[float, int, PendingRow]] = []  # a heap: since when, which was first, who
-        self._due: list[tuple[int, int, PendingRow]] = []  # a heap: the longest beginning first
+        self._held: list[tuple[float, int, PendingRow]] = []  # a heap: leader's clock, serial, follower
+        self._held_bytes = 0
+        self._due: list[tuple[int, int, PendingRow]] = []  # a heap: the longest shared prefix first
         self._serial = count()
 
     def __len__(self) -> int:
-        """Count those that wait."""
-        return len(self._leaders) + len(self._following) + len(self._due)
+        """Count the rows that were not sent yet."""
+        return len(self._leaders) + len(self._held) + len(self._due)
 
     def add(self, leaders: Iterable[PendingRow]) -> None:
-        """Add rows that wait for no other; their followers come with them."""
-        for work in leaders:
-            self._leaders.append(work)
-            self._leaders_bytes += work.size
+        """Add rows that follow no other; their followers come with them."""
+        for row in leaders:
+            self._leaders.append(row)
+            self._leaders_bytes += row.prompt_bytes
 
-    def follow(self, leader: PendingRow) -> None:
-        """Let the followers of a row that has gone wait: first those that others follow, or are long."""
-        for work in sorted(leader.children, key=lambda work: (not work.children, -work.longest)):
-            heapq.heappush(self._following, (leader.clock, next(self._serial), work))
-            self._following_bytes += work.size
-        leader.children = []
+    def hold_followers(self, leader: PendingRow) -> None:
+        """Hold back the followers of a sent row; those with followers or long outputs go first."""
+        for row in sorted(leader.followers, key=lambda row: (not row.followers, -row.longest_output)):
+            heapq.heappush(self._held, (leader.sent_clock, next(self._serial), row))
+            self._held_bytes += row.prompt_bytes
+        leader.followers = []
 
-    def take(self, *, last: bool) -> Turn | None:
-        """Take the next row; None where all that wait should wait on, unless no others come (`last`).
+    def take(self, *, last: bool) -> Released | None:
+        """Take the next row; None if all should wait on. With `last` no more rows come: then none waits.
 
-        Of those whose time has come the one with the longest beginning goes. Below a common one many fall due
-        together, and have followers in turn: in the order of their times all of them would go first, and what
-        they brought in would be evicted before their followers came.
+        Of the followers that are due, the one with the longest shared prefix goes first. Below a common
+        prefix many fall due together and have followers in turn: in the order of their times all of them
+        would go first, and their prefixes would be evicted before their own followers came.
         """
-        self._look()
+        self._find_due()
         is_early = False
         if self._due and not (last and self._is_near_end()):
-            work = heapq.heappop(self._due)[2]
+            row = heapq.heappop(self._due)[2]
         elif self._leaders:
-            work = self._leaders.popleft()
-            self._leaders_bytes -= work.size
+            row = self._leaders.popleft()
+            self._leaders_bytes -= row.prompt_bytes
         elif self._due:
-            work = heapq.heappop(self._due)[2]
-        elif self._following and (last or self._holds_most()):
-            work, is_early = self._next_follower()[1], True
+            row = heapq.heappop(self._due)[2]
+        elif self._held and (last or self._holds_most()):
+            row, is_early = self._next_held()[1], True
         else:
             return None
-        if self._lead is not None:
-            self._lead.goes(work)
-            self.follow(work)
-        return Turn(work, is_early)
+        if self._distance is not None:
+            self._distance.mark_sent(row)
+            self.hold_followers(row)
+        return Released(row, is_early)
 
     def _holds_most(self) -> bool:
-        return len(self._following) > MOST_HELD or self._following_bytes > MOST_HELD_BYTES
+        return len(self._held) > MOST_HELD_ROWS or self._held_bytes > MOST_HELD_BYTES
 
-    def _next_follower(self) -> tuple[int, PendingRow]:
-        _, serial, work = heapq.heappop(self._following)
-        self._following_bytes -= work.size
-        return serial, work
+    def _next_held(self) -> tuple[int, PendingRow]:
+        _, serial, row = heapq.heappop(self._held)
+        self._held_bytes -= row.prompt_bytes
+        return serial, row
 
     def _is_near_end(self) -> bool:
-        """Tell whether the last leaders should go now: then others' followers are left to go behind them."""
-        if self._lead is None or not self._leaders:
+        """Tell whether the last leaders should go now, so that other rows are left to follow behind them."""
+        if self._distance is None or not self._leaders:
             return False
-        return self._leaders_bytes / self._lead.bytes_a_token <= 2 * self._lead.tokens
+        return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
-    def _look(self) -> None:
-        """Find those whose time has come."""
-        while self._following and self._lead is not None:
-            parent = self._following[0][2].parent
-            assert parent is not None
-            if not self._lead.is_ahead(parent):
+    def _find_due(self) -> None:
+        while self._held and self._distance is not None:
+            leader = self._held[0][2].leader
+            assert leader is not None
+            if not self._distance.is_reached(leader):
                 return
-            serial, work = self._next_follower()
-            heapq.heappush(self._due, (-work.shared, serial, work))
+            serial, row = self._next_held()
+            heapq.heappush(self._due, (-row.shared_bytes, serial, row))

@@ -1,9 +1,9 @@
-"""Which row goes before which: prompts as a tree of their beginnings. Pure.
+"""Which row each row follows: the prompts as a tree of their common prefixes. Pure.
 
-An engine computes a beginning once only if the first row that has it is through its prefill before the others
-are admitted. So of the rows below each node of the tree one goes first, and the others follow. It is the one
-that goes first in the largest branch below: so a row waits for as few others as possible, for log2 of them at
-most, and a conversation's longest turn computes all the shorter ones.
+An engine computes a shared prefix only once if the first row that has it is through its prefill before the
+others are admitted. So below each node of the tree one row leads and the others follow it. The leader is the
+one that leads in the largest branch below: then each row waits for as few others as possible, log2 of their
+number at most, and the longest turn of a conversation computes all the shorter ones.
 """
 
 from __future__ import annotations
@@ -17,36 +17,35 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST_SHARED_BYTES = 256
-"""Some 64 tokens: a shorter beginning is not worth an order."""
-GRAIN_BYTES = 64
-"""What a node adds to the one above it, at least: rows have a few bytes more in common by chance."""
+"""Length of the shortest prefix that is worth an order: about 64 tokens."""
+LEAST_NODE_BYTES = 64
+"""Length that a node's prefix must have beyond that of the node above; a few bytes are shared by chance."""
 
 
 class TreePlace(NamedTuple):
-    """A row's place below another."""
+    """The leader of a row, and the prefix that they share."""
 
-    parent: int
-    """Index of the row that goes before it."""
-    shared: int
-    """Bytes that it has in common with that."""
-    rows: int
-    """Rows that have this beginning."""
+    leader: int
+    """Index of the row that goes first."""
+    shared_bytes: int
+    group_rows: int
+    """Number of rows that begin with this prefix."""
 
 
 class _Branch(NamedTuple):
-    """Rows with a common beginning, of which one goes first."""
+    """Rows with a common prefix; `leader` is the index of the one that goes first."""
 
-    first: int
+    leader: int
     rows: int
 
 
-def find_prefix_groups(prefixes: Sequence[bytes], gone: int = 0) -> dict[int, TreePlace]:
-    """Return the place of each row that follows another; the first `gone` of them have been sent already."""
+def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlace]:
+    """Return the place of each row that follows another one; the first `sent` rows were sent before."""
     order = sorted(range(len(prefixes)), key=prefixes.__getitem__)
     depths = [_depth(prefixes[one], prefixes[other]) for one, other in pairwise(order)]
     if not any(depths):
         return {}
-    tree = _Tree(prefixes, gone)
+    tree = _Tree(prefixes, sent)
     for index, depth in zip(order, [*depths, 0], strict=True):
         tree.add(index, depth)
     return tree.places
@@ -58,11 +57,11 @@ def _depth(one: bytes, other: bytes) -> int:
 
 
 class _Tree:
-    """The nodes on the way from the root to the row that was added last; those left of it are closed."""
+    """The nodes between the root and the row that was added last; nodes left of them are closed."""
 
-    def __init__(self, prefixes: Sequence[bytes], gone: int) -> None:
+    def __init__(self, prefixes: Sequence[bytes], sent: int) -> None:
         self._prefixes = prefixes
-        self._gone = gone
+        self._sent = sent
         self._open: list[tuple[int, list[_Branch]]] = [(0, [])]  # depth in bytes, and the branches below
         self.places: dict[int, TreePlace] = {}
 
@@ -72,19 +71,19 @@ class _Tree:
         while self._open[-1][0] > depth:
             node_depth, branches = self._open.pop()
             below = [*branches, *below]
-            if node_depth - max(depth, self._open[-1][0]) >= GRAIN_BYTES:
+            if node_depth - max(depth, self._open[-1][0]) >= LEAST_NODE_BYTES:
                 below = [self._close(node_depth, below)]
         if self._open[-1][0] < depth:
             self._open.append((depth, []))
         self._open[-1][1].extend(below)
 
     def _close(self, depth: int, branches: list[_Branch]) -> _Branch:
-        first = max(branches, key=self._rank).first
+        leader = max(branches, key=self._rank).leader
         rows = sum(branch.rows for branch in branches)
         for branch in branches:
-            if branch.first != first:
-                self.places[branch.first] = TreePlace(first, depth, rows)
-        return _Branch(first, rows)
+            if branch.leader != leader:
+                self.places[branch.leader] = TreePlace(leader, depth, rows)
+        return _Branch(leader, rows)
 
     def _rank(self, branch: _Branch) -> tuple[bool, int, int]:
-        return branch.first < self._gone, branch.rows, len(self._prefixes[branch.first])
+        return branch.leader < self._sent, branch.rows, len(self._prefixes[branch.leader])

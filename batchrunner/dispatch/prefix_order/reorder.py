@@ -1,6 +1,6 @@
-"""The order within a window of rows: equal ones once, leaders before followers, the longest before the end.
+"""Orders a window of rows: duplicates once, leaders before followers, at the end long outputs first.
 
-Rows come as the plan has them and are looked at some thousand at a time. Pure: no clock, no engine.
+Rows come in the plan's order and are looked at some thousand at a time. Pure: no clock, no engine.
 """
 
 from __future__ import annotations
@@ -12,211 +12,212 @@ from zlib import crc32
 from batchrunner.core.types import Outcome
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.pacing import FollowerRelease
-from batchrunner.dispatch.prefix_order.prefix_tree import find_prefix_groups
+from batchrunner.dispatch.prefix_order.prefix_tree import find_leaders
 from batchrunner.input.prefixes import prefix_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from batchrunner.core.types import Completion, Request
     from batchrunner.dispatch.prefix_order.distance import DistanceChange, ReuseDistance
-    from batchrunner.dispatch.prefix_order.lengths import OutputLengths
+    from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
+    from batchrunner.dispatch.source import RowSource
 
 WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
-"""What is looked at together: rows, and the bytes of their prompts."""
+"""Rows that are ordered together, and the bytes of their prompts."""
 LAST_ROWS = 8192
-"""The last so many are looked at together: the longest go first, so that none is left over at the end."""
+"""Last rows of the input that are ordered together: the longest go first, so that none is left at the end."""
 SHARED_ROWS = 512
-"""Looked at together, of rows that other tasks could do: what one holds others cannot take."""
+"""Rows that are ordered together if other tasks could do them: what one task holds the others cannot take."""
 PIECE_ROWS = 256
-"""Rows that are given away together."""
-KIND_BYTES = 256
-"""Rows that begin with the same ones are of one kind."""
-GONE_ROWS, GONE_BYTES = 32, 8 << 20
-"""Of the rows that were sent, what is remembered to find that a window goes on with their beginnings."""
-FAMILY_SHARE = 0.25
-"""A beginning that more than this share of a cache's part of the window has is computed for each cache."""
+"""Rows that are handed on together."""
+TEMPLATE_BYTES = 256
+"""Length of the beginning by which templates are told apart."""
+SENT_ROWS, SENT_BYTES = 32, 8 << 20
+"""Sent rows that later rows may still follow, and the bytes of their prompts."""
+COMMON_SHARE = 0.25
+"""Share of a replica's rows in the window above which a prefix is computed on every replica."""
 
 
-class Primer(NamedTuple):
-    """A row whose beginning is to be computed before any other row goes.
+class PrimeTask(NamedTuple):
+    """A prefix to compute before any other row goes.
 
-    At the start, where the engine is empty, one prefill pass takes many rows: it would compute the same
-    beginning for each of them.
+    An empty engine admits many rows in its first prefill pass, and would compute the prefix for each of them.
     """
 
-    work: PendingRow
+    row: PendingRow
     round: int
-    """Primers of a later round share beginnings with those before."""
-    everywhere: bool
-    """Whether those that follow it are not of its family: then each cache needs the beginning."""
+    """Tasks of a later round have prefixes that begin with those of earlier rounds."""
+    on_every_replica: bool
 
 
 class Reorderer:
-    """Puts rows in order as they come from the plan."""
+    """Puts rows in order as they come from their source."""
 
     def __init__(
-        self, lead: ReuseDistance | None, lengths: OutputLengths | None, *, dedupe: bool, caches: int = 1
+        self,
+        distance: ReuseDistance | None,
+        lengths: OutputLengths | None,
+        *,
+        dedupe: bool,
+        caches: int = 1,
     ) -> None:
-        """Without a `lead` beginnings do not matter; without `lengths` rows go as they come.
+        """Without a `distance` prefixes do not matter; without `lengths` long outputs do not.
 
-        Each of the engine's schedulers has one of the `caches`.
+        `caches` is the number of prefix caches: each of the engine's schedulers has one.
         """
-        self._lead = lead
+        self._distance = distance
         self._lengths = lengths
         self._dedupe = dedupe
         self.caches = caches
         self._window: list[PendingRow] = []
         self._window_bytes = 0
-        self._gone: deque[PendingRow] = deque(maxlen=GONE_ROWS)
-        self._pace = FollowerRelease(lead)
+        self._sent: deque[PendingRow] = deque(maxlen=SENT_ROWS)
+        self._release = FollowerRelease(distance)
         self._began = False
 
     @property
     def held(self) -> int:
-        """Rows that came and have not been sent."""
-        return len(self._window) + len(self._pace)
+        """Rows that came and were not handed on yet."""
+        return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
-        """Return what came of it, as report.json has it."""
-        return self._lead.as_dict() if self._lead is not None else {}
+        """Return what report.json has under `sharing`."""
+        return self._distance.as_dict() if self._distance is not None else {}
 
-    def saw(self, work: PendingRow, completion: Completion) -> DistanceChange | None:
-        """Learn from an answer; return how that changed the distance between leaders and followers."""
+    def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
+        """Learn from an answer; return how that changed the reuse distance."""
         if self._lengths is not None:
-            self._lengths.saw(work, sum(tokens or 0 for tokens in completion.completion_tokens))
-        return self._lead.saw(work, completion) if self._lead is not None else None
+            self._lengths.record(row, sum(tokens or 0 for tokens in completion.completion_tokens))
+        return self._distance.record(row, completion) if self._distance is not None else None
 
-    def arrange(
-        self,
-        batches: Iterable[list[Request | Outcome]],
-        unread: Callable[[], int],
-        *,
-        is_shared: bool = False,
-    ) -> Iterator[list[PendingRow | Primer | Outcome]]:
-        """Return the rows of the plan as they are to be sent; an empty batch: those before it should go.
-
-        `unread` counts the rows that are still to come, which other tasks could do if they are shared.
-        """
-        for batch in batches:
-            outcomes: list[PendingRow | Primer | Outcome] = []
+    def reorder(self, source: RowSource) -> Iterator[list[PendingRow | PrimeTask | Outcome]]:
+        """Read a source and yield its rows as they are to be sent; outcomes in it are yielded at once."""
+        for batch in source.batches():
+            outcomes: list[PendingRow | PrimeTask | Outcome] = []
             for item in batch:
                 if isinstance(item, Outcome):
                     outcomes.append(item)
                 else:
-                    self._take(item)
+                    self._add(item)
             if outcomes:
                 yield outcomes
-            if not batch or self._is_full(unread(), is_shared=is_shared):
-                yield from self._arranged(last=not batch)
-        yield from self._arranged(last=True)
+            if not batch or self._is_full(source.unread, is_shared=source.is_shared):
+                yield from self._ordered(last=not batch)
+        yield from self._ordered(last=True)
 
-    def _take(self, request: Request) -> None:
-        work = PendingRow(request)
+    def _add(self, request: Request) -> None:
+        row = PendingRow(request)
         prefix = prefix_of(request)
-        work.size = len(prefix)  # what is read ahead is bounded by it, in any order
-        if self._lead is not None or self._lengths is not None or self._dedupe:
-            work.prefix, work.kind = prefix, crc32(prefix[:KIND_BYTES])
-        self._window.append(work)
-        self._window_bytes += work.size
+        row.prompt_bytes = len(prefix)  # bounds the read-ahead, in any order
+        if self._distance is not None or self._lengths is not None or self._dedupe:
+            row.prefix, row.template = prefix, crc32(prefix[:TEMPLATE_BYTES])
+        self._window.append(row)
+        self._window_bytes += row.prompt_bytes
 
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
-        if self._lead is None and self._lengths is None and not self._dedupe:
+        if self._distance is None and self._lengths is None and not self._dedupe:
             return True
         is_end = unread <= LAST_ROWS and self._lengths is not None
         most = SHARED_ROWS if is_shared else WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
         return (len(self._window) >= most and unread > 0) or self._window_bytes >= WINDOW_BYTES
 
-    def _arranged(self, *, last: bool) -> Iterator[list[PendingRow | Primer | Outcome]]:
-        """Put the rows of the window in order, and return those that should go by now, piece by piece.
+    def _ordered(self, *, last: bool) -> Iterator[list[PendingRow | PrimeTask | Outcome]]:
+        """Order the rows of the window and yield, piece by piece, those that may be sent by now.
 
-        So what is learnt from the first answers is known for the others.
+        What the first answers tell is known before the later pieces are made.
         """
         window, self._window, self._window_bytes = self._window, [], 0
         if self._dedupe:
-            window = _without_twins(window)
-        if self._lead is not None:
-            self._relate(window)
+            window = _without_duplicates(window)
+        if self._distance is not None:
+            self._find_leaders(window)
         if last and self._lengths is not None:
-            _find_longest(window, self._lengths)
-        leaders = [work for work in window if work.parent is None]
-        leaders.sort(key=lambda work: -work.longest)
-        self._pace.add(leaders)
-        if self._lead is not None:
-            self._gone.extend(work for work in leaders if work.size <= GONE_BYTES // GONE_ROWS)
+            _find_longest_outputs(window, self._lengths)
+        leaders = [row for row in window if row.leader is None]
+        leaders.sort(key=lambda row: -row.longest_output)
+        self._release.add(leaders)
+        if self._distance is not None:
+            self._sent.extend(row for row in leaders if row.prompt_bytes <= SENT_BYTES // SENT_ROWS)
         while piece := self._piece(last=last):
             yield piece
 
-    def _piece(self, *, last: bool) -> list[PendingRow | Primer | Outcome]:
-        works: list[PendingRow] = []
-        primers: dict[PendingRow, Primer] = {}
-        while len(works) < PIECE_ROWS and (turn := self._pace.take(last=last)):
-            works.append(turn.work)
-            if turn.is_early and not self._began:
-                self._prime(turn.work, primers)
-        self._began = self._began or bool(works)
-        for work in works:
-            if work not in self._gone:
-                work.prefix = b""
-        return [*primers.values(), *works]
+    def _piece(self, *, last: bool) -> list[PendingRow | PrimeTask | Outcome]:
+        rows: list[PendingRow] = []
+        primes: dict[PendingRow, PrimeTask] = {}
+        while len(rows) < PIECE_ROWS and (released := self._release.take(last=last)):
+            rows.append(released.row)
+            if released.is_early and not self._began:
+                self._prime_leader_of(released.row, primes)
+        self._began = self._began or bool(rows)
+        for row in rows:
+            if row not in self._sent:
+                row.prefix = b""
+        return [*primes.values(), *rows]
 
-    def _relate(self, window: list[PendingRow]) -> None:
-        """Find out which row goes before which, those that were sent of late included."""
-        gone = list(self._gone)
-        rows = [*gone, *window]
-        places = find_prefix_groups([work.prefix for work in rows], len(gone))
-        for index, place in sorted(places.items()):  # as they came: neighbours in sorted order would go in
-            if index < len(gone):  # one pass, and compute again the little more that they have in common
+    def _find_leaders(self, window: list[PendingRow]) -> None:
+        """Find the leader of each row of the window; sent rows may lead too."""
+        sent = list(self._sent)
+        rows = [*sent, *window]
+        places = find_leaders([row.prefix for row in rows], len(sent))
+        # in the order in which they came: neighbours in sorted order would be admitted in one pass, and
+        # compute again the little more that they share
+        for index, place in sorted(places.items()):
+            if index < len(sent):
                 continue
-            work, parent = rows[index], rows[place.parent]
-            work.parent, work.shared = parent, place.shared
-            parent.children.append(work)
-        for parent in gone:
-            self._pace.follow(parent)
+            row, leader = rows[index], rows[place.leader]
+            row.leader, row.shared_bytes = leader, place.shared_bytes
+            leader.followers.append(row)
+        for leader in sent:
+            self._release.hold_followers(leader)
         if self.caches > 1:
-            most = max(1, FAMILY_SHARE * len(window) / self.caches)
-            common = {rows[index] for index, place in places.items() if place.rows > most}
-            for work in window:
-                _settle(work, common)
+            most = max(1, COMMON_SHARE * len(window) / self.caches)
+            common = {rows[index] for index, place in places.items() if place.group_rows > most}
+            for row in window:
+                _find_group(row, common)
 
-    def _prime(self, work: PendingRow, primers: dict[PendingRow, Primer]) -> None:
-        """Have the beginning of a row's parent computed, if that is among the first that the engine gets."""
-        assert self._lead is not None
-        assert work.parent is not None
-        parent = work.parent
-        if parent.clock - parent.new_tokens <= self._lead.tokens:
-            turn = primers[parent.parent].round + 1 if parent.parent in primers else 0
-            known = primers.get(parent, Primer(parent, turn, everywhere=self.caches == 1))
-            primers[parent] = known._replace(everywhere=known.everywhere or work.family is not parent.family)
-
-
-def _find_longest(window: Iterable[PendingRow], lengths: OutputLengths) -> None:
-    """Find out how long the outputs will be: a row with a long one behind it has to go early too."""
-    for work in window:
-        longest = lengths.expected(work)
-        ahead: PendingRow | None = work
-        while ahead is not None and ahead.longest < longest:
-            ahead.longest, ahead = longest, ahead.parent
+    def _prime_leader_of(self, row: PendingRow, primes: dict[PendingRow, PrimeTask]) -> None:
+        """Have the prefix of a row's leader computed first, if it is among the first that the engine gets."""
+        assert self._distance is not None
+        assert row.leader is not None
+        leader = row.leader
+        if leader.sent_clock - leader.new_tokens <= self._distance.tokens:
+            round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
+            known = primes.get(leader, PrimeTask(leader, round_, on_every_replica=self.caches == 1))
+            everywhere = known.on_every_replica or row.group is not leader.group
+            primes[leader] = known._replace(on_every_replica=everywhere)
 
 
-def _without_twins(window: list[PendingRow]) -> list[PendingRow]:
-    """Return the rows with those that are sure to get the same answer under the first of them."""
+def _find_longest_outputs(window: Iterable[PendingRow], lengths: OutputLengths) -> None:
+    """Estimate output lengths; a leader counts as long as its longest follower, which waits for it."""
+    for row in window:
+        longest = lengths.expected(row)
+        ahead: PendingRow | None = row
+        while ahead is not None and ahead.longest_output < longest:
+            ahead.longest_output, ahead = longest, ahead.leader
+
+
+def _without_duplicates(window: list[PendingRow]) -> list[PendingRow]:
+    """Return the rows without duplicates, which are added to the first row that is like them.
+
+    Only rows at temperature 0 are sure to get the same answer.
+    """
     first: dict[tuple[bytes, str], PendingRow] = {}
     kept = []
-    for work in window:
-        twin = work
-        if work.request.sampling.get("temperature") == 0:
-            twin = first.setdefault((work.prefix, repr(work.request.sampling)), work)
-        if twin is not work and twin.request[1:] == work.request[1:]:  # all but where they come from
-            twin.twins.append(work.request.ref)
+    for row in window:
+        original = row
+        if row.request.sampling.get("temperature") == 0:
+            original = first.setdefault((row.prefix, repr(row.request.sampling)), row)
+        if original is not row and original.request[1:] == row.request[1:]:  # all but their ordinals
+            original.duplicates.append(row.request.ref)
         else:
-            kept.append(work)
+            kept.append(row)
     return kept
 
 
-def _settle(work: PendingRow, common: set[PendingRow]) -> PendingRow:
-    """Find out with whom a row should stay: `common` follow a beginning which most rows have."""
-    if work.family is None:
-        parent = work.parent
-        work.family = work if parent is None or work in common else _settle(parent, common)
-    return work.family
+def _find_group(row: PendingRow, common: set[PendingRow]) -> PendingRow:
+    """Set and return the first row of a row's prefix group; a prefix in `common` makes no group."""
+    if row.group is None:
+        leader = row.leader
+        row.group = row if leader is None or row in common else _find_group(leader, common)
+    return row.group

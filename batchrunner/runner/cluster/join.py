@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from batchrunner.core.errors import HeldError, ResumeError
 from batchrunner.input.row_reader import SortedCopy
 from batchrunner.input.select import cut_into_leases
+from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import arrange, remove_copies
 from batchrunner.output.parts import tidy
 from batchrunner.output.resume import check_same_run, done_by_all, drop_failed, fingerprint, read_done
 from batchrunner.output.run_dir import RunDir, writing
 from batchrunner.output.task_lock import DEAD_AFTER_S, LOOK_S, TaskLock, hold_task
-from batchrunner.runner.cluster.lease_source import LeasedRows
+from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.cluster.leases import LeasePlan, Leases
 
 if TYPE_CHECKING:
@@ -23,29 +24,35 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
+    from batchrunner.output.counts import RowCounts
+    from batchrunner.output.events import EventLog
+    from batchrunner.runner.control import Sleeper
     from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 
 
 def join(
-    prepared: PreparedJob, sleep: Callable[[float], None], *, retry_failed: bool
-) -> tuple[LeasedRows, int]:
-    """Return the rows that this task will take, and how many the whole run has.
+    prepared: PreparedJob, sleeper: Sleeper, counts: RowCounts, events: EventLog, *, retry_failed: bool
+) -> tuple[LeasedRows, int, OrderDecision]:
+    """Return the rows that this task will take, the number of rows of the whole run, and their order.
 
-    The plan is made by the first task, and again by the first one that comes after its end: of new rows, of
-    failed ones that are to be tried again, of those whose part was moved away. `sleep` is called while
-    another task is at it. Raises InputError, OutputError or ResumeError.
+    The first task makes the plan. After its end the next task that comes makes another one: of new rows, of
+    failed rows that are to be tried again, of rows whose part was moved away. `sleeper` sleeps while another
+    task makes a plan. Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
     leases = Leases(run_dir.leases, run_dir.task)
     with writing(run_dir.leases):
         leases.refresh()
         if not leases.is_done():
-            _leave_out_what_one_did(prepared, leases, sleep)
+            _leave_out_what_one_did(prepared, leases, sleeper)
         if leases.is_done():
             _in_turn(
-                prepared, leases, sleep, partial(_plan, prepared, leases, sleep, retry_failed=retry_failed)
+                prepared,
+                leases,
+                sleeper,
+                partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed),
             )
         elif retry_failed:
             raise ResumeError(
@@ -55,10 +62,12 @@ def join(
     new = fingerprint(prepared.job, prepared.dataset.files, "")
     check_same_run(leases.plan.fingerprint, new, run_dir.path, model_known=False)
     leases.join()
-    return LeasedRows(prepared, leases, leases.plan, sleep), leases.plan.rows_total
+    plan = leases.plan
+    rows = LeasedRows(prepared, leases, plan, counts, events)
+    return rows, plan.rows_total, OrderDecision(**plan.choice)
 
 
-def _leave_out_what_one_did(prepared: PreparedJob, leases: Leases, sleep: Callable[[float], None]) -> None:
+def _leave_out_what_one_did(prepared: PreparedJob, leases: Leases, sleeper: Sleeper) -> None:
     """Leave out of an old plan what a start has done that shares with nobody.
 
     It may have come after the plan, whose tasks had all failed to start. One that comes now finds us.
@@ -66,31 +75,29 @@ def _leave_out_what_one_did(prepared: PreparedJob, leases: Leases, sleep: Callab
     main = RunDir(prepared.run_dir.path)
     # whoever makes a plan holds it for a moment
     if main.journals() or TaskLock(main.task_directory).is_held() is not False:
-        _in_turn(prepared, leases, sleep, partial(_tidy, main, sleep))
+        _in_turn(prepared, leases, sleeper, partial(_tidy, main, sleeper))
     leases.leave_out(read_done(main).rows)
 
 
-def _tidy(task: RunDir, sleep: Callable[[float], None]) -> None:
+def _tidy(task: RunDir, sleeper: Sleeper) -> None:
     """Clear up after a task; raises HeldError where it is at work."""
-    with hold_task(task, sleep) as claim:
+    with hold_task(task, sleeper.sleep) as claim:
         tidy(task, claim)
 
 
-def _in_turn(
-    prepared: PreparedJob, leases: Leases, sleep: Callable[[float], None], do: Callable[[], None]
-) -> None:
+def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
     """Do what one task at a time may; wait while another does, and leave it where that one made a plan."""
     known = len(leases.plans)
     told = False
     while len(leases.plans) == known:
         with ExitStack() as stack:
             try:
-                stack.enter_context(hold_task(prepared.run_dir, sleep, directory=leases.directory))
+                stack.enter_context(hold_task(prepared.run_dir, sleeper.sleep, directory=leases.directory))
             except HeldError as held:
                 if not told:
                     log.info("another task makes the plan: %s", held)
                 told = True
-                sleep(LOOK_S)
+                sleeper.sleep(LOOK_S)
                 leases.refresh()
                 continue
             leases.refresh()
@@ -98,24 +105,22 @@ def _in_turn(
             return
 
 
-def _plan(
-    prepared: PreparedJob, leases: Leases, sleep: Callable[[float], None], *, retry_failed: bool
-) -> None:
+def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_failed: bool) -> None:
     if not leases.is_done():  # another task was faster
         return
     main = RunDir(prepared.run_dir.path)
-    with hold_task(main, sleep) as claim:  # a start that shares with nobody may not be at it
+    with hold_task(main, sleeper.sleep) as claim:  # a start that shares with nobody may not be at it
         tidy(main, claim)
-        done = _done_by_all(main, leases, sleep)
+        done = _done_by_all(main, leases, sleeper)
         if retry_failed:
             for task in main.all_tasks():
                 drop_failed(task)
-            done = _done_by_all(main, None, sleep)
-        selected = prepared.selected(lambda: sleep(0))
+            done = _done_by_all(main, None, sleeper)
+        selected = prepared.selected(sleeper.check)
         rows = selected - done
         if rows or leases.plan is None:
             remove_copies(main.task_directory)
-            path, choice = arrange(prepared, rows, leases.directory, claim.token, lambda: sleep(0))
+            path, choice = arrange(prepared, rows, leases.directory, claim.token, sleeper.check)
             if path:
                 cuts, name = SortedCopy(path).begins, path.name
             else:
@@ -126,7 +131,7 @@ def _plan(
             remove_copies(leases.directory)
 
 
-def _done_by_all(run_dir: RunDir, leases: Leases | None, sleep: Callable[[float], None]) -> BitMap64:
+def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> BitMap64:
     """Return the rows in all parts; those that another host has just written may take a while to be seen."""
     expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
     waited_s = 0.0
@@ -139,5 +144,5 @@ def _done_by_all(run_dir: RunDir, leases: Leases | None, sleep: Callable[[float]
                 "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
                 run_dir.parts, expected - len(done), DEAD_AFTER_S,
             )  # fmt: skip
-        sleep(LOOK_S)
+        sleeper.sleep(LOOK_S)
         waited_s += LOOK_S

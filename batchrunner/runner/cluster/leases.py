@@ -24,6 +24,7 @@ import orjson
 from pyroaring import BitMap64
 
 from batchrunner.core.row_set import between, from_text, to_text
+from batchrunner.core.types import Lease
 from batchrunner.input.row_reader import SortedCopy
 from batchrunner.output.run_dir import create_file, make_directory
 
@@ -53,17 +54,6 @@ class LeasePlan:
     def count(self, places: range) -> int:
         """Count the rows at these places: a copy has no others."""
         return len(places) if self.order else self.rows.range_cardinality(places.start, places.stop)
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Some rows that a task is to do; `turn` counts who had the range before."""
-
-    number: int
-    turn: int
-    rows: BitMap64
-    places: range
-    """Where they stand in the plan's order."""
 
 
 class Leases:

@@ -1,4 +1,4 @@
-"""Tasks of a run that died: what they left is tidied up, and their leases are free again."""
+"""Takes over from tasks that died: recovers their results and frees their leases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import HolderWatch, TaskLockLostError, hold_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from batchrunner.output.events import EventLog
     from batchrunner.runner.cluster.leases import Leases
 
 log = logging.getLogger(__name__)
@@ -22,30 +21,30 @@ log = logging.getLogger(__name__)
 class Takeover:
     """Watches the tasks that hold leases, and takes over from those that have died."""
 
-    def __init__(self, run_dir: RunDir, leases: Leases, tell: Callable[..., None]) -> None:
-        """`run_dir` is ours; `tell` takes an event's name and values."""
+    def __init__(self, run_dir: RunDir, leases: Leases, events: EventLog) -> None:
+        """`run_dir` is this task's."""
         self._run_dir = run_dir
         self._leases = leases
-        self._tell = tell
+        self._events = events
         self._watches: dict[str, HolderWatch] = {}
         self._lives: dict[str, bool | None] = {}
 
-    def look(self) -> None:
-        """Look who holds leases, and whether they live."""
+    def poll(self) -> None:
+        """Find out who holds leases, and whether they live."""
         holders = set(self._leases.held().values()) - {self._run_dir.task}
         self._watches = {task: self._watches.get(task) or self._watch(task) for task in sorted(holders)}
         self._lives = {task: watch.look() for task, watch in self._watches.items()}
 
     @property
     def living(self) -> int:
-        """Other tasks that hold leases and live, as far as could be told at the last look."""
+        """Number of other tasks that held leases at the last poll and were not known to be dead."""
         return sum(lives is not False for lives in self._lives.values())
 
     def settle(self) -> bool | None:
-        """Take over from those that were dead at the last look.
+        """Take over from the tasks that were dead at the last poll.
 
-        True: rows are free now; None: of others it is not known yet; False: neither. Raises OSError, or
-        OutputError where what is left of one cannot be written.
+        Returns True if rows are free now, None if it is not known yet of some task whether it lives, else
+        False. Raises OSError, or OutputError if a dead task's results cannot be written.
         """
         dead = [task for task, lives in self._lives.items() if lives is False]
         taken = [task for task in dead if self._take_over(task)]
@@ -74,7 +73,7 @@ class Takeover:
             rows_left = sum(len(rows) for _, rows in left)
             log.warning("took over from %s, which died: %d rows were left", task, rows_left)
             numbers = [lease.number for lease, _ in left]
-            self._tell("takeover", task=task, leases=numbers, rows_left=rows_left)
+            self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
         return True
 
 

@@ -1,0 +1,129 @@
+"""Work out which rows remain, which earlier attempts ended, and in which order they are sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
+
+from batchrunner.core.errors import ResumeError
+from batchrunner.input.sort.plan import arrange, arranged_before
+from batchrunner.output.parts import tidy
+from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
+from batchrunner.output.run_dir import see_anew, writing
+from batchrunner.output.task_lock import LOOK_S, HolderWatch, hold_task
+from batchrunner.runner.cluster.join import join
+from batchrunner.runner.cluster.shard import JoinTask, Shard
+from batchrunner.runner.prepare import find_done
+from batchrunner.runner.task_rows import FixedRows
+
+if TYPE_CHECKING:
+    from batchrunner.input.sort.decide import OrderDecision
+    from batchrunner.output.counts import RowCounts
+    from batchrunner.output.events import EventLog
+    from batchrunner.output.run_dir import RunDir
+    from batchrunner.output.task_lock import TaskLock
+    from batchrunner.runner.control import Sleeper
+    from batchrunner.runner.prepare import PreparedJob
+    from batchrunner.runner.task_rows import TaskRows
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a task: what it has to do, and what is done."""
+
+    rows: TaskRows
+    done: DoneRows
+    """Rows that earlier attempts of this task ended."""
+    rows_of_run: int
+    """Rows of the whole run, over all tasks."""
+    order: OrderDecision
+
+
+def plan_attempt(
+    prepared: PreparedJob,
+    lock: TaskLock,
+    model: str | None,
+    sleeper: Sleeper,
+    counts: RowCounts,
+    events: EventLog,
+    *,
+    fresh: bool,
+    retry_failed: bool,
+) -> Attempt:
+    """Find the rows that this attempt does, and recover what the attempt before left half done.
+
+    `lock` is held on the task; `counts` and `events` are those of this attempt. Raises InputError,
+    OutputError, ResumeError or StorageError.
+    """
+    run_dir = prepared.run_dir
+    with writing(run_dir.path):
+        for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
+            see_anew(directory)
+        if isinstance(prepared.part, JoinTask):
+            find_done(prepared, model)
+            return _plan_joined(prepared, sleeper, counts, events, retry_failed=retry_failed)
+        done, by_others = DoneRows(), BitMap64()
+        if fresh:
+            check_nobody_works(run_dir, sleeper)
+        else:
+            done = find_done(prepared, model, without_failed=retry_failed)
+            if isinstance(prepared.part, Shard):
+                _check_shares(prepared, sleeper)
+            tidy(run_dir, lock)
+            by_others = rows_of_others(run_dir)
+        selected = prepared.selected(sleeper.check)
+        todo = prepared.share_of(selected) - by_others
+        total = len(todo | done.rows)
+        todo -= done.rows
+        place = run_dir.task_directory
+        copy, order = arranged_before(prepared, todo, place) or arrange(
+            prepared, todo, place, lock.token, sleeper.check
+        )
+        return Attempt(FixedRows(prepared, todo, total, copy), done, len(selected), order)
+
+
+def _plan_joined(
+    prepared: PreparedJob, sleeper: Sleeper, counts: RowCounts, events: EventLog, *, retry_failed: bool
+) -> Attempt:
+    rows, rows_of_run, order = join(prepared, sleeper, counts, events, retry_failed=retry_failed)
+    if rows.take_first(sleeper.sleep):
+        return Attempt(rows, DoneRows(), rows_of_run, order)
+    nothing = FixedRows(prepared, BitMap64(), rows_of_run, None)
+    return Attempt(nothing, done_by_all(prepared.run_dir), rows_of_run, order)
+
+
+def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
+    """Raise ResumeError if a task is at work that found other files: its share may overlap with this one.
+
+    Each task looks at the others after it has written its own number of rows: of two, at least one sees the
+    other.
+    """
+    run_dir, rows = prepared.run_dir, prepared.dataset.total_rows
+    others = {
+        task.task: HolderWatch(task.task_directory)
+        for task in run_dir.all_tasks()
+        if task.task != run_dir.task
+    }
+    while others:
+        for task, watch in list(others.items()):
+            lives = watch.look()
+            theirs = watch.holder.rows if watch.holder else 0
+            if lives is False or theirs in {0, rows}:
+                del others[task]
+            elif lives:
+                raise ResumeError(
+                    f"{run_dir.path}: files were added: the input has {rows} rows, and {theirs} for {task}, "
+                    "which is still at work: wait for its end"
+                )
+        if others:  # on other machines: only time tells whether they live
+            sleeper.sleep(LOOK_S)
+
+
+def check_nobody_works(run_dir: RunDir, sleeper: Sleeper) -> None:
+    """Raise HeldError if another task is at work: what it writes may not be discarded."""
+    for task in run_dir.all_tasks():
+        if task.task != run_dir.task:
+            with hold_task(task, sleeper.sleep):
+                pass

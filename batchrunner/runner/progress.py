@@ -1,0 +1,137 @@
+"""What a run shows while it goes on: a bar on a terminal, plain lines where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from batchrunner.report.report import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchrunner.core.types import SchedulerLoad
+    from batchrunner.dispatch.incidents import IncidentLog
+    from batchrunner.dispatch.monitor import Monitor
+    from batchrunner.dispatch.snapshot import Snapshot
+    from batchrunner.output.events import EventLog
+
+LINE_EVERY_S = 5.0
+SAMPLE_S = 2.0
+"""Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
+
+
+class Display(Protocol):
+    """What shows the state of a run."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the present state; called a few times a second."""
+
+    def close(self) -> None:
+        """Finish the output."""
+
+
+class ProgressLog:
+    """Shows every load sample on the display, and writes one to the event log every 2 s."""
+
+    def __init__(
+        self, monitor: Monitor, incidents: IncidentLog, display: Display, events: EventLog, *, now: float
+    ) -> None:
+        """Begin at `now`, in seconds of the monotonic clock."""
+        self._monitor = monitor
+        self._incidents = incidents
+        self._display = display
+        self._events = events
+        self._began = now
+        self._next_sample = 0.0
+        self._loads: Sequence[SchedulerLoad] = ()
+
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
+        """Show and write a load sample."""
+        self._loads = loads
+        snapshot = self._monitor.snapshot(loads, now)
+        self._display.show(snapshot)
+        if now >= self._next_sample:
+            self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
+            self._events.write("sample", **snapshot.as_sample())
+        self._incidents.update()
+
+    def finish(self, now: float) -> None:
+        """Show and write the last state."""
+        last = self._monitor.snapshot(self._loads, now)
+        self._display.show(last)
+        self._events.write("sample", **last.as_sample())
+
+
+class NoDisplay:
+    """Shows nothing: for the library and `--quiet`."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ProgressLines:
+    """A line every 5 s: for logs of batch systems."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next = 0.0
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Print a line when the last one is old enough."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LINE_EVERY_S
+            with contextlib.suppress(OSError):  # a full disk, a pipe that nobody reads: the rows matter
+                print(time.strftime("%H:%M:%S"), snapshot.line(), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: every line is whole."""
+
+
+class ProgressBar:
+    """tqdm's bar with the engine's load behind it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar: Any = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Move the bar."""
+        if self._bar is None:
+            from tqdm import tqdm  # noqa: PLC0415 - only where there is a terminal
+
+            self._bar = tqdm(
+                total=snapshot.rows_total, initial=snapshot.rows_done, unit="row", file=self._stream,
+                dynamic_ncols=True, desc="simulated " if snapshot.simulated else None,
+                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )  # fmt: skip
+        left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
+        # what a narrow terminal cuts comes last
+        shown = [f"{left} left", f"{snapshot.rows_per_s:.1f} rows/s", f"failed {snapshot.rows_failed}"]
+        shown += [f"retry {snapshot.waiting}"] if snapshot.waiting else []
+        shown += [snapshot.load(short=True), f"window {snapshot.window}"]
+        shown += [f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
+        self._bar.set_postfix_str(" · ".join(shown), refresh=False)
+        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total  # others may add rows
+        with contextlib.suppress(OSError):  # the terminal was closed
+            self._bar.refresh()
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError):
+                self._bar.close()
+
+
+def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
+    """Choose the display for a stream (standard error by default)."""
+    stream = stream or sys.stderr
+    if quiet:
+        return NoDisplay()
+    return ProgressBar(stream) if stream.isatty() else ProgressLines(stream)

@@ -1,0 +1,205 @@
+"""The rows of one task, read and rendered while others are in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_after_attempt,
+    wait_chain,
+    wait_fixed,
+)
+
+from batchrunner.core.errors import InputError, InputLostError
+from batchrunner.core.types import Lease
+from batchrunner.input.sort.plan import order_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tenacity import RetryCallState
+
+    from batchrunner.core.types import Outcome, Request
+    from batchrunner.input.dataset import RowBatch
+    from batchrunner.input.row_reader import Order
+    from batchrunner.runner.prepare import PreparedJob
+
+log = logging.getLogger(__name__)
+
+READ_PAUSES_S = (1.0, 5.0, 20.0)
+"""Seconds before each new try to read rows that could not be read: a mount comes back, a store answers."""
+
+
+class TaskRows(ABC):
+    """The rows that a task does, in one lease or in several; the dispatcher's `RowSource`."""
+
+    is_shared: bool
+    """Whether other tasks could do them, now or later."""
+
+    def __init__(self, prepared: PreparedJob, copy: Path | None) -> None:
+        """`copy` is the sorted copy of the input in whose order the rows are sent; None for input order."""
+        self._prepared = prepared
+        self._copy = copy
+        self._stopped = threading.Event()
+
+    @property
+    @abstractmethod
+    def total(self) -> int:
+        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
+
+    @property
+    @abstractmethod
+    def unread(self) -> int:
+        """Number of rows still to be read; with leases an estimate."""
+
+    @abstractmethod
+    def take(self, *, wait: bool) -> Lease | None:
+        """Take the next lease; None if there is none, or none at once without `wait`. Blocks."""
+
+    @abstractmethod
+    def record_read(self, rows: int) -> None:
+        """Record that so many rows of the last lease were read."""
+
+    @abstractmethod
+    def committed(self, rows: BitMap64) -> None:
+        """Record rows that are in a part now; blocks."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Let others have the rows that were not done; all rows that were done are committed. Blocks."""
+
+    def stop(self) -> None:
+        """End `batches` soon, also while it waits."""
+        self._stopped.set()
+
+    def batches(self) -> Iterator[list[Request | Outcome]]:
+        """Read and render rows, a bounded batch at a time; blocks.
+
+        An empty batch asks to send what was read so far, since the next lease may take a while. Raises
+        InputLostError, StorageError.
+        """
+        lease = self.take(wait=True)
+        if lease is None:  # then the sorted copy may be gone
+            return
+        with contextlib.closing(_PatientReader(self._prepared, self._copy, self._stopped)) as reader:
+            while lease is not None:
+                for batch in reader.read(lease):
+                    yield self._prepared.renderer.render(batch)
+                    self.record_read(len(batch.rows))
+                lease = self.take(wait=False)
+                if lease is None:
+                    yield []
+                    lease = self.take(wait=True)
+
+
+class FixedRows(TaskRows):
+    """Rows that were given to a task at its start, as one lease: all of the run's, or a shard's."""
+
+    is_shared = False
+
+    def __init__(self, prepared: PreparedJob, rows: BitMap64, total: int, copy: Path | None) -> None:
+        """`rows` are those to do, of `total` with those that were done before."""
+        super().__init__(prepared, copy)
+        self._lease: Lease | None = Lease(0, 0, rows, None)
+        self._uncommitted = rows
+        self._total = total
+        self._unread = len(rows)
+
+    @property
+    def total(self) -> int:
+        """Number of rows, those that earlier attempts ended included."""
+        return self._total
+
+    @property
+    def unread(self) -> int:
+        """Number of rows still to be read."""
+        return self._unread
+
+    def take(self, *, wait: bool) -> Lease | None:
+        """Take all rows, once."""
+        del wait
+        lease, self._lease = self._lease, None
+        return lease
+
+    def record_read(self, rows: int) -> None:
+        """Record that so many rows were read."""
+        self._unread -= rows
+
+    def committed(self, rows: BitMap64) -> None:
+        """Record rows that are in a part now."""
+        self._uncommitted = self._uncommitted - rows
+
+    def give_back(self) -> None:
+        """Leave the sorted copy to a later attempt, unless all rows are done."""
+        self.stop()
+        if self._copy and not self._uncommitted:
+            self._copy.unlink(missing_ok=True)
+
+
+class _PatientReader:
+    """Reads rows, and tries again a few times what cannot be read now."""
+
+    def __init__(self, prepared: PreparedJob, copy: Path | None, stopped: threading.Event) -> None:
+        leased = copy is not None and copy.parent == prepared.run_dir.leases
+        self._open = functools.partial(order_at, prepared, copy, leased=leased)
+        self._order: Order | None = self._open()
+        self._stopped = stopped
+
+    def read(self, lease: Lease) -> Iterator[RowBatch]:
+        """Yield the rows of a lease until the run stops; raises InputLostError."""
+        left = lease.rows.copy()
+        batches: Iterator[RowBatch] | None = None
+
+        def next_batch() -> RowBatch | None:
+            nonlocal batches
+            try:
+                self._order = self._order or self._open()
+                batches = batches or self._order.read(left.copy(), lease.places)
+                return next(batches, None)
+            except InputError:
+                self.close()
+                batches = None
+                raise
+
+        while not self._stopped.is_set():
+            try:
+                batch = self._retrying(next_batch)
+            except InputError as failure:
+                raise InputLostError(f"{failure}: run the same command again") from None
+            if batch is None:
+                return
+            yield batch
+            left -= BitMap64(batch.rows)
+
+    @property
+    def _retrying(self) -> Retrying:
+        return Retrying(
+            retry=retry_if_exception_type(InputError),
+            wait=wait_chain(*map(wait_fixed, READ_PAUSES_S)),
+            stop=stop_after_attempt(len(READ_PAUSES_S) + 1),
+            sleep=sleep_using_event(self._stopped),
+            before_sleep=_warn,
+            reraise=True,
+        )
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
+
+def _warn(state: RetryCallState) -> None:
+    failure = state.outcome.exception() if state.outcome else None
+    pause_s = state.next_action.sleep if state.next_action else 0.0
+    log.warning("%s: tried again in %.0f s", failure, pause_s)
