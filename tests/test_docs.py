@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+
+from batchrunner.cli import app
+from batchrunner.job.load import load_job
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:\.ci|batchrunner|benchmarks|docs|jobs|tests)/[\w./*-]*)`")
 TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)(?![\w-]*…)")
@@ -18,7 +25,12 @@ TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)(?![\w-]*…)")
 
 def prose(page: Path) -> str:
     """Return a page without its blocks of code."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return BLOCK.sub("", page.read_text())
+
+
+def code(page: Path, language: str = "") -> str:
+    """Return a page's blocks of code in a language."""
+    return "".join(block for name, block in BLOCK.findall(page.read_text()) if name == language)
 
 
 def anchors(page: Path) -> list[str]:
@@ -65,6 +77,24 @@ def test_named_files_exist(page: Path) -> None:
         assert list(ROOT.glob(name.rstrip("/"))), name
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "jobs.md"], ids=lambda page: page.name)
+def test_the_example_is_a_job(page: Path) -> None:
+    """The job file that a page shows is valid."""
+    load_job(yaml.safe_load(code(page, "yaml")), environ={})
+
+
+def test_commands_are_spelled_right() -> None:
+    """Each command in a block of code is one that `batchrun` has, with options that it takes."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines = re.findall(r"^(?:\$ )?batchrun (.+)$", "".join(map(code, PAGES)), re.MULTILINE)
+    assert len(lines) > len(commands)
+    for line in lines:
+        name, *args = shlex.split(line, comments=True)
+        if name not in commands:
+            name, args = "run", [name, *args]
+        commands[name].make_context(name, args)
+
+
 def targets() -> set[str]:
     """Return the targets of the Makefile that are no files, as make itself knows them."""
     done = subprocess.run(["make", "-npq"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -75,8 +105,8 @@ def targets() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_targets_exist(page: Path) -> None:
     """A target of `make` that a page names is there."""
-    code = " ".join(re.findall(r"```.*?```|`[^`]+`", page.read_text(), re.DOTALL))
-    assert set(TARGET.findall(code)) <= targets()
+    named = [code(page), *re.findall(r"`[^`]+`", prose(page))]
+    assert set(TARGET.findall("\n".join(named))) <= targets()
 
 
 def test_make_help_has_every_target() -> None:
