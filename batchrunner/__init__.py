@@ -174,6 +174,8 @@ if TYPE_CHECKING:
     from batchrunner.job.spec import Job
     from batchrunner.report.report import Report
 
+    __version__: str
+
 __all__ = [
     "BatchrunError",
     "EngineLostError",
@@ -186,6 +188,7 @@ __all__ = [
     "Report",
     "ResumeError",
     "StorageError",
+    "__version__",
     "arun",
     "generate",
     "open_engine",
@@ -207,6 +210,10 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import batchrunner` stays instant."""
     if name not in __all__:
         raise AttributeError(f"module 'batchrunner' has no attribute {name!r}")
+    if name == "__version__":
+        from importlib.metadata import version  # noqa: PLC0415
+
+        return version("batchrunner")
     from importlib import import_module  # noqa: PLC0415
 
     return getattr(import_module(f"batchrunner.{_HOMES.get(name, 'core.errors')}"), name)

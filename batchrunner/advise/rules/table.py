@@ -366,6 +366,6 @@ def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
 
 
 def table() -> list[str]:
-    """Return the rules as a table of Markdown, as the README has it."""
+    """Return the rules as a table of Markdown, as docs/advice.md has it."""
     rows = [f"| {r.name} | {r.sign} | {r.advice} | {r.source} |" for r in RULES]
     return ["| rule | sign | advice | source |", "| --- | --- | --- | --- |", *rows]

@@ -1,0 +1,8 @@
+"""`python -m batchrunner` is the command `batchrun`."""
+
+from __future__ import annotations
+
+from batchrunner.cli import main
+
+if __name__ == "__main__":
+    main()

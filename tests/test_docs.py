@@ -1,0 +1,124 @@
+"""The pages for people: their links, the files and targets that they name, and the help of `make`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from batchrunner.cli import app
+from batchrunner.job.load import load_job
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED_FILE = re.compile(r"`((?:\.ci|batchrunner|benchmarks|docs|jobs|tests)/[\w./*-]*)`")
+TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)(?![\w-]*…)")
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return BLOCK.sub("", page.read_text())
+
+
+def code(page: Path, language: str = "") -> str:
+    """Return a page's blocks of code in a language."""
+    return "".join(block for name, block in BLOCK.findall(page.read_text()) if name == language)
+
+
+def anchors(page: Path) -> list[str]:
+    """Return the anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def links(page: Path) -> list[tuple[str, Path, str]]:
+    """Return a page's relative links: as written, the file, the anchor."""
+    found = [link for link in LINK.findall(prose(page)) if "://" not in link]
+    parts = [(link, *link.partition("#")[::2]) for link in found]
+    return [(link, (page.parent / path).resolve() if path else page, anchor) for link, path, anchor in parts]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each relative link is to a file that exists, and each anchor is a heading of it."""
+    for link, path, anchor in links(page):
+        assert path.exists(), link
+        assert not anchor or anchor in anchors(path), link
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_docs_can_become_a_site(page: Path) -> None:
+    """A page in docs/ has one title, and its links stay in docs/."""
+    assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
+    for link, path, _ in links(page):
+        assert path.parent == ROOT / "docs", link
+
+
+def test_the_index_lists_every_page() -> None:
+    """Each page is linked once from docs/index.md and from README.md."""
+    pages = [page for page in DOCS if page.name != "index.md"]
+    for start in (ROOT / "docs" / "index.md", ROOT / "README.md"):
+        linked = {path for _, path, _ in links(start)}
+        assert set(pages) <= linked, start
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    """A file of this repository that a page names is there."""
+    for name in NAMED_FILE.findall(page.read_text()):
+        assert list(ROOT.glob(name.rstrip("/"))), name
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "jobs.md"], ids=lambda page: page.name)
+def test_the_example_is_a_job(page: Path) -> None:
+    """The job file that a page shows is valid."""
+    load_job(yaml.safe_load(code(page, "yaml")), environ={})
+
+
+def test_commands_are_spelled_right() -> None:
+    """Each command in a block of code is one that `batchrun` has, with options that it takes."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines = re.findall(r"^(?:\$ )?batchrun (.+)$", "".join(map(code, PAGES)), re.MULTILINE)
+    assert len(lines) > len(commands)
+    for line in lines:
+        name, *args = shlex.split(line, comments=True)
+        if name not in commands:
+            name, args = "run", [name, *args]
+        commands[name].make_context(name, args)
+
+
+def targets() -> set[str]:
+    """Return the targets of the Makefile that are no files, as make itself knows them."""
+    done = subprocess.run(["make", "-npq"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", done.stdout, re.MULTILINE)
+    return set(phony.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_targets_exist(page: Path) -> None:
+    """A target of `make` that a page names is there."""
+    named = [code(page), *re.findall(r"`[^`]+`", prose(page))]
+    assert set(TARGET.findall("\n".join(named))) <= targets()
+
+
+def test_make_help_has_every_target() -> None:
+    """Every target without a dot or a slash is phony, and has its line of help."""
+    names = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(names) == targets()
+    help_text = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert set(re.findall(r"^  make (\S+) +\S", help_text.stdout, re.MULTILINE)) == targets()
+
+
+def test_the_readme_is_short() -> None:
+    """The README fits on two screens; the rest is in docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
