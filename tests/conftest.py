@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from batchrunner.cli import app
 from batchrunner.output.events import read_events
-from tests.fake_sglang import PATIENCE_S, FakeSGLang
+from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-SMALL_MODEL = Path(__file__).parent.parent / "data" / "smollm2-135m-instruct"
+ROOT = Path(__file__).parent.parent
+SMALL_MODEL = ROOT / "data" / "smollm2-135m-instruct"
 INSTANT = {"kind": "simulated", "step_s": 0}
 
 needs_gateway = pytest.mark.skipif(
