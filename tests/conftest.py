@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from typer.testing import CliRunner
 
 from batchrunner.cli import app
+from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
 from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
 
@@ -75,6 +76,12 @@ def server() -> Iterator[FakeSGLang]:
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without the pauses that are for real engines."""
     monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advise as where no SGLang is installed, whose --help takes seconds."""
+    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
 
 
 def require_engine(*modules: str) -> None:
@@ -165,6 +172,13 @@ def batchrun(*args: object) -> Result:
         return CliRunner().invoke(app, [str(arg) for arg in args])
     finally:
         log.handlers[:], log.level, log.propagate = kept
+
+
+def batchrun_merge(run: Path) -> Path:
+    """Merge a run with the command; return the directory of the merged files."""
+    result = batchrun("merge", run)
+    assert result.exit_code == 0, result.stderr
+    return Path(result.stdout.strip())
 
 
 class Started:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import batchrunner
 from tests.conftest import batchrun
+from tests.support.interpreter import loaded_by
 
 PACKAGE = Path(batchrunner.__file__).parent
 MAP = re.findall(r"^    ([a-z_.]+)  +\S", (batchrunner.__doc__ or "").split("says so:")[1], re.MULTILINE)
@@ -53,15 +52,6 @@ def test_imports_go_one_way(name: str) -> None:
     """A file imports only from lines above its own."""
     above = set(MAP[: MAP.index(name)])
     assert imports_of(modules()[name]) <= above
-
-
-def loaded_by(code: str) -> set[str]:
-    """Return the modules that are loaded after some code in a fresh interpreter."""
-    script = f"{code}\nimport sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    return set(done.stdout.splitlines()[-1].split())
 
 
 HEAVY = {"pyarrow", "aiohttp", "pydantic", "jinja2", "torch", "sglang", "transformers", "pandas"}

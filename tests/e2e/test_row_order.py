@@ -6,8 +6,7 @@ import json
 import random
 import shutil
 import signal
-from itertools import groupby, pairwise
-from math import exp
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,6 @@ from pyroaring import BitMap64
 import batchrunner
 from batchrunner.core.errors import OutputError
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.prefixes import common, sort_key
-from batchrunner.input.sort.decide import STRETCHES, WINDOW_ROWS, decide
-from batchrunner.input.sort.external_sort import cut_into_groups
 from batchrunner.output.events import read_events
 from tests.conftest import (
     INSTANT,
@@ -35,16 +31,15 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.e2e.test_results import CARRIED
+from tests.support.carried import CARRIED
+from tests.support.documents import DOCUMENT, document, shuffled, write_texts
 from tests.support.fake_sglang import FakeSGLang
-from tests.test_layout import loaded_by
+from tests.support.interpreter import loaded_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.fake_sglang import Sent
-
-DOCUMENT = 600
 
 
 @pytest.fixture
@@ -52,24 +47,6 @@ def server() -> Iterator[FakeSGLang]:
     """A server without a prefix cache gets rows just as the plan has them: no leader goes ahead."""
     with FakeSGLang(arguments={"disable_radix_cache": True}) as fake:
         yield fake
-
-
-def document(number: int) -> str:
-    """Return a text of 600 characters that begins unlike those of other numbers."""
-    return random.Random(number).randbytes(DOCUMENT // 2).hex()
-
-
-def shuffled(rows: int, documents: int) -> list[str]:
-    """Return questions on some documents, in no order."""
-    texts = [f"{document(row % documents)} {row}" for row in range(rows)]
-    random.Random(rows).shuffle(texts)
-    return texts
-
-
-def write_texts(path: Path, texts: list[str], row_group: int = 100, **columns: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": texts, **columns}), path, row_group_size=row_group)
-    return path
 
 
 def stretches(texts: list[str]) -> int:
@@ -95,64 +72,6 @@ def chosen(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what the events of a run say of its order, start by start."""
     events = read_events(Path(job["output"]["path"]) / "events.jsonl")
     return [event for event in events if event["event"] == "order"]
-
-
-# --- keys and groups ---
-
-
-@given(st.data())
-def test_equal_beginnings_stand_together(data: st.DataObject) -> None:
-    """In the order of keys all prompts with the same first blocks are neighbours, whatever follows."""
-    blocks = [bytes([letter]) * 64 for letter in b"abc"]
-    prompts = data.draw(
-        st.lists(
-            st.tuples(st.lists(st.sampled_from(blocks), max_size=5), st.binary(max_size=70)).map(
-                lambda parts: b"".join(parts[0]) + parts[1]
-            ),
-            max_size=40,
-        )
-    )
-    ordered = sorted(prompts, key=sort_key)
-    for depth in range(0, 400, 64):
-        deep = (prompt[:depth] for prompt in ordered if len(prompt) >= depth)
-        beginnings = [beginning for beginning, _ in groupby(deep)]
-        assert len(beginnings) == len(set(beginnings))
-    assert [key for key, _ in groupby(ordered)] == list(dict.fromkeys(ordered))
-
-
-@pytest.mark.parametrize("length", [0, 63, 64, 1024, 5000, 1_000_000])
-def test_a_longer_conversation_comes_behind_its_beginning(length: int) -> None:
-    """A prompt that goes on where another ends has a key that does so too, and that is short."""
-    turn = random.Random(length).randbytes(length)
-    key, _ = sort_key(turn)
-    longer, _ = sort_key(turn + b"and then?" * 99)
-    assert longer.startswith(key)
-    assert len(key) <= 520 or length > 1 << 20
-
-
-@given(st.lists(st.integers(0, 40), max_size=300), st.integers(1, 20))
-def test_row_groups_are_of_whole_prefix_groups(rows: list[int], wanted: int) -> None:
-    """They hold all rows in order, about as many as wanted, and part rows that begin alike if they must."""
-    keys = [b"%02d" % group * 4 for group in sorted(rows)]
-    cuts = list(cut_into_groups([(key, 1) for key in keys], wanted))
-    assert sum(count for count, _ in cuts) == len(rows)
-    start = 0
-    for count, size in cuts[:-1]:
-        assert wanted <= count == size <= 2 * wanted
-        if keys[start + count - 1] == keys[start + count]:
-            assert len(set(keys[start + wanted - 1 : start + count])) == 1
-        start += count
-
-
-@given(st.lists(st.integers(0, 20 << 20), max_size=100), st.integers(1, 50))
-def test_row_groups_fit_into_memory(sizes: list[int], wanted: int) -> None:
-    """However large rows are, those of one group have 32 MiB at most, or are one row."""
-    cuts = list(cut_into_groups([(b"", size) for size in sizes], wanted))
-    assert sum(count for count, _ in cuts) == len(sizes)
-    assert all(size <= 32 << 20 for _, size in cuts)
-
-
-# --- what is sent, and what comes out ---
 
 
 def test_rows_that_begin_alike_are_sent_together(tmp_path: Path, server: FakeSGLang) -> None:
@@ -302,9 +221,6 @@ def test_every_row_once_in_any_order(data: st.DataObject, tmp_path_factory: pyte
     rows = results_of(job)
     assert [row["row"] for row in rows] == [row["n"] for row in rows] == list(range(len(texts)))
     assert [row["text"] for row in rows] == texts
-
-
-# --- several starts ---
 
 
 def test_a_killed_start_is_gone_on_with(tmp_path: Path, server: FakeSGLang) -> None:
@@ -459,9 +375,6 @@ def test_room_for_what_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert max(len(batch.rows) for batch in dataset.read(everything, ["text", "image"])) < 100
 
 
-# --- several tasks ---
-
-
 def test_three_tasks_in_prefix_order(tmp_path: Path, server: FakeSGLang) -> None:
     """They share one sorted copy, do every row once, and part few documents between them."""
     texts = shuffled(600, 30)
@@ -536,77 +449,6 @@ def test_shards_sort_their_own(tmp_path: Path, server: FakeSGLang) -> None:
         assert batchrun(file, "--shard", shard).exit_code == 0
         assert (len(server.sent), stretches(sent_texts(server))) == (100, 10)
     assert copies_in(tmp_path / "run") == []
-
-
-# --- auto ---
-
-
-def prompts(texts: list[str], window: int = 1024) -> list[list[bytes]]:
-    """Return texts as a sample that is everything."""
-    return [[text.encode() for text in texts[at : at + window]] for at in range(0, len(texts), window)]
-
-
-IN_COLUMNS = [f"{document(row // 8)} {row}" for row in range(4096)]
-UNRELATED = [document(row) for row in range(4096)]
-ONE_SYSTEM = [document(-1) * 3 + document(row) for row in range(4096)]
-
-
-@pytest.mark.parametrize(
-    ("texts", "order"),
-    [
-        (UNRELATED, "input"),
-        (IN_COLUMNS, "input"),
-        (shuffled(4096, 512), "prefix"),
-        (ONE_SYSTEM, "input"),
-        (["x"] * 4096, "input"),
-        ([""] * 10, "input"),
-        ([], "input"),
-    ],
-)
-def test_what_sorting_gains(texts: list[str], order: str) -> None:
-    """Where the sample is everything both shares are exact, and the order is the one that pays."""
-    choice = decide(prompts(texts), len(texts))
-    assert choice.order == order
-    whole = [text.encode() for text in sorted(texts)]
-    best = sum(common(one, other) for one, other in pairwise(whole)) / max(1, sum(map(len, whole)))
-    assert choice.sorted_share == pytest.approx(best, abs=1e-3)
-
-
-@pytest.mark.parametrize(("rows", "each"), [(200_000, 2), (200_000, 8), (200_000, 100), (10_000_000, 8)])
-def test_what_a_sample_tells_of_the_rest(rows: int, each: int) -> None:
-    """Few mates of a row are in a sample; from how many are, the share of all is told to within a quarter."""
-    made = random.Random(each)
-    texts = [f"{document(made.randrange(rows // each))} {n}" for n in range(STRETCHES * WINDOW_ROWS)]
-    choice = decide(prompts(texts), rows)
-    assert choice.order == "prefix"
-    assert choice.sorted_share == pytest.approx(0.99 * (1 - (1 - exp(-each)) / each), rel=0.25)
-    assert choice.input_share == pytest.approx(0, abs=0.4)
-
-
-@pytest.mark.parametrize("texts", [UNRELATED, IN_COLUMNS, ONE_SYSTEM])
-def test_a_sample_finds_nothing_to_gain(texts: list[str]) -> None:
-    """What stands together already, or is common to all, is no reason to sort a large input."""
-    assert decide(prompts(texts), 10_000_000).order == "input"
-
-
-@pytest.mark.parametrize(("rows", "each"), [(200_000, 2), (200_000, 8), (200_000, 1000), (1_000_000, 1000)])
-def test_equal_rows_are_a_reason_to_sort(rows: int, each: int) -> None:
-    """Short prompts that are there several times, far apart, are sent once if they are sorted."""
-    made = random.Random(each)
-    texts = [f"{made.randrange(rows // each)} is one" for _ in range(STRETCHES * WINDOW_ROWS)]
-    choice = decide(prompts(texts), rows, dedupe=True)
-    assert choice.order == "prefix"
-    assert "of the rows equal to one before" in choice.why
-    assert choice.sorted_equal == pytest.approx(1 - (1 - exp(-each)) / each, rel=0.25)
-    assert decide(prompts(texts), rows).order == "input"
-
-
-def test_a_few_common_rows_are_no_reason_to_sort() -> None:
-    """A prompt that many rows have is found equal wherever it stands."""
-    texts = [f"{row} is one" if row % 50 else "N/A" for row in range(STRETCHES * WINDOW_ROWS)]
-    choice = decide(prompts(texts), 10_000_000, dedupe=True)
-    assert choice.order == "input"
-    assert choice.sorted_equal == pytest.approx(0.02, abs=0.001)
 
 
 def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:

@@ -1,4 +1,4 @@
-"""The script of a Slurm array: what stands in it, and what bash makes of it. A real Slurm: tests/e2e/test_slurm.py."""
+"""The script of a Slurm array: what it contains, and what bash makes of it."""
 
 from __future__ import annotations
 
