@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import socket
-import subprocess
-import tempfile
-import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 import batchrunner
-from batchrunner.core.errors import InputError, JobError, StorageError
+from batchrunner.core.errors import InputError
 from batchrunner.job.spec import Job
 from batchrunner.runner.prepare import prepare
-from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
-from tests.support.fake_sglang import FakeSGLang
+from tests.conftest import INSTANT, batchrun, job_of, write_job, write_rows
+from tests.support.refusals import AS_ROOT, refusal, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-AS_ROOT = os.geteuid() == 0
-
-
-def refusal(job: dict[str, Any] | str, directory: Path, *arguments: str) -> str:
-    """Run the command on a job that is wrong; return its one line without the command's name."""
-    file = directory / "job.yaml"
-    file.write_text(job if isinstance(job, str) else yaml.safe_dump(job))
-    before = everything_in(directory)
-    result = batchrun(file, *arguments)
-    assert result.exit_code == 2, (result.stderr, result.exception)
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("batchrun: ")
-    assert everything_in(directory) == before
-    return line.removeprefix("batchrun: ")
-
-
-def everything_in(directory: Path) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
-
-
-def told(message: str, *parts: object) -> None:
-    """Check that a message names all of these."""
-    for part in parts:
-        assert str(part) in message
-
-
-# --- input files ---
+    from tests.support.fake_sglang import FakeSGLang
 
 
 def test_missing_input(tmp_path: Path, server: FakeSGLang) -> None:
@@ -174,9 +140,6 @@ def test_damage_inside_a_file(tmp_path: Path, server: FakeSGLang) -> None:
     told(line, "batchrun: ", path, "cannot be read")
 
 
-# --- columns ---
-
-
 @pytest.mark.parametrize(
     ("change", "where"),
     [
@@ -276,9 +239,6 @@ def test_a_type_that_arrow_cannot_pick(tmp_path: Path, server: FakeSGLang) -> No
     assert server.sent == []
 
 
-# --- templates ---
-
-
 @pytest.mark.parametrize(
     ("prompt", "where"),
     [
@@ -307,8 +267,6 @@ def test_templates_are_sandboxed(tmp_path: Path, server: FakeSGLang, template: s
     batchrunner.run(job_of(tmp_path, server, rows=1, prompt={"user": template}))
     assert server.sent == []
 
-
-# --- the job file ---
 
 GOOD = """\
 input: {path: input.parquet}
@@ -349,236 +307,10 @@ def test_bad_override(tmp_path: Path) -> None:
     told(refusal(job_of(tmp_path), tmp_path, "--set", "limits.deadlin=3s"), "limits.deadlin", "deadline")
 
 
-# --- the output path ---
-
-
-@pytest.mark.parametrize("below", ["", "/run", "/deep/run"])
-def test_output_is_a_file(tmp_path: Path, below: str) -> None:
-    """An output path that is a file, or lies under one, is refused."""
-    (tmp_path / "out").write_text("precious")
-    job = job_of(tmp_path, output={"path": f"{tmp_path}/out{below}"})
-    told(refusal(job, tmp_path), tmp_path / "out", "is a file: give a directory")
-
-
-def test_output_is_not_writable(tmp_path: Path) -> None:
-    """An output path under a directory that may not be written is refused."""
-    if AS_ROOT:
-        pytest.skip("root may write everywhere")
-    (tmp_path / "out").mkdir(mode=0o500)
-    told(refusal(job_of(tmp_path, output={"path": f"{tmp_path}/out/run"}), tmp_path), "is not writable")
-
-
-def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
-    """An output path where even root cannot make a directory is refused, and not for a full disk."""
-    message = refusal(job_of(tmp_path, output={"path": "/proc/run"}), tmp_path)
-    told(message, "output.path /proc/run", "cannot be written")
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-@pytest.mark.parametrize("section", ["input", "output"])
-def test_impossible_paths(tmp_path: Path, section: str, name: str) -> None:
-    """A path that no file system takes is refused like any other."""
-    write_rows(tmp_path / "input.parquet", 2)
-    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/{name}"}}
-    job = job_of(tmp_path, **changes)
-    assert refusal(job, tmp_path)
-
-
-@pytest.mark.parametrize("section", ["input", "output"])
-def test_a_path_that_is_no_text(tmp_path: Path, section: str) -> None:
-    """A path of bytes that are no UTF-8, as a shell passes them on, is refused in one line."""
-    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/\udce9"}}
-    with pytest.raises(JobError, match=f"{section}.path.*not valid UTF-8"):
-        batchrunner.run(job_of(tmp_path, **changes))
-
-
-def test_a_directory_in_the_logs_place(tmp_path: Path) -> None:
-    """Where the event log cannot be written the run does not begin."""
-    (tmp_path / "run" / "events.jsonl").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"events\.jsonl: cannot be written: Is a directory"):
-        batchrunner.run(job_of(tmp_path))
-
-
-@contextlib.contextmanager
-def tiny_disk(size: str) -> Iterator[Path]:
-    """Mount a small disk, outside of pytest's directories: one that stayed there could not be removed."""
-    if not AS_ROOT:
-        pytest.skip("only root may mount a small disk")
-    place = Path(tempfile.mkdtemp(prefix="batchrunner-disk-"))
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    made = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=30)
-    if made.returncode:
-        place.rmdir()
-        pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
-        place.rmdir()
-
-
-def test_full_disk(tmp_path: Path, server: FakeSGLang) -> None:
-    """A disk without room is refused before work is done for nothing."""
-    with tiny_disk("1m") as disk:
-        message = refusal(job_of(tmp_path, server, output={"path": str(disk / "run")}), tmp_path)
-        told(message, disk / "run", "the disk is full")
-    assert server.sent == []
-
-
-def test_a_disk_that_fills_up(tmp_path: Path) -> None:
-    """A disk that is full in mid-run ends it in one line, exit 1; with room again it goes on."""
-    with tiny_disk("20m") as disk:
-        with (disk / "ballast").open("wb", buffering=0) as ballast, FakeSGLang() as server:
-
-            def fill(_: object) -> Any:
-                if len(server.sent) == 30:
-                    with contextlib.suppress(OSError):
-                        while ballast.write(bytes(4096)):
-                            pass
-                return "answer"
-
-            server.script = fill
-            path = str(disk / "run")
-            job = job_of(tmp_path, server, rows=100, output={"path": path, "part_rows": 10}, window=2)
-            job["limits"] = {"disk_wait": 2}
-            result = batchrun(write_job(job, tmp_path), "-q")
-            assert result.exit_code == 1, result.stderr
-            (line,) = [line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]
-            told(line, disk / "run" / "parts", "No space left", "run the same command again")
-            assert result.stderr.count("Traceback") == 0
-        (disk / "ballast").unlink()
-        with FakeSGLang() as another:
-            urls = f"engine.urls=[{another.url}]"
-            assert batchrun(write_job(job, tmp_path), "--set", urls).exit_code == 0
-        assert report_of(job)["rows_ok"] == 100
-        assert 0 < report_of(job)["rows_resumed"] < 100
-
-
-def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None:
-    """While nothing can be created under the output path the run pauses, and goes on when it can again."""
-    run = Path(tempfile.mkdtemp(prefix="batchrunner-disk-"))  # as for a small disk
-    with mounted_read_only(run):
-        pass  # or this test is skipped
-    job = job_of(tmp_path, server, rows=100, output={"path": str(run), "part_rows": 10}, window=2)
-    with contextlib.ExitStack() as stack:
-
-        def turn_read_only(_: object) -> Any:
-            if len(server.sent) == 30:
-                stack.enter_context(mounted_read_only(run))
-                threading.Timer(2.0, stack.close).start()
-            return "answer"
-
-        server.script = turn_read_only
-        result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 0, result.stderr
-    told(result.stderr, "Read-only file system: the run pauses until it can be written", "written after")
-    assert [row["row"] for row in results_of(job)] == list(range(100))
-    shutil.rmtree(run)
-
-
-@contextlib.contextmanager
-def mounted_read_only(place: Path) -> Iterator[None]:
-    """Mount a directory over itself, read-only; skips where that is not allowed."""
-    for options in (["--bind", str(place), str(place)], ["-o", "remount,ro,bind", str(place)]):
-        made = subprocess.run(["mount", *options], check=False, capture_output=True, text=True, timeout=30)
-        if made.returncode:
-            pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
-
-
-# --- the engine ---
-
-
-@pytest.mark.parametrize("kind", ["server", "inprocess"])
-@pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "~/no-such-model"])
-def test_no_such_model(tmp_path: Path, kind: str, model: str) -> None:
-    """A model path that is not there is refused before an engine is started for it."""
-    told(refusal(job_of(tmp_path, {"kind": kind, "model": model}), tmp_path), "engine.model", model)
-
-
-def test_not_a_model(tmp_path: Path) -> None:
-    """A directory that is no model is said to be none."""
-    (tmp_path / "model").mkdir()
-    engine = {"kind": "server", "model": str(tmp_path / "model")}
-    told(refusal(job_of(tmp_path, engine), tmp_path), tmp_path / "model", "config.json")
-
-
-def test_nothing_listens(tmp_path: Path) -> None:
-    """An address where nothing listens is named with what to do."""
-    with socket.socket() as idle:
-        idle.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{idle.getsockname()[1]}"
-        message = refusal(job_of(tmp_path, {"kind": "attach", "urls": [url]}), tmp_path)
-    told(message, url, "no connection", "start the server, or correct engine.urls")
-
-
-def test_not_sglang(tmp_path: Path) -> None:
-    """Something else that answers at the address is said not to be SGLang."""
-    with FakeSGLang(is_sglang=False) as web:
-        told(refusal(job_of(tmp_path, web), tmp_path), web.url, "not SGLang")
-
-
-def test_not_http(tmp_path: Path) -> None:
-    """A port that speaks another protocol is refused and does not hang the run."""
-    with socket.create_server(("127.0.0.1", 0)) as other, other.dup() as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        job = write_job(job_of(tmp_path, {"kind": "attach", "urls": [url]}), tmp_path)
-        import threading  # noqa: PLC0415
-
-        def greet() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(b"220 mail.example.org ESMTP\r\n")
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        result = batchrun(job)
-        thread.join()
-    assert result.exit_code == 2, result.stderr
-    (line,) = result.stderr.splitlines()
-    told(line, "batchrun: ", url)
-
-
-@pytest.mark.parametrize("key", [None, "wrong"])
-def test_api_key_wanted(
-    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, key: str | None
-) -> None:
-    """A server that wants an API key is answered with where the key comes from, and not with the key."""
-    server.api_key = "right"
-    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
-    if key:
-        monkeypatch.setenv("SGLANG_API_KEY", key)
-    message = refusal(job_of(tmp_path, server), tmp_path)
-    told(message, server.url, "401", "engine.api_key_env")
-    assert "wrong" not in message
-
-
-def test_two_models(tmp_path: Path, server: FakeSGLang) -> None:
-    """Addresses of different models are not one engine."""
-    with FakeSGLang(model="other/model") as other:
-        engine = {"kind": "attach", "urls": [server.url, other.url]}
-        told(refusal(job_of(tmp_path, engine), tmp_path), "fake/model", "other/model")
-
-
-# --- nothing happens ---
-
-
 def test_check_refuses_the_same(tmp_path: Path) -> None:
     """`check` finds what a run would refuse."""
     file = write_job(job_of(tmp_path, prompt={"text": "txt"}), tmp_path)
     assert batchrun("check", file).stderr == batchrun(file).stderr
-
-
-def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:
-    """A mistake in the job does not cost the results that are there, with --fresh neither."""
-    job = job_of(tmp_path, INSTANT)
-    batchrunner.run(job)
-    refusal({**job, "prompt": {"text": "txt"}}, tmp_path, "--fresh")
-    url = "http://127.0.0.1:9"
-    refusal({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path, "--fresh")
 
 
 @pytest.mark.parametrize("rows", [[1, 2], "text", {"a": 1}, [{"a": 1}, {"a": "x"}]])
@@ -586,34 +318,3 @@ def test_rows_that_are_no_table(rows: Any) -> None:
     """The library refuses rows that make no table with the same kind of error."""
     with pytest.raises(InputError, match="rows: "):
         batchrunner.generate(rows, prompt="{{ a }}", engine=INSTANT)
-
-
-@pytest.mark.parametrize(
-    "name", ["parts", "tasks", "tasks/main", "leases", "merged", "events.jsonl", "engine.log"]
-)
-def test_links_in_the_output(tmp_path: Path, name: str) -> None:
-    """A link that somebody planted in the output directory leads no file of ours elsewhere."""
-    outside, planted = tmp_path / "outside", tmp_path / "run" / name
-    outside.mkdir()
-    planted.parent.mkdir(parents=True)
-    planted.symlink_to(outside)
-    for command in ([write_job(job_of(tmp_path), tmp_path)], ["merge", tmp_path / "run"]):
-        refused = batchrun(*command)
-        assert refused.exit_code == 2
-        told(refused.stderr, str(planted), "is a symbolic link", "remove it")
-    assert list(outside.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "name", [".run.json.main.tmp", ".report.json.tmp", "parts/.part-main-000000.parquet.tmp"]
-)
-def test_links_instead_of_temporary_files(tmp_path: Path, name: str) -> None:
-    """A link under the name of a temporary file is replaced and not followed."""
-    victim, planted = tmp_path / "victim", tmp_path / "run" / name
-    victim.write_text("mine")
-    planted.parent.mkdir(parents=True, exist_ok=True)
-    planted.symlink_to(victim)
-    job = job_of(tmp_path)
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    assert victim.read_text() == "mine"
-    assert len(results_of(job)) == 10

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer
 from batchrunner.engines.recovery.remembered import Lesson, Remembered
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
+from tests.support.hungry_engine import HUNGRY, OOM, hungry
 from tests.support.launchable import launchable
 from tests.support.memory_cgroup import memory_cgroup
 
@@ -22,42 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from typer.testing import Result
-
-HUNGRY = """
-def option(name, default):
-    return float(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else default
-
-chunk = option("--chunked-prefill-size", 8192)
-share = option("--mem-fraction-static", 0.88)
-with open(os.environ["STARTS"], "a") as starts:
-    print(json.dumps(sys.argv[sys.argv.index("--port") + 2:]), file=starts)
-
-class Handler(Server):
-    known = {
-        "/ready": {}, "/health": {}, "/model_info": {"model_path": "hungry"},
-        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
-        "/v1/loads": {"loads": [{
-            "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
-            "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0, "timestamp": 1.0}]},
-    }
-    answered = 0
-    def asked(self, body):
-        time.sleep(0.02)
-        Handler.answered += 1
-        if Handler.answered > 20 or body["text"] == os.environ.get("ROW"):
-            self.dies()
-        self.answer("to " + body["text"])
-    def dies(self):
-        exec(os.environ["DEATH"])
-
-pool = int(option("--max-total-tokens", 20000))
-print(f"server_args=ServerArgs(mem_fraction_static={share}, max_running_requests=None, "
-      "max_total_tokens=None, chunked_prefill_size=None, cuda_graph_max_bs_decode=None)", flush=True)
-exec(os.environ.get("AT_START", ""))
-print(f"max_total_num_tokens={pool}, chunked_prefill_size={chunk:.0f}, max_running_requests=8, context_len=9")
-"""
-OOM = 'print("RuntimeError: Prefill out of memory. Try to lower your batch size.", flush=True); os._exit(1)'
-IN_PREFILL = f"if chunk > 2048: {OOM}"
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +30,6 @@ def _quick_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def hungry(directory: Path, death: str = IN_PREFILL, **environ: str) -> dict[str, Any]:
-    return launchable(directory, HUNGRY, DEATH=death, STARTS=str(directory / "starts"), **environ)
 
 
 def starts_of(directory: Path) -> list[list[str]]:
@@ -373,108 +332,3 @@ def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> No
     assert next(told["kind"] for told in report_of(job)["incidents"] if told["what"] == "healed") == (
         "killed"
     )
-
-
-def with_weights(directory: Path, total_bytes: float, **config: Any) -> dict[str, Any]:
-    """Return an engine whose model says that it has so many bytes of weights."""
-    engine = hungry(directory, "")
-    model = directory / "model"
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": {}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    (model / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **config}))
-    return engine
-
-
-def give_card(directory: Path, monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
-    """Put an `nvidia-smi` first on the path that tells of one card."""
-    tool = directory / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, {mib}'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-
-
-@pytest.mark.parametrize(
-    ("args", "config", "fits"),
-    [
-        ({}, {}, False),
-        ({"tp-size": 2}, {}, True),
-        ({"pipeline-parallel-size": 2}, {}, True),
-        ({"quantization": "fp8"}, {}, True),
-        ({"quantization": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}, False),  # it is already
-        (
-            {"quantization": "fp8"},
-            {"quantization_config": {"quant_method": "fp8"}, "text_config": {"torch_dtype": "bfloat16"}},
-            False,
-        ),
-        ({"dtype": "float32", "tp-size": 2}, {}, False),
-        ({}, {"torch_dtype": "float32"}, True),  # SGLang loads it in 16 bits
-        ({"dtype": "float32"}, {"torch_dtype": "float32"}, False),
-        ({"cpu-offload-gb": 100}, {}, True),
-        ({"quantization": "bitsandbytes"}, {}, True),  # nobody knows: the server is asked
-    ],
-)
-def test_weights_that_do_not_fit_are_refused_at_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    args: dict[str, Any],
-    config: dict[str, Any],
-    *,
-    fits: bool,
-) -> None:
-    """Before the first launch, with the arithmetic and what would help; what is not certain is launched."""
-    give_card(tmp_path, monkeypatch, 81559)
-    engine = {**with_weights(tmp_path, 141.1e9, **config), "args": args}
-    result = run(job_of(tmp_path, engine, rows=5), tmp_path)
-    assert (result.exit_code == 0) == fits, result.stderr
-    if not fits:
-        assert result.exit_code == 2
-        assert not (tmp_path / "starts").exists()
-        assert "its weights do not fit: " in result.stderr
-        assert "and NVIDIA H100 80GB HBM3 has 79.6 GiB: set tp-size to " in result.stderr
-
-
-@pytest.mark.parametrize("revision", [None, "pinned", "0123abc"])
-def test_weights_in_the_hubs_cache_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
-) -> None:
-    """A hub's name is looked up in Hugging Face's cache: the snapshot of `main`, a branch or a commit."""
-    give_card(tmp_path, monkeypatch, 81559)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    engine = with_weights(tmp_path, 141.1e9)
-    repository = tmp_path / "hf" / "hub" / "models--org--name"
-    (repository / "refs").mkdir(parents=True)
-    for name in ("main", "pinned"):
-        (repository / "refs" / name).write_text("0123abc" if name == (revision or "main") else "456def")
-    shutil.copytree(tmp_path / "model", repository / "snapshots" / "0123abc")
-    engine |= {"model": "org/name", "args": {"revision": revision} if revision else {}}
-    result = run(job_of(tmp_path, engine, rows=5), tmp_path)
-    assert result.exit_code == 2
-    assert "its weights do not fit: 131.4 GiB" in result.stderr
-
-
-def test_weights_without_files_are_counted_by_their_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `--load-format dummy` there are no files: config.json's parameters are counted (Llama 3 70B)."""
-    give_card(tmp_path, monkeypatch, 81559)
-    llama = {
-        "hidden_size": 8192, "num_hidden_layers": 80, "vocab_size": 128256, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "intermediate_size": 28672, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    engine = hungry(tmp_path, "")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(llama))
-    result = run(job_of(tmp_path, engine, rows=5), tmp_path)
-    assert result.exit_code == 2
-    assert "131.4 GiB (70.6 billion parameters by config.json) over 1 rank is 131.4 GiB each" in result.stderr
-    assert "set tp-size to 2" in result.stderr
-
-
-def test_weights_are_measured_against_a_machine_without_a_card(tmp_path: Path) -> None:
-    """On a CPU the machine's memory counts, its cgroup's limit included."""
-    engine = {**with_weights(tmp_path, 1e15), "device": "cpu"}
-    result = run(job_of(tmp_path, engine, rows=5), tmp_path)
-    assert result.exit_code == 2
-    assert "this machine has" in result.stderr
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import secrets
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
-import time
-from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -26,44 +16,33 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import (
-    AttemptFailedError,
-    EngineBusyError,
-    EngineDownError,
-    EngineStartError,
-    JobError,
     RowRefusedError,
 )
 from batchrunner.core.types import Request, RowRef
-from batchrunner.engines.device import gpus
 from batchrunner.engines.http import wire
-from batchrunner.engines.http.connections import HeldPort, free_port, loopback_sources
+from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.fleet import LaunchedGateway, gpu_slices
 from batchrunner.engines.launched.gateway import gateway_process, start_gateway
-from batchrunner.engines.registry import make_engine, model_of
+from batchrunner.engines.registry import make_engine
 from batchrunner.job.load import parse_engine
 from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, LimitsSpec, SamplingSpec
 from tests.conftest import (
-    SMALL_MODEL,
     batchrun,
     events_of,
     eventually,
     job_of,
     needs_gateway,
-    require_engine,
     results_of,
     write_job,
 )
 from tests.support.fake_sglang import FakeSGLang, Sent
-from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-    from batchrunner.engines.launched.process import LaunchedProcess
 
 KEY_VARIABLE = "SGLANG_API_KEY"
-START_S = 300
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -345,361 +324,3 @@ def test_lost_parameters_are_refused(tmp_path: Path) -> None:
         assert (f"sampling.{name}" in result.stderr) is refused
     with pytest.raises(RowRefusedError, match="stop_regex"):
         wire.refuse_dropped(_request("x", {"stop_regex": "a"}, chat=True))
-
-
-def _error_body(code: str) -> bytes:
-    message = "error sending request for url (http://127.0.0.1:1/generate)"
-    return json.dumps({"error": {"type": "Internal Server Error", "code": code, "message": message}}).encode()
-
-
-def test_what_the_gateway_says() -> None:
-    """A worker out of reach is nobody's fault and no sign of load; other errors mean what they always do."""
-    for status, code in [(500, "call_upstream_request_error"), (503, "no_available_workers")]:
-        assert type(wire.error_of(status, _error_body(code))) is EngineDownError
-    assert type(wire.error_of(500, _error_body("internal_error"))) is AttemptFailedError
-    assert (
-        type(wire.error_of(503, b'{"error": {"message": "The request queue is full."}}')) is EngineBusyError
-    )
-    assert type(wire.error_of(500, b"[]")) is AttemptFailedError
-
-
-@pytest.mark.parametrize(
-    ("engine", "said"),
-    [
-        ({}, "give `model`"),
-        ({"model": "a", "url": "http://a"}, "give `model`"),
-        ({"url": "a"}, "starts with http"),
-        ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
-        ({"model": "a", "args": {"tp_size": 2}}, "say engine.tp"),
-        ({"model": "a", "gateway_args": {"--port": 2}}, "leave it out of engine.gateway_args"),
-        ({"model": "a", "replicas": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_wrong_jobs(engine: dict[str, Any], said: str) -> None:
-    with pytest.raises(JobError, match=said):
-        parse_engine({"kind": "gateway", **engine})
-
-
-def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
-    """As a launched server's is, so that a finished run needs no engine to be found finished."""
-    assert model_of(parse_engine({"kind": "gateway", "model": "org/model"})) == "org/model"
-    assert model_of(parse_engine({"kind": "gateway", "url": "http://a:1"})) is None
-    missing = job_of(tmp_path, {"kind": "gateway", "model": "/no/such/model"})
-    result = batchrun("check", write_job(missing, tmp_path))
-    assert result.exit_code == 2
-    assert "no such model directory" in result.stderr
-
-
-def test_gpus_are_dealt_out() -> None:
-    assert gpu_slices([], 1, "auto") == [[]]
-    assert gpu_slices([], 1, 2) == [[], []]
-    assert gpu_slices(["0", "1", "2", "3"], 1, "auto") == [["0"], ["1"], ["2"], ["3"]]
-    assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
-    assert gpu_slices(["a", "b"], 1, 1) == [["a"]]
-    with pytest.raises(EngineStartError, match="needs 2 GPUs: 1 there"):
-        gpu_slices(["0"], 2, "auto")
-    with pytest.raises(EngineStartError, match="needs 3 GPUs: 2 there"):
-        gpu_slices(["0", "1"], 1, 3)
-
-
-@pytest.mark.parametrize(
-    ("args", "slices"),
-    [
-        ({}, ["4", "5", "6", "7"]),
-        ({"pp-size": 2}, ["4,5", "6,7"]),
-        ({"data-parallel-size": 2}, ["4,5", "6,7"]),
-        ({"dp-size": 2, "enable-dp-attention": True}, ["4", "5", "6", "7"]),
-        ({"dp_size": 2, "enable_dp_attention": True}, ["4", "5", "6", "7"]),
-    ],
-)
-def test_the_jobs_own_gpus_are_dealt_out(
-    args: dict[str, Any], slices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of those that `env` leaves every replica gets its own, as many as its arguments take."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    spec = GatewayEngine(kind="gateway", model="org/model", args=args, env=env)
-    servers = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())._make_servers("o/m", cpu=False)
-    assert [server.process.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == slices
-    for server in servers:
-        asyncio.run(server.stop())  # gives its port back
-
-
-def test_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, seen in [("", []), ("-1", []), ("2, 3", ["2", "3"]), ("0,-1,1", ["0"])]:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        assert gpus() == seen
-
-
-def test_command_lines(tmp_path: Path) -> None:
-    """The job's own arguments win over ours, and each replica has its own port, log and GPUs."""
-    spec = GatewayEngine(
-        kind="gateway", model="org/model", replicas=2, tp=2, gateway_args={"log_level": "info"}
-    )
-    fleet = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-        made = fleet._make_servers("org/model", cpu=False)
-    servers = [server.process for server in made]
-    assert [server.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
-    assert all("--tp-size 2" in " ".join(server.argv) for server in servers)
-    assert len({server.argv[server.argv.index("--port") + 1] for server in servers}) == 2
-    assert [server.log_path.name for server in servers] == ["engine-replica-0.log", "engine-replica-1.log"]
-    gateway, _ = gateway_process(spec, key=fleet._key, log_dir=tmp_path, request_timeout_s=90)
-    line = " ".join(gateway.argv)
-    assert "--request-timeout-secs 150" in line
-    assert "--log-level info" in line
-    assert "--policy manual --assignment-mode min_load" in line
-    assert fleet._key not in line
-    for server in made:
-        asyncio.run(server.stop())  # gives its port back
-
-
-def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
-    """It is told so by name, with what to install."""
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
-    spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
-    process, url = gateway_process(spec, key="x", log_dir=tmp_path, request_timeout_s=9)
-    with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
-        asyncio.run(start_gateway(process, url))
-
-
-def test_ports_to_listen_on_are_not_for_connections() -> None:
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(free_port() < low for _ in range(20))
-
-
-def test_a_held_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tasks of a node that draw the same port do not both start a server on it."""
-    one, other = free_port(), free_port()
-    drawn = iter([one, one, other, one])
-    monkeypatch.setattr("batchrunner.engines.http.connections.free_port", lambda: next(drawn))
-    ours = HeldPort()
-    theirs = HeldPort()
-    ours.release()
-    later = HeldPort()
-    assert (ours.number, theirs.number, later.number) == (one, other, one)
-    theirs.release()
-    later.release()
-
-
-def test_connections_from_several_addresses() -> None:
-    """Where one address of ours has no port left, the next has: shown with a range of four ports."""
-    ip_local_port_range, first = 51, 40_000
-    narrow = struct.pack("I", ((first + 3) << 16) | first)
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-
-        def connect(make: Any) -> str:
-            address = server.getsockname()
-            made = stack.enter_context(make((socket.AF_INET, socket.SOCK_STREAM, 0, "", address)))
-            made.setblocking(True)
-            try:
-                made.setsockopt(socket.IPPROTO_IP, ip_local_port_range, narrow)
-            except OSError:
-                pytest.skip("skipped: the kernel has no port range for one socket (Linux < 6.3)")
-            made.connect(address)
-            host: str = made.getsockname()[0]
-            return host
-
-        one, two = loopback_sources(1), loopback_sources(2)
-        taken = Counter(connect(two) for _ in range(6))
-        assert taken == {"127.0.0.1": 3, "127.0.0.2": 3}
-        with pytest.raises(OSError, match="assign requested address"):  # noqa: PT012
-            for _ in range(4):
-                connect(one)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    require_engine("sglang", "sglang_router")
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
-
-
-def fleet_of(tiny: Path) -> dict[str, Any]:
-    # one thread for a model this small: the threads of two replicas would fight for the cores
-    return {
-        "kind": "gateway", "model": str(tiny), "device": "cpu", "replicas": 2,
-        "env": {"OMP_NUM_THREADS": "1"},
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def replicas(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
-    """Two real replicas behind the real gateway."""
-    logs = tmp_path_factory.mktemp("fleet")
-    with batchrunner.open_engine(fleet_of(tiny), log_dir=logs) as engine:
-        yield engine
-
-
-def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 64) -> dict[str, Any]:
-    return job_of(
-        tmp_path,
-        engine,
-        rows=rows,
-        sampling={"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
-        output={"part_rows": 50},
-    )
-
-
-def _marked(marker: str) -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if marker.encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-    return found
-
-
-@pytest.mark.engine
-def test_killed_runner_leaves_nothing(tmp_path: Path, tiny: Path) -> None:
-    """SIGKILL of the runner ends the replicas and the gateway. (First: before the fixture's own are up.)"""
-    job = _long_job(tmp_path, fleet_of(tiny), rows=5000)
-    command = [sys.executable, "-m", "batchrunner.cli", str(write_job(job, tmp_path))]
-    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
-    marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
-    parts = tmp_path / "run" / "parts"
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            deadline = time.monotonic() + START_S
-            while not list(parts.glob("part-*.parquet")):
-                assert process.poll() is None, process.stderr and process.stderr.read()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            assert len(_marked(marker)) >= 9  # runner, 3 launchers, 2 servers with a scheduler each, gateway
-        finally:
-            process.kill()
-    deadline = time.monotonic() + 30
-    while _marked(marker):
-        assert time.monotonic() < deadline, "something outlived the runner"
-        time.sleep(0.1)
-    assert pq.read_table(parts).num_rows >= 50
-
-
-def _fleet(engine: batchrunner.OpenEngine) -> LaunchedGateway:
-    made = engine._engine
-    assert isinstance(made, LaunchedGateway)
-    return made
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return what a process has started, and only that, by the kernel's own lists of children."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *_descendants(child)]
-    return found
-
-
-def _signal(process: LaunchedProcess, number: signal.Signals) -> None:
-    """Send a signal to the program and all that it started, and not to its launcher."""
-    assert process._process is not None
-    assert process._process.returncode is None
-    victims = _descendants(process._process.pid)
-    assert victims
-    assert os.getpid() not in victims
-    for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _run_and(
-    engine: batchrunner.OpenEngine, job: dict[str, Any], strike: Callable[[], None], parts: int = 1
-) -> Any:
-    """Run a job; strike once it has written so many parts."""
-
-    def wait_and_strike() -> None:
-        folder = Path(job["output"]["path"]) / "parts"
-        deadline = time.monotonic() + START_S
-        while len(list(folder.glob("part-*.parquet"))) < parts and time.monotonic() < deadline:
-            time.sleep(0.05)
-        strike()
-
-    striker = threading.Thread(target=wait_and_strike)
-    striker.start()
-    report = batchrunner.run(job, engine=engine)
-    striker.join()
-    return report
-
-
-def _schedulers(job: dict[str, Any], since: float = 0.0) -> set[str]:
-    """Return those that were seen to run rows."""
-    lines = (Path(job["output"]["path"]) / "events.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines if '"sample"' in line]
-    samples = [sample for sample in samples if sample["time"] >= since]
-    return {s["scheduler"] for sample in samples for s in sample["signals"] if s["running"] > 0}
-
-
-@pytest.mark.engine
-def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """All rows are answered, by both replicas, whose loads are polled; the key is in no log."""
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
-    report = batchrunner.run(job, engine=replicas)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 300, 0)
-    fleet = _fleet(replicas)
-    assert _schedulers(job) == {server.url for server in fleet._servers}
-    assert report.engine["max_running"] == 64
-    for log in fleet._log_dir.glob("engine-*.log"):
-        assert fleet._key not in log.read_text(errors="replace")
-    assert len(list(fleet._log_dir.glob("engine-*.log"))) == 3
-
-
-@pytest.mark.engine
-def test_replica_that_is_killed(
-    replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is started again and put back; no row is lost, written twice, or blamed."""
-    fleet = _fleet(replicas)
-    victim = fleet._servers[0]
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
-    job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _signal(victim.process, signal.SIGKILL), parts=2)
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 1200, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(1200))
-    assert report.retries > 0
-    deadline = time.monotonic() + START_S
-    while "replica 0 is back" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert "replica 0 died (exit 137)" in caplog.text
-    assert "replica 0 is back" in caplog.text
-    again = _long_job(tmp_path / "again", fleet_of(tmp_path), rows=200)
-    assert batchrunner.run(again, engine=replicas).rows_ok == 200
-    assert victim.url in _schedulers(again)
-
-
-@pytest.mark.engine
-def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """A replica that is stopped for 20 s keeps its rows; woken, it does them, and both go on."""
-    victim, other = _fleet(replicas)._servers
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=2000)
-    job["limits"] = {"max_attempts": 1}
-    woken: list[float] = []
-
-    def hold() -> None:
-        _signal(victim.process, signal.SIGSTOP)
-        time.sleep(20)
-        _signal(victim.process, signal.SIGCONT)
-        woken.append(time.time())
-
-    report = _run_and(replicas, job, hold, parts=2)
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 2000, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(2000))
-    assert _schedulers(job, since=woken[0] + 1) == {victim.url, other.url}
-
-
-@pytest.mark.engine
-def test_gateway_that_is_killed(
-    replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is started again with both replicas, and the run goes on."""
-    fleet = _fleet(replicas)
-    gateway = fleet._gateway
-    assert gateway is not None
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=600)
-    job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _signal(gateway, signal.SIGKILL))
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 600, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(600))
-    assert "the gateway died (exit 137)" in caplog.text
-    assert "the gateway is back" in caplog.text

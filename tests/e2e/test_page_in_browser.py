@@ -8,10 +8,10 @@ import pytest
 
 import batchrunner
 from tests.conftest import job_of, write_rows
-from tests.report.html.test_page import HOSTILE
 from tests.support import fake_sglang
 from tests.support.browser import new_page, require_chromium
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.page import HOSTILE
 
 if TYPE_CHECKING:
     from pathlib import Path

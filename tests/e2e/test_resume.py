@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import itertools
-import json
 import operator
-import os
 import re
-import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,46 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.core.errors import EngineStartError, OutputError, ResumeError
+from batchrunner.core.errors import EngineStartError, ResumeError
 from tests.conftest import (
     INSTANT,
     batchrun,
-    eventually,
     job_of,
-    parts_of,
     report_of,
     results_of,
-    started,
     write_job,
     write_rows,
 )
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-def rows_in(job: dict[str, Any]) -> list[int]:
-    return [row["row"] for row in results_of(job)]
-
-
-def rows_sent(server: FakeSGLang) -> list[int]:
-    return sorted(int(sent.prompt.split()[1]) for sent in server.sent)
-
-
-def held_from(row: int) -> Callable[[Sent], Behaviour]:
-    return lambda sent: "hold" if int(sent.prompt.split()[1]) >= row else "answer"
-
-
-def some_done(directory: Path, server: FakeSGLang, **changes: Any) -> dict[str, Any]:
-    """Do the first 4 of 10 rows of a job; return the whole job."""
-    job = job_of(directory, server, **changes)
-    batchrunner.run(job, overrides=["input.limit=4"])
-    server.forget()
-    return job
-
-
-# --- what goes on ---
+from tests.support.started_runs import rows_in, rows_sent, some_done
 
 
 def test_a_finished_run_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
@@ -199,113 +168,6 @@ def test_input_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rea
     assert rows_in(job) == list(range(10))
 
 
-# --- what is refused ---
-
-
-def change_the_input(directory: Path) -> list[str]:
-    write_rows(directory / "input.parquet", 10, first=1)
-    return []
-
-
-def put_a_file_before(directory: Path) -> list[str]:
-    write_rows(directory / "a.parquet", 10, first=1)
-    return [f"input.path=[{directory}/a.parquet, {directory}/input.parquet]"]
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (change_the_input, "the input file"),
-        (put_a_file_before, "input.parquet: name it to come last"),
-        (["prompt.text='Say {{ text }}'"], "prompt.text was 'text' and is 'Say {{ text }}'"),
-        (["prompt={user: '{{ text }}'}"], "prompt.text was 'text' and is unset"),
-        (["sampling.temperature=0.5"], "sampling.temperature was unset and is 0.5"),
-        (["sampling.n=2"], "sampling.n was 1 and is 2"),
-        (["input.filter=id > 2"], "input.filter was unset and is 'id > 2'"),
-        (["input.columns=[id]"], "input.columns was [] and is ['id']"),
-        (["input.limit=2"], "input.limit was 4 and is 2: it can only grow"),
-    ],
-)
-def test_another_run_is_refused(
-    tmp_path: Path,
-    server: FakeSGLang,
-    change: list[str] | Callable[[Path], list[str]],
-    told: str,
-) -> None:
-    """Results of two different jobs never mix: what differs is said in one line, with the way out."""
-    job = some_done(tmp_path, server)
-    overrides = change if isinstance(change, list) else change(tmp_path)
-    arguments = [argument for override in overrides for argument in ("--set", override)]
-    before = results_of(job)
-    result = batchrun(write_job(job, tmp_path), *arguments)
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"batchrun: {tmp_path}/run holds another run: ")
-    assert told in line
-    assert "take another output.path, or discard what is there with --fresh (with --join" in line
-    assert (server.sent, results_of(job)) == ([], before)
-
-
-def test_a_refused_start_binds_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A job that was refused once the engine was there can be corrected."""
-    job = job_of(tmp_path)
-    with pytest.raises(EngineStartError, match="no tokenizer that we know of"):
-        batchrunner.run(job, overrides=["prompt.truncate=head"])
-    assert caplog.records == []
-    assert batchrunner.run(job).rows_ok == 10
-
-
-def test_another_model_is_refused(tmp_path: Path, server: FakeSGLang) -> None:
-    """An address where another model answers now does not continue the run."""
-    job = some_done(tmp_path, server)
-    server.model = "other/model"
-    with pytest.raises(ResumeError, match="model was 'fake/model' and is 'other/model'"):
-        batchrunner.run(job)
-    assert server.sent == []
-
-
-def test_parts_without_a_run_are_refused(tmp_path: Path, server: FakeSGLang) -> None:
-    """Parts of which nobody knows where they come from are not added to."""
-    job = some_done(tmp_path, server)
-    (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(ResumeError, match=r"has results but no run\.json"):
-        batchrunner.run(job)
-
-
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"format": 1}'])
-def test_a_broken_run_file_is_refused(tmp_path: Path, server: FakeSGLang, content: str) -> None:
-    """A run file that cannot be read is named with the way out."""
-    job = some_done(tmp_path, server)
-    (tmp_path / "run" / "run.json").write_text(content)
-    with pytest.raises(ResumeError, match=r"run\.json: not a run file of this version: .* --fresh"):
-        batchrunner.run(job)
-
-
-def cut_off(part: Path) -> None:
-    part.write_bytes(part.read_bytes()[:-20])
-
-
-def leave_out_the_errors(part: Path) -> None:
-    pq.write_table(pq.read_table(part).drop_columns("error"), part)
-
-
-@pytest.mark.parametrize("damage", [cut_off, leave_out_the_errors])
-def test_a_damaged_part(tmp_path: Path, server: FakeSGLang, damage: Callable[[Path], None]) -> None:
-    """A part that cannot be read is named, and moved away its rows are done again."""
-    job = some_done(tmp_path, server)
-    (part,) = (tmp_path / "run" / "parts").iterdir()
-    damage(part)
-    with pytest.raises(ResumeError) as caught:
-        batchrunner.run(job)
-    assert f"{part}: is damaged: move it away, and its rows will be done again" in str(caught.value)
-    part.rename(tmp_path / "damaged")
-    assert batchrunner.run(job).rows_ok == 10
-    assert rows_sent(server) == list(range(10))
-
-
-# --- fresh and retry-failed ---
-
-
 def test_fresh_starts_again(tmp_path: Path, server: FakeSGLang) -> None:
     """`--fresh` discards what is there and takes any job."""
     job = some_done(tmp_path, server)
@@ -353,41 +215,6 @@ def test_retry_failed_costs_nothing_when_it_cannot_start(tmp_path: Path, server:
     assert results_of(job) == before
 
 
-# --- one writer ---
-
-
-def test_a_second_writer_is_refused(tmp_path: Path, server: FakeSGLang) -> None:
-    """Two starts on one path cannot both write; the second one is told who does, --fresh or not."""
-    server.script = held_from(5)
-    job = job_of(tmp_path, server)
-    with started(write_job(job, tmp_path)) as process:
-        server.wait_for(10)
-        for options in ([], ["--fresh"]):
-            result = batchrun(tmp_path / "job.yaml", *options)
-            assert result.exit_code == 2
-            assert f"batchrun with pid {process.process.pid}" in result.stderr
-            assert "is writing this run" in result.stderr
-        server.answer_held()
-        assert process.end() == 0
-    assert rows_in(job) == list(range(10))
-    assert len(server.sent) == 10
-
-
-async def test_a_second_writer_in_the_same_process(tmp_path: Path, server: FakeSGLang) -> None:
-    """The same holds for two runs of one program."""
-    server.script = lambda _: "hold"
-    job = job_of(tmp_path, server)
-    first = asyncio.create_task(batchrunner.arun(job))
-    await asyncio.to_thread(server.wait_for, 10)
-    with pytest.raises(OutputError, match="is writing this run"):
-        await batchrunner.arun(job)
-    server.answer_held()
-    assert (await first).rows_ok == 10
-
-
-# --- the account over all starts ---
-
-
 def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
     """The report tells this start's time and tokens apart from those of all starts."""
     job = some_done(tmp_path, server)
@@ -411,144 +238,6 @@ def test_times_of_killed_starts_add_up(tmp_path: Path) -> None:
     log.write_bytes(b"".join([*others, lasts[0], *others, lasts[1], *others, lasts[2], last[:20]]))
     report = batchrunner.run(job)
     assert (report.starts, report.wall_s_all_starts) == (3, 601.5)
-
-
-# --- interrupts ---
-
-
-def test_one_interrupt_drains(tmp_path: Path, server: FakeSGLang) -> None:
-    """The first Ctrl-C sends no row any more, waits for those in flight, and it is exit 130, resumable."""
-    check_drain(tmp_path, server, signal.SIGINT, 130)
-
-
-def test_termination_drains(tmp_path: Path, server: FakeSGLang) -> None:
-    """SIGTERM, which batch systems send, does the same with exit 143."""
-    check_drain(tmp_path, server, signal.SIGTERM, 143)
-
-
-def test_a_warning_of_the_time_limit_drains(tmp_path: Path, server: FakeSGLang) -> None:
-    """SIGUSR1, which batch systems send before a time limit, does the same with exit 138."""
-    check_drain(tmp_path, server, signal.SIGUSR1, 138)
-
-
-def check_drain(directory: Path, server: FakeSGLang, number: signal.Signals, code: int) -> None:
-    server.script = held_from(10)
-    job = job_of(directory, server, rows=40, window=4)
-    file = write_job(job, directory)
-    with started(file) as process:
-        server.wait_for(14)
-        process.process.send_signal(number)
-        process.wait_for_line("waiting for the rows in flight")
-        server.answer_held()
-        assert process.end() == code
-    assert rows_in(job) == list(range(14))
-    report = report_of(job)
-    assert (report["exit_code"], report["rows_ok"]) == (code, 14)
-    server.forget()
-    assert batchrun(file).exit_code == 0
-    assert rows_sent(server) == list(range(14, 40))
-    assert rows_in(job) == list(range(40))
-
-
-def test_a_drain_has_an_end(tmp_path: Path, server: FakeSGLang) -> None:
-    """Rows that do not end within limits.drain of a SIGUSR1 are cut; what had ended is kept."""
-    server.script = held_from(10)
-    job = job_of(tmp_path, server, rows=40, window=4, limits={"drain": 0.2})
-    with started(write_job(job, tmp_path)) as process:
-        server.wait_for(14)
-        process.process.send_signal(signal.SIGUSR1)
-        assert process.end() == 138
-    assert rows_in(job) == list(range(10))
-    assert report_of(job)["reason"] == "time is nearly up"
-
-
-def test_a_second_sigterm_changes_nothing(tmp_path: Path, server: FakeSGLang) -> None:
-    """Slurm's SIGTERM comes twice, to us and through our script: that is no wish to stop now."""
-    server.script = held_from(10)
-    job = job_of(tmp_path, server, rows=40, window=4)
-    with started(write_job(job, tmp_path)) as process:
-        server.wait_for(14)
-        process.process.send_signal(signal.SIGTERM)
-        process.wait_for_line("waiting for the rows in flight")
-        process.process.send_signal(signal.SIGTERM)
-        process.process.send_signal(signal.SIGUSR1)
-        server.answer_held()
-        assert process.end() == 143
-    assert rows_in(job) == list(range(14))
-
-
-def test_two_interrupts_stop_now(tmp_path: Path, server: FakeSGLang) -> None:
-    """The second Ctrl-C waits for nobody; what had ended is kept and the rest is resumed."""
-    server.script = held_from(10)
-    job = job_of(tmp_path, server, rows=40, window=4)
-    file = write_job(job, tmp_path)
-    with started(file) as process:
-        server.wait_for(14)
-        process.process.send_signal(signal.SIGINT)
-        process.wait_for_line("interrupted: waiting for the rows in flight")
-        process.process.send_signal(signal.SIGINT)
-        assert process.end() == 130
-    assert "Traceback" not in "".join(process.lines)
-    assert rows_in(job) == list(range(10))
-    assert report_of(job)["rows_ok"] == 10
-    server.forget()
-    server.script = lambda _: "answer"
-    assert batchrun(file).exit_code == 0
-    assert rows_sent(server) == list(range(10, 40))
-
-
-def test_a_kill_leaves_whole_parts(tmp_path: Path, server: FakeSGLang) -> None:
-    """After SIGKILL the parts are whole, none of their rows is sent again, and all others are."""
-    server.script = held_from(23)
-    job = job_of(tmp_path, server, rows=40, window=4, output={"part_rows": 5})
-    file = write_job(job, tmp_path)
-    with started(file) as process:
-        server.wait_for(27)
-        eventually(lambda: len(parts_of(tmp_path / "run")) >= 2)
-        process.process.kill()
-        assert process.end() == -signal.SIGKILL
-    survived = rows_in(job)
-    assert len(survived) >= 10
-    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
-    assert state["running"] is None
-    assert len(survived) <= state["rows_on_disk"] <= 23  # those in the journal too
-    # what a kill in mid-write would leave
-    (tmp_path / "run" / "parts" / ".part-main-000099.parquet.tmp").write_bytes(b"PAR1 torn")
-    server.forget()
-    server.script = lambda _: "answer"
-    assert batchrun(file).exit_code == 0
-    assert len(rows_sent(server)) == 40 - state["rows_on_disk"]
-    assert not set(rows_sent(server)) & set(survived)
-    assert rows_in(job) == list(range(40))
-    assert not list((tmp_path / "run").rglob("*.tmp"))
-    assert report_of(job)["starts"] == 2
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "told"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGUSR1, 1, "time is nearly up")],
-)
-def test_a_signal_while_the_engine_starts(
-    tmp_path: Path, number: signal.Signals, code: int, told: str
-) -> None:
-    """It ends the wait and leaves no results behind; a start that eats its time limit asks for no requeue."""
-    fifo = tmp_path / "python-is-running"
-    os.mkfifo(fifo)
-    slow = tmp_path / "slow-python"
-    slow.write_text(f'#!/bin/sh\necho up > "{fifo}"\ncat > /dev/null\n')
-    slow.chmod(0o755)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    engine = {"kind": "server", "model": str(tmp_path / "model"), "python": str(slow)}
-    with started(write_job(job_of(tmp_path, engine), tmp_path)) as process:
-        assert fifo.read_text() == "up\n"
-        process.process.send_signal(number)
-        assert process.end() == code
-    assert "Traceback" not in "".join(process.lines)
-    assert f"batchrun: {told} while the engine was starting\n" in process.lines
-
-
-# --- and all of it at once ---
 
 
 @settings(max_examples=25)

@@ -3,192 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import io
 import json
 import os
 import signal
-import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise, takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pyroaring import BitMap64
 
 import batchrunner
 from batchrunner.api import open_engine, run
 from batchrunner.core.errors import StorageError
 from batchrunner.dispatch.dispatcher import READ_AHEAD_ROWS
-from batchrunner.input.select import MOST_LEASE_ROWS, cut_into_leases
-from batchrunner.job.load import load_job
 from batchrunner.output.events import read_events
-from batchrunner.output.journal import Journal
-from batchrunner.output.parts import write_part
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import TaskLock, TaskLockLostError, this_process
-from batchrunner.runner.cluster.join import join
-from batchrunner.runner.cluster.leases import Leases, next_lease
-from batchrunner.runner.cluster.shard import joint_task
-from batchrunner.runner.prepare import prepare
 from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
+from tests.support.task import Task
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-
-
-@given(groups=st.lists(st.integers(1, 30_000), min_size=1, max_size=30), data=st.data())
-def test_leases_part_the_rows(groups: list[int], data: st.DataObject) -> None:
-    """They cover the input without gaps, and none is larger than allowed."""
-    ends = [sum(groups[: n + 1]) for n in range(len(groups))]
-    rows = BitMap64()
-    for end in data.draw(st.lists(st.sampled_from(ends), max_size=5)):
-        rows.add_range(max(0, end - data.draw(st.integers(1, 9000))), end)
-    cuts = cut_into_leases(rows, ends)
-    assert (cuts[0], cuts[-1]) == (0, ends[-1])
-    assert cuts == sorted(set(cuts))
-    counts = [rows.range_cardinality(start, stop) for start, stop in pairwise(cuts)]
-    assert sum(counts) == len(rows)
-    assert max(counts) <= MOST_LEASE_ROWS
-
-
-def test_leases_follow_row_groups() -> None:
-    """Small row groups are put together, large ones parted evenly, and none is needlessly read by two."""
-    rows = BitMap64()
-    rows.add_range(0, 64_000)
-    assert cut_into_leases(rows, range(100, 64_001, 100))[:4] == [0, 100, 200, 300]
-    assert cut_into_leases(rows, range(10, 64_001, 10))[:3] == [0, 120, 240]
-    assert cut_into_leases(rows, [300, 64_000])[:4] == [0, 100, 200, 300]
-
-
-def test_tasks_meet_late() -> None:
-    """The first begins at the beginning, each goes on where it is, a new one in the middle of the rest."""
-    assert next_lease(range(100), None) == 0
-    assert next_lease(range(1, 100), 0) == 1
-    assert next_lease(range(1, 100), None) == 50
-    assert next_lease([*range(10, 20), *range(40, 100)], 19) == 70
-    assert next_lease([], 3) is None
-
-
-class Task:
-    """One task of a run in this process, that does its rows when it is told to."""
-
-    def __init__(self, job: dict[str, Any], name: str) -> None:
-        self.prepared = prepare(load_job(job), joint_task("host", name, {}))
-        self.run_dir = self.prepared.run_dir
-        self.run_dir.task_directory.mkdir(parents=True)
-        self.claim = TaskLock(self.run_dir.task_directory)
-        self.claim.take()
-        self.rows, _ = join(self.prepared, lambda _: None, retry_failed=False)
-        self._batches = self.rows.batches()
-        self._parts = 0
-        self.read: list[int] = []
-
-    def work(self, batches: int, *, last: bool = False) -> None:
-        """Read some batches and write their rows to a part; those of the `last` work to a journal."""
-        items = [item.ref.row for batch in islice(self._batches, batches) for item in batch]
-        if items:
-            self.run_dir.parts.mkdir(exist_ok=True)
-            table = pa.table(
-                {
-                    "row": items,
-                    "error": pa.nulls(len(items), pa.string()),
-                    "attempts": [1] * len(items),
-                    "completion_tokens": items,
-                }
-            )
-            if last:
-                journal = Journal(self.run_dir.journal(self._parts, self.claim.token))
-                journal.append(table)
-                journal.close()
-            else:
-                write_part(self.run_dir, self._parts, [table], self.claim)
-                self._parts += 1
-                self.rows.landed(BitMap64(items))
-
-    def end(self) -> None:
-        """End as a task that was told to stop."""
-        self.rows.give_back()
-        self.claim.release()
-
-    def come_back(self) -> None:
-        """Go on where it was stopped, as one that was taken for dead and is not."""
-        with pytest.raises(TaskLockLostError):
-            self.claim.verify()
-        self.rows.give_back()
-
-    def die(self) -> None:
-        """End as one that was killed: its name stays, of a process that is no more."""
-        self.work(1, last=True)
-        self.claim.release()
-        TaskLock(self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")).take()
-
-
-@settings(max_examples=30)
-@given(data=st.data())
-def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
-    """In any sequence of starts, work, stops and deaths, all rows end up in parts, none of them twice."""
-    with tempfile.TemporaryDirectory() as directory:
-        rows = data.draw(st.integers(1, 2000))
-        job = job_of(Path(directory), rows=rows, order=data.draw(st.sampled_from(["input", "prefix"])))
-        tasks: list[Task] = []
-        dead: list[Task] = []
-        for number in range(data.draw(st.integers(1, 25))):
-            what = data.draw(st.sampled_from(["start", "work", "work", "work", "end", "die", "come back"]))
-            if what == "come back" and dead:
-                dead.pop().come_back()
-            elif what == "start" or not tasks:
-                tasks.append(Task(job, f"n{number}"))
-            elif what == "work":
-                data.draw(st.sampled_from(tasks)).work(data.draw(st.integers(1, 3)))
-            else:
-                task = tasks.pop(data.draw(st.integers(0, len(tasks) - 1)))
-                task.end() if what == "end" else task.die()
-                dead += [task] if what == "die" else []
-        for task in tasks:
-            task.end()
-        Task(job, "last").work(10_000)
-        found = Counter(row for part in parts_of(Path(directory) / "run") for row in part["row"].to_pylist())
-        assert found == Counter(range(rows))
-
-
-def test_sixteen_take_the_same(tmp_path: Path) -> None:
-    """A lease that several want at the same time goes to one of them, also where its directory looks old."""
-    first = Task(job_of(tmp_path, rows=100), "first")
-    boards = [Leases(first.run_dir.leases, f"task-{n}") for n in range(16)]
-    for board in boards:
-        board.refresh()
-    taken = [board.take(5) for board in boards]
-    assert [lease is not None for lease in taken] == [True] + [False] * 15
-
-
-def test_ends_with_nothing_left_are_not_opened(tmp_path: Path) -> None:
-    """A look at the leases reads those ends only that leave rows, which then are free, and no others."""
-    directory = Task(job_of(tmp_path, rows=1000), "first").run_dir.leases
-    board, late = (Leases(directory, name) for name in ("board", "late"))
-    board.refresh()
-    left = BitMap64()
-    for number in range(4):
-        lease = board.take(number)
-        assert lease is not None
-        left = BitMap64(lease.rows[:5] if number == 3 else ())
-        board.end(lease, left)
-    with mock.patch("io.open", wraps=io.open) as opened:
-        late.refresh()
-        assert late.free() == list(range(3, len(late)))
-        again = late.take(3)
-    assert again is not None
-    assert (again.turn, again.rows) == (1, left)
-    names = [Path(call.args[0]).name for call in opened.call_args_list]
-    assert [name for name in names if name.endswith(".end")] == ["000003.0.end"]
 
 
 def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
@@ -234,39 +73,6 @@ def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
         for event in read_events(log)
     }
     assert {"lease", "lease_end", "takeover"} <= events
-
-
-def test_leases_follow_on_each_other(tmp_path: Path) -> None:
-    """What was read waits for what comes next, as with one lease, unless nothing can be had at once."""
-    job = job_of(tmp_path, rows=640)
-    alone = Task(job, "alone")
-    assert sum(len(batch) for batch in takewhile(len, alone.rows.batches())) == 640
-
-
-def test_few_rows_are_shared(tmp_path: Path) -> None:
-    """Of few rows that take long no task takes more than its share, though its engine could run them all."""
-    job = job_of(tmp_path, rows=128)
-    first, second = Task(job, "first"), Task(job, "second")
-    assert second.rows.has_rows()
-    assert first.rows.has_rows()
-    counts = dict.fromkeys((first, second), 0)
-    finished = False
-
-    def read(task: Task) -> None:
-        task.rows.begin(lambda *_, **__: None, lambda: 0 if finished else counts[task])
-        for batch in task.rows.batches():
-            counts[task] += len(batch)
-
-    with ThreadPoolExecutor() as pool:
-        readers = [pool.submit(read, first)]
-        eventually(lambda: counts[first] >= 50)
-        readers.append(pool.submit(read, second))
-        eventually(lambda: sum(counts.values()) >= 100)
-        finished = True
-        for reader in readers:
-            reader.result()
-    assert sum(counts.values()) == 128
-    assert min(counts.values()) >= 40
 
 
 def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
@@ -532,17 +338,6 @@ def test_another_job_is_refused(tmp_path: Path) -> None:
     refused = batchrun(other, "--join")
     assert refused.exit_code == 2
     assert "sampling.temperature" in refused.stderr
-
-
-def test_names_of_tasks() -> None:
-    """A task's name says host, job, array task and restart, in letters that a file may have."""
-    slurm = {"SLURM_ARRAY_JOB_ID": "812", "SLURM_JOB_ID": "815", "SLURM_ARRAY_TASK_ID": "3"}
-    assert joint_task("gpu07.hpc", "ab12", slurm).task == "join-gpu07.hpc-812-t3-ab12"
-    assert (
-        joint_task("gpu 07", "ab12", {**slurm, "SLURM_RESTART_COUNT": "1"}).task
-        == "join-gpu_07-812-t3-r1-ab12"
-    )
-    assert joint_task("laptop", "ab12", {}).task == "join-laptop-ab12"
 
 
 def _killed(directory: Path) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.distance import LOOK_ROWS, ReuseDistance
+from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.pacing import MOST_HELD_BYTES
-from batchrunner.dispatch.prefix_order.prefix_tree import find_prefix_groups
 from batchrunner.dispatch.prefix_order.reorder import (
     LAST_ROWS,
     SHARED_ROWS,
@@ -27,19 +25,10 @@ from batchrunner.dispatch.prefix_order.reorder import (
 from batchrunner.dispatch.queue import DispatchQueue
 from batchrunner.input.prefixes import common
 from tests.input.test_prefixes import shared
+from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, request, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
-PASS_TOKENS = 1000
-INFO = EngineInfo(kind="test", model="m", max_total_tokens=100_000, prefill_tokens=PASS_TOKENS)
-
-
-def request(row: int, text: str, **sampling: Any) -> Request:
-    return Request(
-        RowRef(row, CARRIED, row), "text", text, {"temperature": 0, "max_new_tokens": 64, **sampling}
-    )
 
 
 def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Reorderer:
@@ -78,11 +67,6 @@ def tokens(text: str) -> float:
     return len(text) / 4
 
 
-def words(seed: str, count: int) -> str:
-    luck = random.Random(seed)
-    return " ".join(str(luck.randrange(10**7)) for _ in range(count))
-
-
 def grouped(groups: int, members: int, count: int = 200) -> list[str]:
     """Return prompts of groups with a long common beginning, shuffled."""
     texts = [words(f"g{g}", count) + words(f"r{g}.{m}", 5) for g in range(groups) for m in range(members)]
@@ -101,36 +85,6 @@ def prefilled_apart(works: Sequence[PendingRow]) -> int:
         sent.append((clock, prompt))
         clock += (len(prompt) - best) / 4
     return total
-
-
-# What the tree of beginnings says
-
-
-@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=30))
-def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> None:
-    """Leaders first, what is computed is what the tree of all prompts holds; nobody waits for many others."""
-    prefixes = ["".join(letter * 512 for letter in code).encode() for code in codes]
-    places = find_prefix_groups(prefixes)
-    assert sum(place.shared for place in places.values()) == shared(prefixes)
-    for index in range(len(prefixes)):
-        steps, at = 0, index
-        while at in places:
-            steps, at = steps + 1, places[at].parent
-        assert 2**steps <= len(prefixes)
-
-
-def test_a_conversation_is_computed_by_its_longest_turn() -> None:
-    """Turns that contain one another all follow the longest, and not each the one before."""
-    turns = [words("talk", 100 * turn).encode() for turn in range(1, 7)]
-    assert {place.parent for place in find_prefix_groups(turns).values()} == {5}
-
-
-def test_short_beginnings_make_no_families() -> None:
-    """A template of a line is not worth an order."""
-    assert find_prefix_groups([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}
-
-
-# The order
 
 
 @given(
@@ -361,64 +315,6 @@ def test_rows_that_failed_before_they_could_be_sent_pass_through() -> None:
     assert outcomes == [failed]
 
 
-# The distance corrects itself
-
-
-TIGHT = EngineInfo(kind="test", model="m", max_total_tokens=20_000, prefill_tokens=8192)
-"""Its pool has no room for the beginnings of a whole pass: nobody knows what distance is best."""
-
-
-def follow(lead: ReuseDistance, *, missed: int, computed_before: bool = False) -> list[str]:
-    """Tell a lead of followers with 400 shared tokens, some of which missed them; return what it says."""
-    parent = PendingRow(request(0, "x"), computed_at=1.0 if computed_before else 3.0)
-    reasons = []
-    for row in range(LOOK_ROWS):
-        work = PendingRow(request(row, "x"), size=2000, parent=parent, shared=1600, sent_at=2.0)
-        change = lead.saw(work, Completion(["x"], ["stop"], [1], 500, 0 if row < missed else 390))
-        reasons += [change.reason] if change else []
-    return reasons
-
-
-def test_followers_less_than_a_pass_behind_come_too_early() -> None:
-    """Their beginning was not there, nor known to be computed: the distance widens, within the pool."""
-    lead = ReuseDistance(TIGHT, 1)
-    before = lead.tokens
-    assert follow(lead, missed=20) == ["20 of 32 followers did not find their beginning in the cache"]
-    assert before < lead.tokens <= 0.4 * 20_000
-
-
-def test_a_change_that_made_it_worse_is_undone() -> None:
-    """Where wider means more misses, their beginnings are evicted: the distance narrows."""
-    lead = ReuseDistance(TIGHT, 1)
-    follow(lead, missed=10)
-    wider = lead.tokens
-    follow(lead, missed=25)
-    assert lead.tokens < wider
-
-
-@pytest.mark.parametrize("info", [INFO, TIGHT])
-def test_followers_that_come_too_late_narrow_the_distance(info: EngineInfo) -> None:
-    """Their beginning had been computed, and is gone."""
-    lead = ReuseDistance(info, 1)
-    before = lead.tokens
-    assert follow(lead, missed=20, computed_before=True)
-    assert 0 < lead.tokens < before
-
-
-def test_followers_that_hit_change_nothing() -> None:
-    """As long as the cache holds what it should, the distance stays."""
-    assert follow(ReuseDistance(INFO, 1), missed=3) == []
-
-
-def test_the_distance_is_bounded_by_the_pool() -> None:
-    """A small KV pool could not hold the beginnings of a whole pass."""
-    small = EngineInfo(kind="test", model="m", max_total_tokens=2000, prefill_tokens=8192)
-    assert ReuseDistance(small, 1).tokens <= 0.52 * 2000
-
-
-# Several routes
-
-
 def test_a_family_stays_on_one_route() -> None:
     """Rows with a common beginning go where the first of them went; what all have in common binds nobody."""
     by = arranger(caches=2)
@@ -438,32 +334,3 @@ def test_a_family_stays_on_one_route() -> None:
                 taken[route] += 1
     assert sum(len(routes) > 1 for routes in went.values()) < 10  # of 20: at the end one has nothing else
     assert abs(taken["a"] - taken["b"]) <= 1
-
-
-def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
-    """A replica that is behind does not keep its families' rows; one that is not behind is left with them."""
-    first = PendingRow(request(0, "p"))
-    first.family = first  # all are of one family
-    works = [first, *(PendingRow(request(row, "p"), family=first) for row in range(1, 5))]
-    in_flight = {"a": 1, "b": 1}
-    ready = DispatchQueue(("a", "b"), in_flight.__getitem__, 512)
-    for work in works:
-        ready.add(work)
-    assert ready.take("a") is first
-    in_flight |= {"a": 2, "b": 4}  # what is asked for counts already
-    assert ready.take("b") is None
-    assert not ready.has_for("b")
-    in_flight["b"] = 3  # two rows beside the one that is asked for: until 2 * 2 is no less than 2 + 2
-    assert [ready.take("b") is not None for _ in range(3)] == [True, True, False]
-    assert len(ready) == 2
-
-
-def test_a_slow_route_does_not_hold_up_the_others() -> None:
-    """Once it keeps so many rows that no others are read, they are for all."""
-    first = PendingRow(request(0, "p"))
-    first.family = first
-    ready = DispatchQueue(("slow", "fast"), {"slow": 0, "fast": 100}.__getitem__, 4)
-    for work in (first, *(PendingRow(request(row, "p"), family=first) for row in range(1, 6))):
-        ready.add(work)
-    assert ready.take("slow") is first
-    assert [ready.take("fast") is not None for _ in range(3)] == [True, True, False]
