@@ -15,11 +15,8 @@ from batchrunner.advise.roofline import (
     limit,
     model_of_config,
 )
+from tests.support.model_configs import LLAMA_8B
 
-LLAMA_8B: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128256,
-}  # fmt: skip
 MIXTRAL: dict[str, Any] = {
     **LLAMA_8B, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -12,18 +12,12 @@ from hypothesis import strategies as st
 
 from batchrunner.core.types import Request, RowRef
 from batchrunner.input.prefixes import common, prefix_of
+from tests.support.prompts import shared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from batchrunner.core.types import PromptKind
 
 REF = RowRef(0, pa.RecordBatch.from_pydict({"a": [1]}), 0)
-
-
-def shared(prefixes: Iterable[bytes]) -> int:
-    """Return how many bytes of some prompts an engine need not compute, if it still has all the others'."""
-    return sum(common(one, other) for one, other in pairwise(sorted(prefixes)))
 
 
 def request(kind: PromptKind, prompt: Any, lora: str | None = None) -> Request:

@@ -33,22 +33,7 @@ def file_refusal(path: Path, text: str | bytes) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=8)
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
-columns = st.builds(lambda name: {"column": name}, names)
-shares = st.floats(0, 1, exclude_min=True, exclude_max=True)
-inputs = st.fixed_dictionaries(
-    {"path": names | st.lists(names, min_size=1, max_size=3)},
-    optional={"columns": st.just(["id", "title"]), "filter": names, "limit": st.integers(1, 10**9)},
-)
-limits = st.fixed_dictionaries(
-    {},
-    optional={
-        "deadline": st.floats(0.1, 1e6) | st.sampled_from(["90s", "1h"]),
-        "max_failed_rows": st.integers(0, 10**9) | shares | st.just("1%"),
-        "abort_failed_share": shares | st.just("100%"),
-    },
-)
 
 
 def test_yaml_anchors_merge(tmp_path: Path) -> None:
@@ -242,13 +227,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no such job file") as caught:
         load_job(path, environ={})
     assert str(caught.value).startswith(str(path))
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.dates(),
-    lambda below: st.lists(below, max_size=3) | st.dictionaries(texts | st.integers(), below, max_size=3),
-    max_leaves=6,
-)
 
 
 @patient

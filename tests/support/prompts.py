@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from batchrunner.core.types import EngineInfo, Request, RowRef
+from batchrunner.input.prefixes import common
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
 PASS_TOKENS = 1000
@@ -23,3 +28,8 @@ def request(row: int, text: str, **sampling: Any) -> Request:
 def words(seed: str, count: int) -> str:
     luck = random.Random(seed)
     return " ".join(str(luck.randrange(10**7)) for _ in range(count))
+
+
+def shared(prefixes: Iterable[bytes]) -> int:
+    """Return how many bytes of some prompts an engine need not compute, if it still has all the others'."""
+    return sum(common(one, other) for one, other in pairwise(sorted(prefixes)))

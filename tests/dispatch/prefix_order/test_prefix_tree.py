@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.dispatch.prefix_order.prefix_tree import find_prefix_groups
-from tests.input.test_prefixes import shared
-from tests.support.prompts import words
+from tests.support.prompts import shared, words
 
 
 @given(st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=30))

@@ -24,8 +24,7 @@ from batchrunner.dispatch.prefix_order.reorder import (
 )
 from batchrunner.dispatch.queue import DispatchQueue
 from batchrunner.input.prefixes import common
-from tests.input.test_prefixes import shared
-from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, request, words
+from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, request, shared, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -61,10 +60,6 @@ def arranged(
 
 def rows_of(works: Iterable[PendingRow]) -> list[int]:
     return [work.request.ref.row for work in works]
-
-
-def tokens(text: str) -> float:
-    return len(text) / 4
 
 
 def grouped(groups: int, members: int, count: int = 200) -> list[str]:

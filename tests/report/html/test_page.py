@@ -13,14 +13,16 @@ import batchrunner
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.page import make_page
 from batchrunner.report.html.results import read_results
-from tests.advise.test_roofline import LLAMA_8B
 from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
 from tests.support import fake_sglang
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.model_configs import LLAMA_8B
 from tests.support.page import HOSTILE, Reader, page_of, sample
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.page
 
 
 def test_a_run_leaves_its_page(tmp_path: Path) -> None:

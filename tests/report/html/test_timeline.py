@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.page
+
 
 def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:
     """Of a day's samples a few hundred cells are kept, with the mean and the highest value of each."""
