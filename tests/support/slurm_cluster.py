@@ -1,4 +1,4 @@
-"""A real Slurm on loopback: munged, slurmctld and two nodes, as processes of the test that needs them."""
+"""A real Slurm on loopback: munged, slurmctld and four nodes, as processes of the test that needs them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
 NODES = ("n1", "n2")
+LOSSY_NODES = ("n3", "n4")
+"""The nodes of a partition of its own, one of which a test kills."""
 
 # cred_expire: a requeued job waits for so long and 1 s; NoInAddrAny: else the daemons listen to the network
 _CONF = """\
@@ -52,7 +54,8 @@ KillWait=5
 GresTypes=gpu
 MessageTimeout=5
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=10 State=UP
+PartitionName=lossy Nodes=n[3-4] MaxTime=10 State=UP
 """
 
 
@@ -69,7 +72,7 @@ def require_slurm() -> None:
 
 
 class SlurmCluster:
-    """Two nodes of four CPUs; `base` holds everything that it writes."""
+    """Four nodes that say they have 16 CPUs; `base` holds everything that it writes."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -81,8 +84,8 @@ class SlurmCluster:
         """Start all daemons, and wait until the nodes are idle."""
         host = socket.gethostname().partition(".")[0]
         nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 Gres=gpu:2"
-            for node in NODES
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=16 Gres=gpu:2"
+            for node in (*NODES, *LOSSY_NODES)
         ]
         self.conf.write_text(
             _CONF.format(host=host, base=self.base, port=free_port(), nodes="\n".join(nodes))
@@ -108,9 +111,9 @@ class SlurmCluster:
         eventually(lambda: self._works("munge", "-S", f"{self.base}/munge.sock", "-n"))
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
         eventually(lambda: self._works("scontrol", "ping"))
-        for node in NODES:
+        for node in (*NODES, *LOSSY_NODES):
             self.start_node(node)
-        eventually(lambda: all(self.node_state(node) == "idle" for node in NODES))
+        eventually(lambda: all(self.node_state(node) == "idle" for node in (*NODES, *LOSSY_NODES)))
 
     def start_node(self, node: str) -> None:
         """Start a node's slurmd."""
@@ -138,7 +141,7 @@ class SlurmCluster:
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Wait for what Slurm does, which takes its time: a dead node is found out after half a minute."""
-        eventually(condition, patience_s=120, every_s=0.2)
+        eventually(condition, patience_s=240, every_s=0.2)
 
     def stop(self) -> None:
         """End everything: jobs, what is left of them, and the daemons."""
