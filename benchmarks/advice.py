@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import batchrunner
 from batchrunner.advise.advise import advise
 from benchmarks.measure import interval, save
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 SEED = 5
 VOCABULARY = 2048

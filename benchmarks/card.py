@@ -42,7 +42,7 @@ from batchrunner.report.html.share import share_of_limit
 from batchrunner.tune.tuner import tune
 from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
 from benchmarks.measure import RESULTS, save
-from tests.tiny_model import TOKENIZER_FILES
+from tests.support.tiny_model import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

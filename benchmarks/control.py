@@ -39,7 +39,7 @@ from benchmarks.engine import (
     work_of,
 )
 from benchmarks.measure import in_fresh_process, interval, save
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 SEED = 11
 GOAL, GOAL_TIME = 0.98, 0.95

@@ -43,7 +43,7 @@ from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.launched.process import LAUNCHER, to_argv
 from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import in_fresh_process, interval, save
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -46,7 +46,7 @@ from benchmarks.engine import (
 )
 from benchmarks.measure import in_fresh_process, interval, save
 from benchmarks.prompts import groups, least_tokens, shuffled
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -54,7 +54,7 @@ from benchmarks.prompts import (
     shuffled,
     unrelated,
 )
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -20,7 +20,7 @@ from benchmarks.engine import SERVER_ARGS
 from benchmarks.measure import save
 from benchmarks.peer import Peer, peer
 from benchmarks.prompts import Row, Words
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 HEAD, OWN, FILLER, EACH = 430, 32, 128, 8
 BETWEEN = (0, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12_288)

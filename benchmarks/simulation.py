@@ -31,7 +31,7 @@ from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import Scheduler, SchedulerConfig
 from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
 from benchmarks.measure import save
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from benchmarks.measure import interval, save
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 LENGTHS = {500: 200, 4000: 100, 16_000: 30}
 """Characters of a prompt, and rows."""

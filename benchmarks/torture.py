@@ -43,7 +43,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.writer import ResultWriter
 from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import save
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -35,7 +35,7 @@ from batchrunner.tune.trial import Bench
 from batchrunner.tune.tuner import engine_to_tune, tune
 from benchmarks.engine import SERVER_ENVIRONMENT, VOCABULARY
 from benchmarks.measure import interval, save
-from tests.tiny_model import make_tiny_llama
+from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from batchrunner.tune.measure import Result

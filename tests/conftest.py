@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +24,9 @@ from hypothesis import HealthCheck, settings
 from typer.testing import CliRunner
 
 from batchrunner.cli import app
+from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
-from tests.fake_sglang import PATIENCE_S, FakeSGLang
+from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,13 +37,19 @@ if TYPE_CHECKING:
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-SMALL_MODEL = Path(__file__).parent.parent / "data" / "smollm2-135m-instruct"
+ROOT = Path(__file__).parent.parent
+SMALL_MODEL = ROOT / "data" / "smollm2-135m-instruct"
 INSTANT = {"kind": "simulated", "step_s": 0}
 
 needs_gateway = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None and not os.environ.get("CI"),
     reason="skipped: no sglang_router (make .venv/.engine)",
 )
+
+
+def pytest_configure() -> None:
+    """Let SIGINT interrupt, as in a terminal: a shell has it ignored in what it starts in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
@@ -63,6 +71,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process leave no report.html, which costs 0.1 s of CPU, but for tests marked `page`."""
+    if not request.node.get_closest_marker("page"):
+        monkeypatch.setattr("batchrunner.runner.execute.leave_page", lambda _: None)
+
+
 @pytest.fixture
 def server() -> Iterator[FakeSGLang]:
     """A server that answers everything, until the test gives it another script."""
@@ -74,6 +89,12 @@ def server() -> Iterator[FakeSGLang]:
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without the pauses that are for real engines."""
     monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advise as where no SGLang is installed, whose --help takes seconds."""
+    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
 
 
 def require_engine(*modules: str) -> None:
@@ -164,6 +185,13 @@ def batchrun(*args: object) -> Result:
         return CliRunner().invoke(app, [str(arg) for arg in args])
     finally:
         log.handlers[:], log.level, log.propagate = kept
+
+
+def batchrun_merge(run: Path) -> Path:
+    """Merge a run with the command; return the directory of the merged files."""
+    result = batchrun("merge", run)
+    assert result.exit_code == 0, result.stderr
+    return Path(result.stdout.strip())
 
 
 class Started:

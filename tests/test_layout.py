@@ -1,36 +1,36 @@
-"""The house rules that a machine can keep: one-way imports, light imports, help that helps."""
+"""Rules of the house that a machine can check: one-way imports, light imports, names, docstrings, help."""
 
 from __future__ import annotations
 
 import ast
-import re
-import subprocess
-import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import batchrunner
-from tests.conftest import batchrun
+from tests.conftest import ROOT, batchrun
+from tests.support.interpreter import loaded_by
 
 PACKAGE = Path(batchrunner.__file__).parent
-MAP = re.findall(r"^    ([a-z_.]+)  +\S", (batchrunner.__doc__ or "").split("says so:")[1], re.MULTILINE)
-
-
-def modules() -> dict[str, Path]:
-    """Return every module of the package, by its name without "batchrunner."."""
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        if not name.endswith("__init__") and "cpu_shim" not in name:
-            found[name] = path
-    return found
+FOLDERS = (
+    "core", "job", "output", "input", "simulation", "engines", "advise", "report", "dispatch", "runner",
+    "tune", "api", "cli",
+)  # fmt: skip
+"""The package's folders and files, each of which imports only from those before it."""
+FILES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "cpu_shim" not in path.parts
+}
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
 
 
 def imports_of(path: Path) -> set[str]:
     """Return the modules of the package that a file imports anywhere, for types too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -39,29 +39,95 @@ def imports_of(path: Path) -> set[str]:
             module = node.module or ""
             names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
         found |= {name.removeprefix("batchrunner.") for name in names if name.startswith("batchrunner.")}
-    return found & set(modules())
+    return found & set(FILES)
 
 
-def test_the_map_is_complete() -> None:
-    """Every file has its line in the package's docstring, and every line its file."""
-    assert len(MAP) == len(set(MAP))
-    assert set(MAP) == set(modules())
+def test_the_folders_are_those_of_the_list() -> None:
+    """The package has these folders and files at its top, and no others."""
+    found = {path.stem for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert found - {"__init__", "__main__", "py"} == set(FOLDERS)
 
 
-@pytest.mark.parametrize("name", MAP)
-def test_imports_go_one_way(name: str) -> None:
-    """A file imports only from lines above its own."""
-    above = set(MAP[: MAP.index(name)])
-    assert imports_of(modules()[name]) <= above
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_import_one_way(folder: str) -> None:
+    """A folder imports only from itself and from those before it."""
+    allowed = FOLDERS[: FOLDERS.index(folder) + 1]
+    wrong = [
+        f"{name} imports {other}"
+        for name, path in FILES.items()
+        if name.split(".")[0] == folder
+        for other in imports_of(path)
+        if other.split(".")[0] not in allowed
+    ]
+    assert wrong == []
 
 
-def loaded_by(code: str) -> set[str]:
-    """Return the modules that are loaded after some code in a fresh interpreter."""
-    script = f"{code}\nimport sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+FOLDERS_WITHIN = sorted({path.parent for path in FILES.values()} - {PACKAGE})
+
+
+@pytest.mark.parametrize("folder", FOLDERS_WITHIN, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_circle_of_imports(folder: Path) -> None:
+    """The files of a folder do not import each other in a circle; a folder in it counts as one file."""
+    prefix = ".".join(folder.relative_to(PACKAGE).parts) + "."
+    imported: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        if name.startswith(prefix) and path.name != "__init__.py":
+            own = name.removeprefix(prefix).split(".")[0]
+            others = (other.removeprefix(prefix) for other in imports_of(path) if other.startswith(prefix))
+            imported.setdefault(own, set()).update({other.split(".")[0] for other in others} - {own})
+    TopologicalSorter(imported).prepare()  # a circle is a CycleError, which names its files
+
+
+def test_class_names_are_unique() -> None:
+    """Who searches for a class finds one."""
+    classes = Counter(
+        node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     )
-    return set(done.stdout.splitlines()[-1].split())
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
+def test_every_module_has_a_docstring() -> None:
+    """A file begins with a docstring that says what it is for."""
+    assert [name for name, path in FILES.items() if not ast.get_docstring(TREES[path])] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS_WITHIN, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_every_folder_says_what_it_is_for(folder: Path) -> None:
+    """A folder's __init__.py has a docstring of 12 lines at most."""
+    text = ast.get_docstring(TREES[folder / "__init__.py"]) or ""
+    assert 1 <= len(text.splitlines()) <= 12
+    assert not text.startswith("TODO")
+
+
+def test_no_docstring_begins_with_of() -> None:
+    """A docstring begins with the thing that it documents."""
+    wrong = []
+    for folder in ("batchrunner", "tests", "benchmarks", "jobs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                    text = node.value.value
+                    if isinstance(text, str) and text.startswith("Of "):
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert wrong == []
+
+
+def test_tests_mirror_the_package() -> None:
+    """Each folder of tests has the name of one of the package, but for those of whole runs and of helpers."""
+    tests = ROOT / "tests"
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    wrong = [
+        str(folder)
+        for folder in folders
+        if folder.parts[:1] != ("e2e",) and not (PACKAGE / folder / "__init__.py").exists()
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)
+def test_a_test_file_is_short(path: Path) -> None:
+    """No file of tests has more than 600 lines."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
 
 
 HEAVY = {"pyarrow", "aiohttp", "pydantic", "jinja2", "torch", "sglang", "transformers", "pandas"}
@@ -101,9 +167,3 @@ def test_help_of_all_lists_the_exit_codes() -> None:
     assert "Example: batchrun jobs/summarize.yaml" in text
     for code in ("0 done", "1 could not go on", "2 the job or its input", "3 done, but", "130/138/143"):
         assert code in text
-
-
-def test_every_module_says_what_it_is() -> None:
-    """A file begins with a docstring of what it is for."""
-    without = [name for name, path in modules().items() if not ast.get_docstring(ast.parse(path.read_text()))]
-    assert without == []

@@ -1,0 +1,262 @@
+"""Advice on live servers, ours or not."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import socketserver
+import threading
+import tracemalloc
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchrunner.advise.advise import advise
+from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.situation import Situation
+from batchrunner.api import run
+from batchrunner.core.errors import InputError
+from batchrunner.engines.flags import Flags
+from batchrunner.engines.logs.series import Series
+from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.engines.logs.thresholds import Thresholds
+from tests.conftest import batchrun, eventually, job_of, started
+from tests.support.advice import QUICK, changes
+from tests.support.fake_sglang import FakeSGLang
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from aiohttp import web
+
+
+pytestmark = pytest.mark.usefixtures("no_sglang_here")
+
+
+@pytest.fixture
+def busy() -> Iterator[FakeSGLang]:
+    """A server with 4 requests running and 36 waiting, of somebody else."""
+    with FakeSGLang(max_running=4, others=40, arguments={"enable_metrics": False}) as it:
+        yield it
+
+
+def test_a_live_server_is_watched(busy: FakeSGLang) -> None:
+    """Its load, its limits and its flags are asked of it; it need not be ours."""
+    found = advise(busy.url, QUICK, span_s=1.5)
+    assert found.situation.load.median("queue") == 36
+    assert set(changes(found)) == {"running-capped", "metrics-off"}
+    assert found.flags.version == "0.5.23"
+
+
+def test_a_live_servers_card_is_as_large_as_what_is_on_it() -> None:
+    """Its memory is told in parts: weights, pool, graphs and what was left."""
+    memory = {"weight": 15.0, "kvcache": 50.0, "startup_available": 13.5, "graph": {"decode": 0.4}}
+    arguments = {"internal_states": [{"memory_usage": memory}], "mem_fraction_static": 0.83}
+    arguments |= {"max_total_tokens": None}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=0.3)
+    assert "from 0.83: 6.3 GB of 79 more" in changes(found)["memory-left"]
+
+
+def test_a_limit_that_only_the_log_tells() -> None:
+    """Of a hybrid model /v1/loads leaves out the pool of states: where it is full, no cap limits."""
+    load, log = Series(Thresholds()), Series(Thresholds())
+    for at in range(40):
+        load.add("a", LoadSample(at, 170, 500, 0.2, 170))
+    situation = Situation(load, log)
+    assert "running-capped" in {advice.rule for advice in apply_all(situation, Flags())}
+    for at in range(40):
+        log.add("a", LoadSample(at, 170, 500, 0.98, 170))
+    assert "running-capped" not in {advice.rule for advice in apply_all(situation, Flags())}
+
+
+def test_limits_that_the_arguments_do_not_tell(tmp_path: Path) -> None:
+    """On a GPU they are null: what the schedulers say with their load counts."""
+    state = {"max_running_requests": None, "effective_max_running_requests_per_dp": 4}
+    arguments = {"max_running_requests": None, "max_total_tokens": None, "internal_states": [state]}
+    with FakeSGLang(max_running=4, arguments=arguments) as server:
+        report = run(job_of(tmp_path, server, rows=3))
+    assert report.engine["max_running"] == 4
+    assert report.engine["max_total_tokens"] == 20000
+
+
+def test_a_live_server_with_dp_attention() -> None:
+    """Its limit is for all ranks, each of which has a part of it: the advice is on the flag."""
+    state = {"effective_max_running_requests_per_dp": 4, "max_running_requests": 32}
+    arguments = {"internal_states": [state], "attn_dp_size": 8, "max_running_requests": 32}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=1.5)
+    (advice,) = [advice for advice in found.advice if advice.rule == "running-capped"]
+    assert "as many requests run as may (4)" in advice.sign
+    assert advice.args["max-running-requests"] % 8 == 0
+    assert advice.args["max-running-requests"] > 32
+
+
+@pytest.mark.parametrize(
+    ("asked", "certainty"),
+    [("--model m --attention-backend triton", "medium"), ("--model m", None), ("--config f.yaml", "low")],
+)
+def test_a_backend_that_sglang_chose_is_left(asked: str, certainty: str | None) -> None:
+    """A live server tells what it was asked for: what it chose by itself is its business."""
+    arguments = {"launch_command": f"python -m sglang.launch_server {asked}", "attention_backend": "triton"}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = advise(server.url, QUICK, span_s=0.3, card="A100").advice
+    told = {advice.rule: advice.certainty for advice in found}
+    assert told.get("attention-backend") == certainty
+
+
+def test_a_server_that_tells_its_load_by_metrics_only() -> None:
+    """Releases without /v1/loads are read by their gauges, and what counters grew by in the time counts."""
+    looks = count()
+    names = ("num_running_reqs", "num_queue_reqs", "token_usage", "num_retracted_requests_total")
+    types = ("gauge", "gauge", "gauge", "counter")
+
+    def metrics() -> str:
+        values = (230, 400, 0.99, 7 * next(looks))
+        return "".join(
+            f'# TYPE sglang:{name} {kind}\nsglang:{name}{{tp_rank="0"}} {value}\n'
+            for name, kind, value in zip(names, types, values, strict=True)
+        )
+
+    with FakeSGLang(arguments={"schedule_conservativeness": 1.0}) as server:
+        server.polls, server.metrics = "gone", metrics
+        found = advise(server.url, Thresholds(span_s=1, samples=2), span_s=4)
+    assert set(changes(found)) == {"retractions"}
+    assert found.situation.load.median("queue") == 400
+
+
+def test_counters_of_several_ranks_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What /metrics counts is summed over data-parallel ranks, and a sample is of one of them."""
+    monkeypatch.setattr("batchrunner.advise.from_server.METRICS_S", 0.2)
+    looks = count()
+
+    def metrics() -> str:
+        values = {"num_running_reqs": 100, "num_queue_reqs": 9, "token_usage": 0.95, "gen_throughput": 400}
+        return "".join(
+            f'# TYPE sglang:{name} gauge\nsglang:{name}{{tp_rank="0",dp_rank="{rank}"}} {value}\n'
+            for name, value in (values | {"num_retracted_requests_total": 4 * next(looks)}).items()
+            for rank in range(8)
+        )
+
+    with FakeSGLang() as server:
+        server.polls, server.metrics = "gone", metrics
+        load = advise(server.url, QUICK, span_s=1.5).situation.load
+    assert load.median("rate") == 400
+    assert load.share("slow") == 1  # 100 requests have 400 tokens a second
+    assert 0 < load.retractions_per_min == load.retractions / 8
+
+
+class Slow(FakeSGLang):
+    """A server that never says what its model is."""
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        await self._over.wait()
+        return await super()._model_info(request)
+
+
+def test_what_a_server_says_of_its_model_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to answer what does not matter is watched all the same."""
+    monkeypatch.setattr("batchrunner.advise.from_server.TIMEOUT_S", 0.3)
+    with Slow(max_running=4, others=40) as server:
+        assert set(changes(advise(server.url, QUICK, span_s=1.5))) == {"running-capped"}
+
+
+def test_ctrl_c_gives_what_was_seen(busy: FakeSGLang) -> None:
+    """Watching ends when one has seen enough, and that is no failure."""
+    with started("advise", busy.url, "--span", "600") as watching:
+        eventually(lambda: busy.polled > 3)
+        watching.process.send_signal(signal.SIGINT)
+        assert watching.end() == 0
+
+
+def test_an_idle_server_has_no_load(server: FakeSGLang) -> None:
+    """Without requests there is nothing to judge, and no complaint about an empty queue."""
+    found = batchrun("advise", server.url, "--span", "0.6")
+    assert "no request was running" in found.stdout
+    assert "#queue-req is 0" not in found.stdout
+
+
+def test_a_server_that_does_not_tell_its_load() -> None:
+    """An old release without metrics is not called idle: it says nothing of its load."""
+    with FakeSGLang(arguments={"enable_metrics": False}) as server:
+        server.polls = "gone"
+        found = batchrun("advise", server.url, "--span", "0.6")
+    assert "does not tell its load" in found.stdout
+    assert "no request was running" not in found.stdout
+    assert "--enable-metrics" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"internal_states": 5},
+        {"internal_states": [{"memory_usage": 5}], "architectures": "Llama"},
+        {"architectures": 5, "max_running_requests": "64", "tp_size": [1], "cuda_graph_max_bs": "x"},
+    ],
+)
+def test_a_server_that_answers_oddly(told: dict[str, Any]) -> None:
+    """What is no number is not counted with; the load is judged all the same."""
+    with FakeSGLang(max_running=4, others=40, arguments=told) as server:
+        found = advise(server.url, Thresholds(span_s=0.1, samples=2), span_s=1)
+    assert set(changes(found)) - {"metrics-off"} <= {"running-capped"}
+    assert found.situation.load.median("queue") == 36
+
+
+def test_an_endless_answer_is_not_read_to_its_end() -> None:
+    """What streams without end is no SGLang, and takes no memory to find out."""
+
+    class Endless(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while True:
+                    self.request.sendall(b"x" * (1 << 20))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracemalloc.start()
+        try:
+            with pytest.raises(InputError, match="not an SGLang server"):
+                advise(f"http://127.0.0.1:{server.server_address[1]}", span_s=0.1)
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
+            server.shutdown()
+
+
+def test_a_silent_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes the connection and says nothing is told from one that is not there."""
+    monkeypatch.setattr("batchrunner.advise.from_server.TIMEOUT_S", 0.3)
+    words = r"no server answers there: no answer within 0\.3 s"
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(InputError, match=words):
+        advise(f"http://127.0.0.1:{silent.getsockname()[1]}", span_s=0.1)
+
+
+def test_the_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a key is asked with SGLANG_API_KEY, and says so without."""
+    with FakeSGLang(api_key="secret") as server:
+        refused = batchrun("advise", server.url, "--span", "0.1")
+        assert refused.exit_code == 2
+        assert "set SGLANG_API_KEY" in refused.stderr
+        monkeypatch.setenv("SGLANG_API_KEY", "secret")
+        assert batchrun("advise", server.url, "--span", "0.1").exit_code == 0
+
+
+def test_what_is_not_sglang_is_refused() -> None:
+    """A web site, a closed port, a name that is none: one line and exit 2."""
+    with FakeSGLang(is_sglang=False) as site, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        for url, words in [
+            (site.url, "not an SGLang server"),
+            (f"http://127.0.0.1:{bound.getsockname()[1]}", "no server answers there"),
+            ("http://nowhere.invalid:1", "no server answers there"),
+            ("http://", "no server answers there"),
+        ]:
+            result = batchrun("advise", url, "--span", "0.1")
+            assert result.exit_code == 2
+            assert words in result.stderr
+            assert result.stderr.count("\n") == 1

@@ -1,0 +1,352 @@
+"""Rows in a window: none is lost, leaders go first, equal ones once, the longest before the end."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.prefix_order.distance import ReuseDistance
+from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
+from batchrunner.dispatch.prefix_order.pacing import MOST_HELD_BYTES
+from batchrunner.dispatch.prefix_order.reorder import (
+    LAST_ROWS,
+    SHARED_ROWS,
+    WINDOW_BYTES,
+    WINDOW_ROWS,
+    PrimeTask,
+    Reorderer,
+)
+from batchrunner.dispatch.queue import DispatchQueue
+from batchrunner.input.prefixes import common
+from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, InFlight, request, shared, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+class Source:
+    """Rows in given batches; `unread` tells how many are still to come."""
+
+    def __init__(
+        self,
+        batches: Iterable[list[Request | Outcome]],
+        unread: Callable[[], int] = lambda: 100_000,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        self._batches, self._unread, self.is_shared = batches, unread, is_shared
+
+    @property
+    def unread(self) -> int:
+        left: int = self._unread()
+        return left
+
+    def batches(self) -> Iterator[list[Request | Outcome]]:
+        return iter(self._batches)
+
+
+def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Reorderer:
+    return Reorderer(ReuseDistance(info, caches), OutputLengths(), dedupe=dedupe, caches=caches)
+
+
+def arranged(
+    by: Reorderer, batches: Sequence[Sequence[Request | Outcome]]
+) -> tuple[list[PendingRow], list[PrimeTask], list[Outcome]]:
+    """Arrange whole batches; the rows that are still to come are known exactly."""
+    left = [sum(map(len, batches[end:])) for end in range(1, len(batches) + 1)]
+    read = iter(left)
+    items: list[Any] = []
+    last = 0
+
+    def source() -> Iterable[list[Request | Outcome]]:
+        nonlocal last
+        for batch in batches:
+            last = next(read)
+            yield list(batch)
+
+    for found in by.reorder(Source(source(), lambda: last)):
+        items += found
+    return (
+        [item for item in items if isinstance(item, PendingRow)],
+        [item for item in items if isinstance(item, PrimeTask)],
+        [item for item in items if isinstance(item, Outcome)],
+    )
+
+
+def rows_of(works: Iterable[PendingRow]) -> list[int]:
+    return [work.request.ref.row for work in works]
+
+
+def grouped(groups: int, members: int, count: int = 200) -> list[str]:
+    """Return prompts of groups with a long common beginning, shuffled."""
+    texts = [words(f"g{g}", count) + words(f"r{g}.{m}", 5) for g in range(groups) for m in range(members)]
+    random.Random(1).shuffle(texts)
+    return texts
+
+
+def prefilled_apart(works: Sequence[PendingRow]) -> int:
+    """Return the bytes that are computed if a beginning is cached when the pass that it began in is over."""
+    sent: list[tuple[float, bytes]] = []
+    clock, total = 0.0, 0
+    for work in works:
+        prompt = work.request.prompt.encode()
+        best = max((common(prompt, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0)
+        total += len(prompt) - best
+        sent.append((clock, prompt))
+        clock += (len(prompt) - best) / 4
+    return total
+
+
+@given(
+    st.lists(st.sampled_from([words(f"p{p}", 80) for p in range(5)] + ["short"]), max_size=60),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_every_row_goes_once(texts: list[str], batch_rows: int, dedupe: bool) -> None:
+    """Whatever is alike and however rows come, each is sent once or is the twin of one that is sent."""
+    requests = [request(row, text) for row, text in enumerate(texts)]
+    batches = [requests[at : at + batch_rows] for at in range(0, len(requests), batch_rows)]
+    by = arranger(dedupe=dedupe)
+    works, _, _ = arranged(by, batches)
+    twins = [ref.row for work in works for ref in work.duplicates]
+    assert sorted([*rows_of(works), *twins]) == list(range(len(texts)))
+    assert by.held == 0
+    assert len(works) == (len(set(texts)) if dedupe else len(texts))
+
+
+def test_followers_come_a_pass_behind_their_leader() -> None:
+    """Shuffled groups are computed with hardly more than the least possible; as they come, with much more."""
+    texts = grouped(60, 8)
+    batch = [request(row, text) for row, text in enumerate(texts)]
+    works, _, _ = arranged(arranger(), [batch])
+    least = sum(map(len, texts)) - shared(text.encode() for text in texts)
+    assert prefilled_apart(works) <= 1.05 * least
+    as_given = [PendingRow(request(row, text)) for row, text in enumerate(sorted(texts))]
+    assert prefilled_apart(as_given) > 1.5 * least
+
+
+def test_what_a_row_brought_in_is_used_soon() -> None:
+    """Documents below one system prompt fall due together: the questions to each go soon after it."""
+    system = words("system", 100)
+    texts = [system + words(f"d{d}", 200) + words(f"q{d}.{q}", 5) for d in range(60) for q in range(4)]
+    works, _, _ = arranged(arranger(), [[request(row, text) for row, text in enumerate(sorted(texts))]])
+    sent_at: dict[PendingRow, float] = {}
+    clock = 0.0
+    for work in works:
+        clock += (work.prompt_bytes - work.shared_bytes) / 4
+        sent_at[work] = clock
+    questions = [work for work in works if work.shared_bytes > len(system) + 256]
+    waits = [sent_at[work] - sent_at[work.leader] for work in questions if work.leader]
+    assert len(waits) == 60 * 3
+    assert max(waits) <= 4 * PASS_TOKENS  # of some 24,000
+
+
+def test_nothing_alike_keeps_the_order() -> None:
+    """Rows that share nothing go as the plan has them."""
+    batch = [request(row, words(str(row), 100)) for row in range(300)]
+    works, primers, _ = arranged(arranger(), [batch[:100], batch[100:]])
+    assert rows_of(works) == list(range(300))
+    assert not primers
+
+
+def test_one_beginning_for_all_is_computed_before_all() -> None:
+    """With nothing else to send meanwhile, the leader is computed first: else all others would do it."""
+    prefix = words("few-shot", 300)
+    batch = [request(row, prefix + words(str(row), 4)) for row in range(500)]
+    works, primers, _ = arranged(arranger(), [batch])
+    assert len(works) == 500
+    assert len(primers) == 1
+
+
+def test_nested_beginnings_are_primed_one_inside_the_other() -> None:
+    """A beginning inside another is computed in a later round: in the same one it would be computed whole."""
+    system = words("system", 200)
+    batch = [request(row, system + words(f"doc{row % 2}", 200) + words(str(row), 4)) for row in range(100)]
+    _, primers, _ = arranged(arranger(), [batch])
+    assert [primer.round for primer in primers] == [0, 1]
+
+
+def test_a_window_goes_on_with_the_beginnings_of_the_one_before() -> None:
+    """In a dataset with one beginning nobody leads a second time."""
+    prefix = words("few-shot", 300)
+    batch = [request(row, prefix + words(str(row), 4)) for row in range(3 * WINDOW_ROWS + LAST_ROWS)]
+    batches = [batch[at : at + 256] for at in range(0, len(batch), 256)]
+    works, primers, _ = arranged(arranger(), batches)
+    assert sum(work.leader is None for work in works) == 1
+    assert len(primers) == 1
+    assert sorted(rows_of(works)) == list(range(len(batch)))
+
+
+def test_memory_stays_bounded_while_rows_come() -> None:
+    """However many rows share one beginning, only some wait."""
+    prefix = words("few-shot", 300)
+    held = []
+    by = arranger(dedupe=False)
+    total = 20 * WINDOW_ROWS
+    left = total
+
+    def source() -> Iterable[list[Request | Outcome]]:
+        nonlocal left
+        for at in range(0, total, 256):
+            left -= 256
+            held.append(by.held)
+            yield [request(row, prefix + str(row)) for row in range(at, at + 256)]
+
+    assert sum(len(items) for items in by.reorder(Source(source(), lambda: left))) >= total
+    assert max(held) <= 2 * WINDOW_ROWS + LAST_ROWS
+
+
+def test_memory_stays_bounded_with_long_beginnings() -> None:
+    """A hundred thousand words that all rows begin with are not held a thousand times."""
+    prefix = words("document", 100_000)
+    by = arranger(EngineInfo(kind="test", model="m", prefill_tokens=10_000_000), dedupe=False)
+    batches: Iterable[list[Request | Outcome]] = ([request(row, prefix + str(row))] for row in range(1000))
+    held = max(by.held for _ in by.reorder(Source(batches)))
+    assert held * len(prefix) <= MOST_HELD_BYTES + WINDOW_BYTES + len(prefix)
+
+
+def test_what_is_read_ahead_is_bounded_in_input_order_too() -> None:
+    """A row has its size there, by which the submitter counts what waits to be sent."""
+    works, _, _ = arranged(Reorderer(None, None, dedupe=False), [[request(0, "x" * 5000)]])
+    assert works[0].prompt_bytes >= 5000
+
+
+def test_rows_do_not_wait_for_a_source_that_waits() -> None:
+    """An empty batch says that more may take long: what is there goes."""
+    by = arranger()
+    stream = by.reorder(Source([[request(0, "a")], [], [request(1, "b")]]))
+    assert rows_of(item for item in next(stream) if isinstance(item, PendingRow)) == [0]
+    assert rows_of(item for items in stream for item in items if isinstance(item, PendingRow)) == [1]
+
+
+def test_the_longest_go_first_at_the_end() -> None:
+    """Of the last rows those with the longest outputs go first; of many, the first ones go as they come."""
+    few = [request(row, f"p{row}", max_new_tokens=row + 1) for row in range(100)]
+    works, _, _ = arranged(arranger(), [few])
+    assert rows_of(works) == list(range(99, -1, -1))
+    many = [request(row, f"p{row}", max_new_tokens=row + 1) for row in range(3 * LAST_ROWS)]
+    works, _, _ = arranged(arranger(), [many[at : at + 256] for at in range(0, len(many), 256)])
+    assert rows_of(works)[:WINDOW_ROWS] == list(range(WINDOW_ROWS))
+    end = rows_of(works)[-LAST_ROWS:]
+    assert end == sorted(end, reverse=True)
+
+
+def test_the_longest_go_first_below_a_common_beginning() -> None:
+    """Also where all rows begin alike, or those that do are few: with its group a long row goes early."""
+    common_text = words("system", 300)
+    few = [
+        request(row, f"{common_text} {row:03} {words(str(row), 300)}", max_new_tokens=row + 1)
+        for row in range(100)
+    ]
+    works, _, _ = arranged(arranger(), [few])
+    assert rows_of(works)[1:] == [row for row in range(99, -1, -1) if row != rows_of(works)[0]]
+    groups = [
+        request(row, f"{words(str(row // 8), 400)} {row:03}", max_new_tokens=500 if row == 77 else 5)
+        for row in range(80)
+    ]
+    works, _, _ = arranged(arranger(), [groups])
+    assert rows_of(works).index(77) < 4
+
+
+def test_of_shared_rows_few_are_held() -> None:
+    """Rows that other tasks could do are not read far ahead, though they are the last."""
+    sent = 0
+    batches: Iterator[list[Request | Outcome]] = ([request(row, f"p{row}")] for row in range(3 * SHARED_ROWS))
+    for items in arranger().reorder(Source(batches, lambda: 100, is_shared=True)):
+        sent += len(items)
+        break
+    assert sent > 0
+    assert next(batches)[0].ref.row == SHARED_ROWS
+
+
+def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
+    """Of rows with one limit, those that begin like others with long outputs go first at the end."""
+    by = Reorderer(None, OutputLengths(), dedupe=False)
+    kinds = {kind: words(kind, 60) for kind in ("short", "long")}
+    batch = [
+        request(row, kinds["long" if row % 2 else "short"] + words(str(row), 300), max_new_tokens=500)
+        for row in range(44)
+    ]
+    works, _, _ = arranged(by, [batch[:40]])
+    assert rows_of(works) == list(range(40))
+    for work in works:
+        length = 90 if work.request.ref.row % 2 else 3
+        by.record(work, Completion(["x"], ["stop"], [length], 100, 0))
+    works, _, _ = arranged(by, [batch[40:]])
+    assert rows_of(works) == [41, 43, 40, 42]
+
+
+# Equal rows
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "twins"),
+    [
+        ({}, {}, 1),
+        ({"temperature": 0.7}, {"temperature": 0.7}, 0),
+        ({"max_new_tokens": 5}, {"max_new_tokens": 6}, 0),
+        ({"json_schema": "{}"}, {}, 0),
+    ],
+)
+def test_only_rows_that_must_get_one_answer_are_sent_once(
+    one: dict[str, Any], other: dict[str, Any], twins: int
+) -> None:
+    """The same prompt with other sampling, or with chance in it, is another row."""
+    works, _, _ = arranged(arranger(), [[request(0, "p", **one), request(1, "p", **other)]])
+    assert sum(len(work.duplicates) for work in works) == twins
+
+
+@pytest.mark.parametrize(("temperature", "sent"), [(0.7, 300), (0, 150)])
+def test_looking_for_twins_compares_no_row_with_all(temperature: float, sent: int) -> None:
+    """However many rows have one prompt: a job that samples it, or asks each row for another length."""
+    compared = []
+
+    class Watched(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    rows = [
+        request(row, Watched("p"), temperature=temperature, max_new_tokens=row // 2) for row in range(300)
+    ]
+    works, _, _ = arranged(arranger(), [rows])
+    assert len(compared) <= 150
+    assert len(works) == sent
+
+
+def test_rows_that_failed_before_they_could_be_sent_pass_through() -> None:
+    """An outcome among the rows is passed on at once."""
+    failed = Outcome(RowRef(1, CARRIED, 1), None, "bad", None, 0)
+    works, _, outcomes = arranged(arranger(), [[request(0, "a"), failed, request(2, "b")]])
+    assert rows_of(works) == [0, 2]
+    assert outcomes == [failed]
+
+
+def test_a_family_stays_on_one_route() -> None:
+    """Rows with a common beginning go where the first of them went; what all have in common binds nobody."""
+    by = arranger(caches=2)
+    system = words("system", 200)
+    texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
+    works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])
+    ready = DispatchQueue(("a", "b"), InFlight(a=1, b=1), 512)
+    for work in works:
+        ready.add(work)
+    went: dict[int, set[str]] = {}
+    taken = {"a": 0, "b": 0}
+    while ready:
+        for route in ("a", "b"):
+            took = ready.take(route)
+            if took is not None:
+                went.setdefault(took.request.ref.row % 20, set()).add(route)
+                taken[route] += 1
+    assert sum(len(routes) > 1 for routes in went.values()) < 10  # of 20: at the end one has nothing else
+    assert abs(taken["a"] - taken["b"]) <= 1

@@ -1,0 +1,206 @@
+"""Servers that somebody else runs go away and come back: they are waited for, and no row is blamed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import EngineLostError
+from batchrunner.engines.http.connections import free_port
+from tests.conftest import ROOT, events_of, eventually, job_of, results_of
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+AWAY_S = 1.5
+LIMITS = {"max_attempts": 1, "engine_wait": 20}
+
+
+def all_answered(job: dict[str, Any], rows: int) -> bool:
+    results = results_of(job)
+    return [row["row"] for row in results if row["error"] is None] == list(range(rows))
+
+
+def server_again(stack: contextlib.ExitStack, port: int) -> threading.Timer:
+    """Return a timer, not yet started, at whose end there is a server on this port."""
+    return threading.Timer(AWAY_S, lambda: stack.enter_context(FakeSGLang(port=port)))
+
+
+def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
+    """Connections are cut, then refused; when it is back on its port the run goes on."""
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        again = server_again(stack, port)
+
+        def script(_: Sent) -> Behaviour:
+            if len(mortal.sent) == 40:
+                again.start()
+            return "die" if len(mortal.sent) >= 40 else "answer"
+
+        mortal = stack.enter_context(FakeSGLang(script, port=port))
+        job = job_of(tmp_path, mortal, rows=200, window=8, limits=LIMITS)
+        report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_failed) == (0, 0)
+    assert report.retries > 0
+    assert report.wall_s > AWAY_S
+    assert all_answered(job, 200)
+
+
+def test_a_server_that_refuses_for_a_while(tmp_path: Path, server: FakeSGLang) -> None:
+    """503 from everything, as while it updates its weights: rows wait and are then answered."""
+    first: list[float] = []
+
+    def script(_: Sent) -> Behaviour:
+        if len(server.sent) < 40:
+            return "answer"
+        first.append(time.monotonic())
+        return "busy 503" if first[-1] - first[0] < AWAY_S else "answer"
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=200, window=8, limits=LIMITS)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_failed) == (0, 0)
+    assert report.retries > 0
+    assert all_answered(job, 200)
+
+
+def test_refusals_that_take_their_time(tmp_path: Path, server: FakeSGLang) -> None:
+    """A proxy before a server that is gone says so after a while: the run ends all the same."""
+    server.script, server.refusal_s = (lambda _: "busy 503"), 0.6
+    job = job_of(tmp_path, server, rows=500, window=4, limits={"max_attempts": 1, "engine_wait": 2})
+    with pytest.raises(EngineLostError, match="the engine took no row for 2 s") as lost:
+        batchrunner.run(job)
+    assert lost.value.report is not None
+    assert lost.value.report.rows_failed == 0
+
+
+def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) -> None:
+    """While the engine has one, it may refuse all others for longer than `engine_wait`."""
+    began = time.monotonic()
+
+    def script(_: Sent) -> Behaviour:
+        return "answer" if len(server.sent) == 1 or time.monotonic() - began > 4 else "busy 503"
+
+    server.script, server.delay_s = script, 4
+    job = job_of(tmp_path, server, rows=4, window=4, limits={"max_attempts": 1, "engine_wait": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_failed) == (0, 0)
+    assert report.retries > 0
+
+
+def test_a_host_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection comes about and none is refused: no row is blamed, and `engine_wait` ends the run."""
+    connect = aiohttp.TCPConnector.connect
+
+    async def try_to_connect(*args: Any, **options: Any) -> Any:
+        if len(server.sent) >= 8:  # packets are dropped: the time for a connection is over
+            await asyncio.sleep(0.3)
+            raise TimeoutError
+        return await connect(*args, **options)
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "connect", try_to_connect)
+    with FakeSGLang() as server:
+        job = job_of(tmp_path, server, rows=40, window=4, limits={"max_attempts": 1, "engine_wait": 2})
+        with pytest.raises(EngineLostError, match="no connection to") as lost:
+            batchrunner.run(job)
+    assert lost.value.report is not None
+    assert lost.value.report.rows_ok >= 8
+    assert lost.value.report.rows_failed == 0
+
+
+def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -> None:
+    """The others go on, past `engine_wait`, without it."""
+    server.delay_s = 0.1
+    with FakeSGLang(lambda _: "die" if len(mortal.sent) >= 10 else "answer") as mortal:
+        engine = {"kind": "attach", "urls": [mortal.url, server.url]}
+        job = job_of(tmp_path, engine, rows=100, window=8, limits={"max_attempts": 1, "engine_wait": 0.5})
+        report = batchrunner.run(job)
+        assert mortal.sent
+    assert (report.exit_code, report.rows_failed) == (0, 0)
+    assert report.wall_s > 1
+    assert all_answered(job, 100)
+
+
+_ELSEWHERE = """
+import sys, threading
+from tests.support.fake_sglang import FakeSGLang
+with FakeSGLang(port=int(sys.argv[1]), delay_s=float(sys.argv[2])):
+    print("up", flush=True)
+    threading.Event().wait()
+"""
+
+
+@contextlib.contextmanager
+def elsewhere(port: int, delay_s: float) -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own, which a signal can stop."""
+    command = [sys.executable, "-c", _ELSEWHERE, str(port), str(delay_s)]
+    root = str(ROOT)
+    with subprocess.Popen(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_server_that_is_stopped_for_a_while(tmp_path: Path) -> None:
+    """SIGSTOP for longer than two polls may take: its rows wait for it, and are sent only once."""
+    port = free_port()
+    with elsewhere(port, 0.1) as process:
+        engine = {"kind": "attach", "urls": [f"http://127.0.0.1:{port}"]}
+        job = job_of(tmp_path, engine, rows=200, window=8, limits=LIMITS)
+        asleep = threading.Event()
+
+        def hold() -> None:
+            eventually(lambda: events_of(job, "sample"))
+            process.send_signal(signal.SIGSTOP)
+            asleep.set()
+            threading.Event().wait(5)
+            process.send_signal(signal.SIGCONT)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        report = batchrunner.run(job)
+        holder.join()
+    assert asleep.is_set()
+    assert (report.exit_code, report.rows_failed, report.retries) == (0, 0, 0)
+    assert report.wall_s > 5
+    assert all_answered(job, 200)
+
+
+def test_a_server_that_is_killed_with_long_rows(tmp_path: Path) -> None:
+    """It is waited for from its first refusal on, however long it had brought no answer before."""
+    engine_wait_s = 3.0
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(elsewhere(port, 600))
+
+        def kill() -> None:
+            process.kill()
+            server_again(stack, port).start()
+
+        threading.Timer(engine_wait_s + 1, kill).start()
+        engine = {"kind": "attach", "urls": [f"http://127.0.0.1:{port}"]}
+        limits = {"max_attempts": 1, "engine_wait": engine_wait_s}
+        job = job_of(tmp_path, engine, rows=4, limits=limits)
+        report = batchrunner.run(job)
+    assert (report.exit_code, report.retries > 0) == (0, True)
+    assert all_answered(job, 4)

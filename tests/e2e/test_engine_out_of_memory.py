@@ -1,0 +1,334 @@
+"""A launched engine that dies for want of memory comes back with safer arguments; the next run has them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer
+from batchrunner.engines.recovery.remembered import Lesson, Remembered
+from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
+from tests.support.hungry_engine import HUNGRY, OOM, hungry
+from tests.support.launchable import launchable
+from tests.support.memory_cgroup import memory_cgroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typer.testing import Result
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Restarts without the pauses that are for real engines; nothing learned from another test."""
+    monkeypatch.setattr("batchrunner.engines.launched.supervisor.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def starts_of(directory: Path) -> list[list[str]]:
+    """Return the arguments of each start."""
+    return [json.loads(line) for line in (directory / "starts").read_text().splitlines()]
+
+
+def run(job: dict[str, Any], directory: Path) -> Result:
+    return batchrun(write_job(job, directory), "--fresh")
+
+
+def whole(job: dict[str, Any], rows: int) -> bool:
+    """Tell whether every row is there once, and answered."""
+    results = results_of(job)
+    return [row["row"] for row in results] == list(range(rows)) and not any(row["error"] for row in results)
+
+
+def learned(directory: Path) -> list[Path]:
+    return sorted((directory / "cache").rglob("*.json"))
+
+
+def test_an_engine_out_of_memory_comes_back_safer(tmp_path: Path) -> None:
+    """It gets the guides' next step at each death; every row ends once; log, events and report tell it."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=300)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 300)
+    chunks = [start[start.index("--chunked-prefill-size") + 1] for start in starts_of(tmp_path)[1:]]
+    assert chunks == ["4096", "2048"]
+    assert "out of memory in prefill: chunked-prefill-size 8192 -> 4096 at the next start" in result.stderr
+    assert events_of(job).count("engine_healed") == events_of(job).count("engine_died") == 2
+    assert [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"] == [
+        {"chunked-prefill-size": 4096},
+        {"chunked-prefill-size": 2048},
+    ]
+    assert "the engine died or hung 2 times" in result.stderr
+    assert "the engine was given chunked-prefill-size 4096" in result.stderr
+
+
+def test_no_row_is_blamed_for_memory(tmp_path: Path) -> None:
+    """However often an engine dies of memory with a row, the row is answered once there is enough."""
+    job = job_of(tmp_path, hungry(tmp_path, f"if share > 0.6: {OOM}", ROW="row 3"), rows=100, window=8)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 100)
+    assert events_of(job).count("engine_died") == 5 > MOST_DEATHS
+
+
+def test_the_next_run_starts_with_what_worked(tmp_path: Path) -> None:
+    """It says so in a line, with the file to delete; without the file it learns again."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=100)
+    run(job, tmp_path)
+    (file,) = learned(tmp_path)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "starting with chunked-prefill-size 2048, learned on 2" in result.stderr
+    assert f"from out of memory in prefill; engine.args overrules it; delete {file}" in result.stderr
+    assert events_of(job) == ["engine_recalled"]
+    file.unlink()
+    run(job, tmp_path)
+    assert events_of(job).count("engine_healed") == 2
+
+
+def test_the_jobs_own_arguments_win(tmp_path: Path) -> None:
+    """What the job says is not replaced by what was learned; it is changed for safety only, which is said."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=100)
+    run(job, tmp_path)
+    job["engine"]["args"] = {"chunked-prefill-size": 4096}
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "starting with" not in result.stderr
+    assert "4096 -> 2048 at the next start (engine.args has chunked-prefill-size: 4096" in result.stderr
+
+
+CHILD = """[
+    print("ConnectionResetError: [Errno 104] Connection reset by peer"),  # an older, harmless error
+    print("[2026-11-22 04:46:38] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Cleanup"),
+    print("[2026-11-22 04:46:39] Sleeping 5 seconds before crash diagnostics", flush=True), os._exit(137)]"""
+
+
+@pytest.mark.parametrize("death", [CHILD, 'sys.exit("no")', "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_a_crash_changes_nothing(tmp_path: Path, death: str) -> None:
+    """Only a want of memory is healed: after a crash or somebody's kill -9 the arguments are the same."""
+    once = f'if not os.path.exists(os.environ["ONCE"]): open(os.environ["ONCE"], "w").close(); {death}'
+    job = job_of(tmp_path, hungry(tmp_path, once, ONCE=str(tmp_path / "once")), rows=100)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 100)
+    first, *others = starts_of(tmp_path)
+    assert others == [first] * len(others)
+    assert "engine_healed" not in events_of(job)
+    assert not learned(tmp_path)
+    if death == CHILD:  # the cause is told, not what was done then
+        assert "the engine died (exit 137): Subprocess scheduler_0 (pid=7) crashed" in result.stderr
+
+
+def test_healing_can_be_switched_off(tmp_path: Path) -> None:
+    """With `engine.heal: false` a server is started again as it was, and nothing is remembered."""
+    job = job_of(tmp_path, {**hungry(tmp_path), "heal": False}, rows=100)
+    run(job, tmp_path)
+    first, *others = starts_of(tmp_path)
+    assert others == [first] * len(others)
+    assert not learned(tmp_path)
+
+
+def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that no argument saves is given up, with the cause; every change was another one."""
+    monkeypatch.setattr("batchrunner.engines.launched.supervisor.MOST_QUICK_DEATHS", 1)
+    job = job_of(tmp_path, hungry(tmp_path, OOM), rows=300)
+    result = run(job, tmp_path)
+    assert result.exit_code == 1
+    assert "Prefill out of memory" in result.stderr.splitlines()[-1]
+    assert "out of memory in prefill: no safer arguments are left" in result.stderr
+    changed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
+    assert 1 < len(changed) <= MOST_CHANGES
+    assert all(change not in changed[:n] for n, change in enumerate(changed))
+    assert not learned(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("death", "name", "worked"),
+    [
+        (
+            (
+                "if option('--cuda-graph-max-bs-decode', 160) > 40: "
+                'print("Exception: Capture cuda graph failed: CUDA out of memory.", flush=True); os._exit(1)'
+            ),
+            "--cuda-graph-max-bs-decode",
+            "32",
+        ),
+        (
+            (
+                "if share < 0.9: print('RuntimeError: Not enough memory. Please try to increase "
+                "--mem-fraction-static.', flush=True); os._exit(1)"
+            ),
+            "--mem-fraction-static",
+            "0.93",
+        ),
+    ],
+)
+def test_a_start_is_healed_too(tmp_path: Path, death: str, name: str, worked: str) -> None:
+    """What goes wrong before the engine is ready is tried again, before the run gives up."""
+    at_start = f'print("Capture cuda graph bs [1, 2, 160]", flush=True)\n{death}'
+    job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    last = starts_of(tmp_path)[-1]
+    assert last[last.index(name) + 1] == worked
+    assert report_of(job)["incidents"][0]["what"] == "healed"
+
+
+def test_a_start_that_nothing_heals(tmp_path: Path) -> None:
+    """Weights that leave no memory end the run at once, with what would help."""
+    at_start = """
+print("Load weight begin. avail mem=14.2 GB")
+print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", flush=True); os._exit(1)"""
+    job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
+    result = run(job, tmp_path)
+    assert result.exit_code == 2
+    assert "the weights do not fit: take more cards (tp-size), quantise" in result.stderr
+    assert len(starts_of(tmp_path)) == 1
+
+
+@needs_gateway
+def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
+    """Behind a gateway the change that one replica's death led to reaches the other at its next start."""
+    engine = {**hungry(tmp_path), "kind": "gateway", "replicas": 2}
+    job = job_of(tmp_path, engine, rows=400)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 400)
+    healed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
+    assert healed == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
+    assert len(learned(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b'"text"', b"{}", b"\xff\xfe", b"null",
+        b'{"format": 99, "args": {"chunked-prefill-size": 1}}', "foreign", "text", "true",
+    ],
+)  # fmt: skip
+def test_a_damaged_memory_is_a_warning(tmp_path: Path, content: bytes | str) -> None:
+    """A file that is not ours, or not whole, or holds what is no number, changes nothing but a line."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=100)
+    run(job, tmp_path)
+    (file,) = learned(tmp_path)
+    told = json.loads(file.read_text())
+    if isinstance(content, str):
+        told |= {"model": "another"} if content == "foreign" else {}
+        told["args"] = {"chunked-prefill-size": {"foreign": 7, "text": "7", "true": True}[content]}
+        content = json.dumps(told).encode()
+    file.write_bytes(content)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert f"{file}: not read" in result.stderr
+    assert "starting with" not in result.stderr
+    assert whole(job, 100)
+
+
+def test_only_what_we_change_is_taken_from_the_memory(tmp_path: Path) -> None:
+    """An argument that healing never sets does not reach the server's command line from a file."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=100)
+    run(job, tmp_path)
+    (file,) = learned(tmp_path)
+    told = json.loads(file.read_text())
+    told["args"] |= {"trust-remote-code": 1}
+    file.write_text(json.dumps(told))
+    run(job, tmp_path)
+    assert not any("--trust-remote-code" in start for start in starts_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("args", "known"),
+    [
+        ({"mem-fraction-static": 0.6, "cuda-graph-backend-decode": "disabled"}, True),
+        ({"disable-cuda-graph": True}, True),
+        ({"cuda-graph-backend-prefill": "disabled"}, True),
+        ({"disable-cuda-graph": 1}, False),
+        ({"cuda-graph-backend-decode": "full"}, False),
+        ({"cuda-graph-backend-decode": ["disabled"]}, False),
+    ],
+)
+def test_graphs_that_were_switched_off_stay_off(args: dict[str, Any], *, known: bool) -> None:
+    """The last step is no number: the next run has it too, and no other word is taken from the file."""
+    memory = Remembered("model", "1 x H100", "0.5.23")
+    memory.keep(Lesson(args, "out of memory at graph capture", "2026-11-22"))
+    lesson = memory.recall()
+    assert (lesson.args if lesson else None) == (args if known else None)
+
+
+def test_the_jobs_own_arguments_win_under_any_name() -> None:
+    """What was learned of an argument that the job calls otherwise is not given beside it."""
+    memory = Remembered("model", "1 x H100", "0.5.23")
+    memory.keep(Lesson({"cuda-graph-max-bs-decode": 32, "mem-fraction-static": 0.8}, "memory", "2026-11-22"))
+    healer = Healer({"cuda-graph-max-bs": 256}, memory, lambda _: None)
+    healer.recall()
+    assert healer.args == {"mem-fraction-static": 0.8}
+
+
+def test_a_memory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    """Where no cache can be kept the run is none the worse."""
+    (tmp_path / "cache").write_text("a file where a directory should be")
+    job = job_of(tmp_path, hungry(tmp_path), rows=100)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "what worked is not remembered for the next run" in result.stderr
+    assert whole(job, 100)
+
+
+RETRACTS = """
+for half in range(48):
+    at = f"[2026-11-22 10:{half // 4:02}:{half % 4 * 15:02}]"
+    print(f"{at} Decode batch, #running-req: 8, #token: 890, token usage: 0.99, #queue-req: 9")
+    if half % 2:
+        print(f"{at} KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_token_ratio")
+"""
+
+
+@pytest.mark.parametrize("own", [{}, {"schedule-conservativeness": 0.3}])
+def test_frequent_retractions_are_for_the_next_run(tmp_path: Path, own: dict[str, float]) -> None:
+    """They are no reason for a restart; the next start is more conservative, unless the job says how much."""
+    engine = {**hungry(tmp_path, "", AT_START=RETRACTS), "args": own}
+    job = job_of(tmp_path, engine, rows=20)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert len(starts_of(tmp_path)) == 1
+    assert ("retractions a minute: the next run has schedule-conservativeness" in result.stderr) == (not own)
+    run(job, tmp_path)
+    last = starts_of(tmp_path)[-1]
+    assert last[last.index("--schedule-conservativeness") + 1] == ("0.3" if own else "1.3")
+
+
+GREEDY = """
+hoard = bytearray()
+class Handler(Handler):
+    def asked(self, body):
+        if len(hoard) < pool * 20_000:
+            hoard.extend(b"x" * 40_000_000)
+        self.answer("to " + body["text"])
+"""
+
+
+def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> None:
+    """In a memory cgroup whose limit it exceeds: the kernel's kill is told from others, the pool halved."""
+    engine = {
+        **launchable(tmp_path, HUNGRY + GREEDY, DEATH="", STARTS=str(tmp_path / "starts")),
+        "device": "cpu",
+    }
+    job = job_of(tmp_path, engine, rows=100)
+    command = [sys.executable, "-m", "batchrunner.cli", write_job(job, tmp_path)]
+    with memory_cgroup(450 << 20) as group:
+        done = subprocess.run(
+            group.command(*command), capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert whole(job, 100)
+    assert "killed by the kernel for want of memory: max-total-tokens 20000 -> 10000" in done.stderr
+    assert next(told["kind"] for told in report_of(job)["incidents"] if told["what"] == "healed") == (
+        "killed"
+    )

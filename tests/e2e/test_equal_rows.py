@@ -1,0 +1,180 @@
+"""What reaches the engine of rows that are alike, and what each of them gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.dispatch.tokenize import PromptTokenizer
+from tests.conftest import eventually, job_of, results_of, started, write_job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.core.types import Outcome, Request
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+GREEDY = {"temperature": 0}
+
+
+def alike(directory: Path, server: FakeSGLang, texts: list[str], **changes: Any) -> dict[str, Any]:
+    """Return a greedy job on these texts."""
+    path = directory / "input.parquet"
+    pq.write_table(pa.table({"text": texts, "id": list(range(len(texts)))}), path)
+    return job_of(directory, server, **{"sampling": GREEDY, "input": {"columns": ["id"]}, **changes})
+
+
+def length_of(sent: Sent) -> int:
+    return int(sent.body["sampling_params"]["max_new_tokens"])
+
+
+def test_whole_numbers_in_a_column_of_floats(tmp_path: Path, server: FakeSGLang) -> None:
+    """What pandas makes of whole numbers and a null; SGLang takes no 24.0, and 24.5 is the row's fault."""
+    path = tmp_path / "input.parquet"
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "most": [24.0, None, 24.5]}), path)
+    job = job_of(tmp_path, server, sampling={"max_new_tokens": {"column": "most"}})
+    assert batchrunner.run(job).exit_code == 3
+    lengths = [sent.body["sampling_params"]["max_new_tokens"] for sent in server.sent]
+    assert sorted((length, type(length)) for length in lengths) == [(24, int), (1024, int)]
+    errors = [row["error"] for row in results_of(job)]
+    assert errors[2] == "sampling.max_new_tokens: 24.5 is not a whole number"
+
+
+def test_equal_rows_are_sent_once(tmp_path: Path, server: FakeSGLang) -> None:
+    """Each of them gets the answer, marked as not sent; no token of it counts twice."""
+    texts = [f"text {row % 10}" for row in range(40)]
+    job = alike(tmp_path, server, texts)
+    report = batchrunner.run(job)
+    assert sorted(server.prompts) == sorted(set(texts))
+    assert (report.rows_ok, report.rows_deduplicated) == (40, 30)
+    results = results_of(job)
+    assert [row["output"] for row in results] == [f"answer 0 to {text}" for text in texts]
+    assert [row["id"] for row in results] == list(range(40))
+    assert sum(row["attempts"] for row in results) == 10
+    assert sum(row["attempts"] * row["completion_tokens"] for row in results) == report.output_tokens
+    again = batchrunner.run(job)
+    assert (again.output_tokens_all_starts, again.rows_deduplicated) == (report.output_tokens, 30)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dedupe": False}, {"sampling": {"temperature": 0.5}}, {"sampling": {}}],
+    ids=["off", "chance", "the engine's own temperature"],
+)
+def test_equal_rows_are_all_sent_where_their_answers_may_differ(
+    tmp_path: Path, server: FakeSGLang, changes: dict[str, Any]
+) -> None:
+    """A job that samples wants as many answers as it has rows."""
+    batchrunner.run(alike(tmp_path, server, ["same"] * 12, **changes))
+    assert server.prompts == ["same"] * 12
+
+
+def test_equal_rows_fail_together(tmp_path: Path, server: FakeSGLang) -> None:
+    """What the engine refuses is refused once, and every such row says so."""
+    server.script = lambda sent: "too long" if sent.prompt == "bad" else "answer"
+    job = alike(tmp_path, server, ["bad", "good", "bad"], limits={"max_failed_rows": 2})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed) == (1, 2)
+    assert server.prompts.count("bad") == 1
+    errors = [row["error"] for row in results_of(job)]
+    assert errors[0] == errors[2] is not None
+
+
+@pytest.mark.parametrize(("broken", "sent", "failed", "shared"), [(5, 7, 1, 17), (1000, 100, 20, 0)])
+def test_equal_rows_do_not_share_bad_luck(
+    tmp_path: Path, server: FakeSGLang, quick_retries: None, broken: int, sent: int, failed: int, shared: int
+) -> None:
+    """Where a row is given up that the engine did not refuse, those like it have tries of their own."""
+    server.script = lambda sent: "broken 500" if sent.tries <= broken else "answer"
+    job = alike(tmp_path, server, ["same"] * 20, limits={"max_failed_rows": 20})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed, report.rows_deduplicated) == (20 - failed, failed, shared)
+    assert len(server.sent) == sent
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
+def test_equal_rows_survive_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
+    """After kill -9 in mid-run each row is there once, whichever of the equal ones were written before."""
+    server.delay_s = 0.02
+    texts = [f"text {row % 300}" for row in range(1200)]
+    job = alike(tmp_path, server, texts, output={"part_rows": 50, "durable": 0.05}, window=8)
+    with started(write_job(job, tmp_path)) as run:
+        eventually(lambda: len(list((tmp_path / "run" / "parts").glob("part-*.parquet"))) >= 2)
+        run.process.kill()
+    server.delay_s = 0.0
+    assert batchrunner.run(job).rows_ok == 1200
+    results = results_of(job)
+    assert [row["row"] for row in results] == list(range(1200))
+    assert [row["output"] for row in results] == [f"answer 0 to {text}" for text in texts]
+
+
+def test_long_rows_are_made_ready_a_few_at_a_time(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of prompts take much memory: few are made at once, and not many wait to be sent."""
+    monkeypatch.setattr("batchrunner.dispatch.feeder.SLICE_BYTES", 2500)
+    monkeypatch.setattr("batchrunner.dispatch.backlog.READ_AHEAD_BYTES", 5000)
+    made: list[int] = []
+    ahead: list[int] = []
+    tokenize = PromptTokenizer.tokenize
+
+    async def counted(prompts: PromptTokenizer, items: list[Request]) -> list[Request | Outcome]:
+        made.append(len(items))
+        return await tokenize(prompts, items)
+
+    def script(sent: Sent) -> Behaviour:
+        ahead.append(sum(made) - len(server.sent))
+        return "answer"
+
+    monkeypatch.setattr(PromptTokenizer, "tokenize", counted)
+    server.script = script
+    job = alike(tmp_path, server, [f"{row} {'x' * 1000}" for row in range(60)], order="input", window=1)
+    assert batchrunner.run(job).rows_ok == 60
+    assert max(made) == 2
+    assert max(ahead) <= 5 + 2
+
+
+def test_one_beginning_for_all_is_computed_first(tmp_path: Path, server: FakeSGLang) -> None:
+    """Before an empty engine gets the rows, one token is asked for behind what they have in common."""
+    server.script = lambda sent: "hold" if length_of(sent) == 1 else "answer"
+    job = alike(tmp_path, server, ["few-shot " * 100 + str(row) for row in range(20)])
+    with started(write_job(job, tmp_path)) as run:
+        server.wait_for(1)
+        assert [length_of(sent) for sent in server.sent] == [1]
+        server.answer_held()
+        assert run.end() == 0
+    assert [length_of(sent) for sent in server.sent] == [1] + [1024] * 20
+    assert len(results_of(job)) == 20
+
+
+@pytest.mark.parametrize("what", ["too long", "disconnect", "busy 503", "empty"])
+def test_what_goes_wrong_with_a_primer_costs_no_row(
+    tmp_path: Path, server: FakeSGLang, what: Behaviour
+) -> None:
+    """It is a help and not a row: the rows themselves are sent whatever became of it."""
+    server.script = lambda sent: what if length_of(sent) == 1 else "answer"
+    job = alike(tmp_path, server, ["few-shot " * 100 + str(row) for row in range(20)])
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 20, 0)
+
+
+def test_input_order_is_the_order_of_the_files(tmp_path: Path, server: FakeSGLang) -> None:
+    """By name it means just that: no leader goes ahead, no long row goes first."""
+    texts = ["few-shot " * 100 + str(row % 7) + "x" * row for row in range(50)]
+    batchrunner.run(alike(tmp_path, server, texts, order="input", window=1))
+    assert server.prompts == texts
+
+
+def test_a_task_leaves_rows_to_those_that_come_later(tmp_path: Path, server: FakeSGLang) -> None:
+    """Of a run that several tasks do, the first takes what it can send soon, not all that it could sort."""
+    server.script = lambda _: "hold"
+    job = alike(tmp_path, server, [f"text {row}" for row in range(4000)], window=8)
+    with started(write_job(job, tmp_path), "--join"):
+        server.wait_for(8)
+        taken = list((tmp_path / "run" / "leases").glob("*.0"))
+        assert 0 < len(taken) < 24  # of 64

@@ -1,0 +1,326 @@
+"""Replicas behind the real Model Gateway: fake ones for what goes wrong, real ones for what must hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import (
+    RowRefusedError,
+)
+from batchrunner.core.types import Request, RowRef
+from batchrunner.engines.http import wire
+from batchrunner.engines.http.connections import free_port
+from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.launched.gateway import gateway_process, start_gateway
+from batchrunner.engines.registry import make_engine
+from batchrunner.job.load import parse_engine
+from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, LimitsSpec, SamplingSpec
+from tests.conftest import (
+    batchrun,
+    events_of,
+    eventually,
+    job_of,
+    needs_gateway,
+    results_of,
+    write_job,
+)
+from tests.support.fake_sglang import FakeSGLang, Sent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+KEY_VARIABLE = "SGLANG_API_KEY"
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway asks every worker by HTTP/2 too, which the fake's library logs as an error."""
+    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)
+
+
+class RealGateway:
+    """The real gateway in a process of its own, with whatever workers a test gives it."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.key = secrets.token_hex(8)
+        spec = GatewayEngine(kind="gateway", model="of/the/fakes")
+        self.process, self.url = gateway_process(spec, key=self.key, log_dir=log_dir, request_timeout_s=60)
+
+    async def start(self) -> None:
+        await start_gateway(self.process, self.url)
+
+    async def use(self, *urls: str) -> None:
+        workers = WorkerList(self.url, self.key)
+        try:
+            assert await workers.bring_to(set(urls))
+        finally:
+            await workers.close()
+
+
+@pytest.fixture(scope="module")
+def loop_runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def real_gateway(
+    tmp_path_factory: pytest.TempPathFactory, loop_runner: asyncio.Runner
+) -> Iterator[RealGateway]:
+    made = RealGateway(tmp_path_factory.mktemp("gateway"))
+    loop_runner.run(made.start())
+    try:
+        yield made
+    finally:
+        loop_runner.run(made.process.stop())
+
+
+@pytest.fixture
+def behind(
+    real_gateway: RealGateway, loop_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Put workers behind the gateway; returns the engine of a job."""
+    monkeypatch.setenv(KEY_VARIABLE, real_gateway.key)
+
+    def put(*workers: FakeSGLang) -> dict[str, Any]:
+        loop_runner.run(real_gateway.use(*(worker.url for worker in workers)))
+        return {"kind": "gateway", "url": real_gateway.url}
+
+    yield put
+    loop_runner.run(real_gateway.use())
+
+
+@contextlib.contextmanager
+def two_workers(key: str | None) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
+    with FakeSGLang(api_key=key) as one, FakeSGLang(api_key=key) as two:
+        yield one, two
+
+
+@needs_gateway
+@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
+def test_rows_are_shared_out(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any, prompt: dict[str, str]
+) -> None:
+    """A job on a gateway that runs already: all rows, evenly, and the load of each worker from itself."""
+    with two_workers(real_gateway.key) as (one, two):
+        engine = behind(one, two)
+        job = job_of(tmp_path, engine, rows=60, prompt=prompt)
+        report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 60, 0)
+    assert [row["output"] for row in results_of(job)] == [f"answer 0 to row {i}" for i in range(60)]
+    assert min(len(one.sent), len(two.sent)) >= 20
+    assert report.engine["kind"] == "gateway"
+    assert report.engine["model"] == "fake/model"
+    assert (report.engine["max_running"], report.engine["routes"]) == (16, ("gateway",))
+    assert any("2 workers behind the gateway" in note for note in report.engine["notes"])
+
+
+@needs_gateway
+def test_rows_that_begin_alike_stay_together(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+    """Each document's questions go to one worker, and documents are shared out."""
+    documents = [f"document {number} " * 60 for number in range(12)]
+    texts = [documents[row % 12] + f"question {row}" for row in range(240)]
+    path = tmp_path / "input.parquet"
+    pq.write_table(pa.table({"text": texts}), path)
+    with two_workers(real_gateway.key) as (one, two):
+        job = job_of(tmp_path, behind(one, two), window=40)
+        assert batchrunner.run(job).rows_ok == 240
+        at = [{sent.prompt.partition("question")[0] for sent in worker.sent} for worker in (one, two)]
+    assert at[0] | at[1] == set(documents)
+    assert at[0].isdisjoint(at[1])
+    assert min(map(len, at)) >= 3
+
+
+@needs_gateway
+async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path: Path) -> None:
+    """Each worker is a scheduler on the one route; a worker that is added later is found."""
+    with two_workers(real_gateway.key) as (one, two), FakeSGLang(api_key=real_gateway.key) as three:
+        await real_gateway.use(one.url, two.url)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(KEY_VARIABLE, real_gateway.key)
+            patch.setattr("batchrunner.engines.attached_gateway.REFRESH_S", 0)
+            engine = make_engine(
+                parse_engine({"kind": "gateway", "url": real_gateway.url}),
+                log_dir=tmp_path,
+                limits=LimitsSpec(request_timeout=30),
+            )
+            try:
+                info = await engine.open()
+                assert info.routes == ("gateway",)
+                signals = await engine.signals()
+                assert {(s.scheduler, s.route) for s in signals} == {
+                    (one.url, "gateway"),
+                    (two.url, "gateway"),
+                }
+                await real_gateway.use(one.url, two.url, three.url)
+                assert len(await engine.signals()) == 3
+            finally:
+                await engine.close()
+        await real_gateway.use()
+
+
+@needs_gateway
+@pytest.mark.usefixtures("quick_retries")
+def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+    """No row is lost or doubled, and none uses up its tries while the gateway still sends it there."""
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(FakeSGLang(api_key=real_gateway.key))
+        two = stack.enter_context(FakeSGLang(api_key=real_gateway.key, port=free_port()))
+        back: list[FakeSGLang] = []
+
+        def end_at(sent: Sent) -> Any:
+            return "die" if len(two.sent) == 20 else "answer"
+
+        def come_back(_: Sent) -> Any:
+            if len(one.sent) == 100 and not back:
+                back.append(stack.enter_context(FakeSGLang(api_key=real_gateway.key, port=two.port)))
+            return "answer"
+
+        two.script, one.script = end_at, come_back
+        engine = behind(one, two)
+        # two tries, for a row that is refused just before and asked about just after the worker is back
+        job = job_of(tmp_path, engine, rows=400, limits={"max_attempts": 2}, window=8)
+        report = batchrunner.run(job)
+        assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 400, 0)
+        assert report.retries > 0
+        assert [row["row"] for row in results_of(job)] == list(range(400))
+        assert back
+        assert len(back[0].sent) > 50
+
+
+@needs_gateway
+@pytest.mark.usefixtures("quick_retries")
+def test_row_that_a_living_worker_always_cuts_off(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any
+) -> None:
+    """The gateway says the same as of a dead worker; the row must not go on for ever."""
+    with two_workers(real_gateway.key) as (one, two):
+        one.script = two.script = lambda sent: "disconnect" if sent.prompt == "row 3" else "answer"
+        job = job_of(tmp_path, behind(one, two), rows=10, limits={"max_attempts": 3, "max_failed_rows": 1})
+        report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 9, 1)
+    bad = results_of(job)[3]
+    assert bad["attempts"] == 3
+    assert "error sending request" in bad["error"]
+
+
+@needs_gateway
+def test_worker_of_others_that_hangs(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else would say so: the warning and the event name the worker; its rows end when it moves."""
+    with two_workers(real_gateway.key) as (one, two):
+        one.script = lambda _: "hold"
+        job = job_of(tmp_path, behind(one, two), rows=100, window=16, limits={"hang": 0.3})
+
+        def wake() -> None:
+            try:
+                eventually(lambda: events_of(job))
+            finally:  # a failure is to be seen, not waited for
+                one.answer_held()
+
+        waker = threading.Thread(target=wake)
+        waker.start()
+        report = batchrunner.run(job)
+        waker.join()
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 100, 0)
+    assert set(events_of(job)) == {"engine_hangs"}
+    assert f"{one.url} did nothing for" in caplog.text
+    assert f"{two.url} did nothing" not in caplog.text
+
+
+@needs_gateway
+def test_what_stands_in_the_way(
+    real_gateway: RealGateway, behind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A gateway that is not there, is not one, has no workers or wants a key: a sentence each, exit 2."""
+
+    def said(url: str) -> str:
+        job = job_of(tmp_path, {"kind": "gateway", "url": url})
+        result = batchrun(write_job(job, tmp_path))
+        assert result.exit_code == 2
+        return result.stderr.splitlines()[-1]
+
+    behind()
+    assert "has no workers" in said(real_gateway.url)
+    with FakeSGLang() as server:
+        assert "is not SGLang's Model Gateway" in said(server.url)
+    assert "start the gateway, or correct engine.url" in said(f"http://127.0.0.1:{free_port()}")
+    with FakeSGLang(api_key=real_gateway.key) as worker:
+        behind(worker)
+        monkeypatch.setenv(KEY_VARIABLE, "wrong")
+        assert "refuses the API key" in said(real_gateway.url)
+    monkeypatch.setenv(KEY_VARIABLE, real_gateway.key)
+    assert "must be within reach from here too" in said(real_gateway.url)
+
+
+EACH: dict[str, Any] = {
+    "max_new_tokens": 5, "min_new_tokens": 1, "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 3,
+    "min_p": 0.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.1,
+    "stop": ["x"], "stop_token_ids": [3], "stop_regex": ["a"], "no_stop_trim": True, "ignore_eos": True,
+    "skip_special_tokens": False, "spaces_between_special_tokens": False, "sampling_seed": 7,
+    "json_schema": '{"type": "object"}', "regex": "a+", "ebnf": 'root ::= "a"', "structural_tag": '{"a": 1}',
+    "logit_bias": {"5": 1.0}, "custom_params": {"z": 1},
+}  # fmt: skip
+
+
+@needs_gateway
+@pytest.mark.parametrize("chat", [True, False])
+async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool) -> None:
+    """`GATEWAY_DROPS` is what the installed gateway really loses, and all of it."""
+    assert EACH.keys() | {"lora_path"} == SamplingSpec.model_fields.keys()
+    lost = set()
+    headers = {"Authorization": f"Bearer {real_gateway.key}"}
+    with FakeSGLang(api_key=real_gateway.key) as worker:
+        await real_gateway.use(worker.url)
+        async with aiohttp.ClientSession(headers=headers) as session:
+            for name, value in EACH.items():
+                request = _request(name, {name: value}, chat=chat)
+                body = wire.body_of(request)
+                async with session.post(real_gateway.url + wire.path_of(request), json=body) as reply:
+                    got = worker.sent[-1].body if reply.status == 200 else {}
+                sent = body if chat else body["sampling_params"]
+                passed = got if chat else got["sampling_params"]
+                if any(passed.get(key) != sent[key] for key in sent if key != "return_meta_info"):
+                    lost.add(name)
+                if got and chat:
+                    assert got["lora_path"] == "adapter"
+        await real_gateway.use()
+    assert lost == GATEWAY_DROPS["chat" if chat else "generate"]
+
+
+def _request(text: str, sampling: dict[str, Any], *, chat: bool) -> Request:
+    reference = RowRef(0, pa.RecordBatch.from_pylist([{}]), 0)
+    prompt = [{"role": "user", "content": text}] if chat else text
+    return Request(reference, "messages" if chat else "text", prompt, sampling, "adapter")
+
+
+def test_lost_parameters_are_refused(tmp_path: Path) -> None:
+    """Before the run where the job has them; row by row where it does not know its engine."""
+    for prompt, name, refused in [
+        ({"text": "text"}, "logit_bias", True),
+        ({"user": "{{ text }}"}, "logit_bias", False),
+        ({"user": "{{ text }}"}, "stop_regex", True),
+    ]:
+        engine = {"kind": "gateway", "model": "some/model"}
+        job = job_of(tmp_path, engine, prompt=prompt, sampling={name: EACH[name]})
+        result = batchrun("check", write_job(job, tmp_path))
+        assert (result.exit_code == 2) is refused
+        assert (f"sampling.{name}" in result.stderr) is refused
+    with pytest.raises(RowRefusedError, match="stop_regex"):
+        wire.refuse_dropped(_request("x", {"stop_regex": "a"}, chat=True))

@@ -1,0 +1,159 @@
+"""What is finished stays: rows are on disk within a second, whatever dies, and none is there twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow.parquet as pq
+
+import batchrunner
+from batchrunner.output.writer import PART_S
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    eventually,
+    job_of,
+    started,
+    write_job,
+    write_rows,
+)
+from tests.support.rows import rows_once, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+
+def after_thirty(sent: Sent) -> Behaviour:
+    """Answer the first 30 rows and hold the others."""
+    return "answer" if int(sent.prompt.split()[1]) < 30 else "hold"
+
+
+def test_a_kill_loses_a_second_at_most(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that ended a second before a SIGKILL are not sent again, though no part was written."""
+    server.script = after_thirty
+    job = job_of(tmp_path, server, rows=100, window=8)
+    with started(write_job(job, tmp_path)) as running:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
+    server.answer_held()
+    report = batchrunner.run(job)
+    assert report.rows_resumed == 30
+    rows_once(job, 100)
+    assert list((tmp_path / "run" / "tasks" / "main").glob("journal-*")) == []
+
+
+def test_rows_that_trickle_in(tmp_path: Path, server: FakeSGLang) -> None:
+    """A row that ends after a quiet while is durable as soon as any other, and not only with its part."""
+    ready = 4
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < ready else "busy 503"
+    job = job_of(tmp_path, server, rows=40, window=4)
+    with started(write_job(job, tmp_path)) as running:
+        for ready in (4, 8, 12):
+            began = time.monotonic()
+            eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ready)  # noqa: B023
+            assert time.monotonic() - began < PART_S / 2
+        assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
+        running.process.kill()
+
+
+def test_a_killed_run_merges(tmp_path: Path, server: FakeSGLang) -> None:
+    """What a killed run left in its journal is merged like the rest."""
+    server.script = after_thirty
+    job = job_of(tmp_path, server, rows=100, window=8)
+    with started(write_job(job, tmp_path)) as running:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
+        running.process.kill()
+        running.process.wait()
+    merged = batchrun("merge", tmp_path / "run")
+    assert merged.exit_code == 1  # what reads it may want all of it
+    assert "not finished: 30 of 100 rows ok" in merged.stderr
+    assert pq.read_table(tmp_path / "run" / "merged").num_rows == 30
+
+
+class PowerCuts:
+    """Takes note of what is durable: of each file and directory what its last fsync has seen, and no more."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = root
+        self._files: dict[int, bytes] = {}
+        self._directories: dict[int, dict[str, tuple[int, bool]]] = {}
+        self._kept: list[int] = []  # descriptors, so that no inode is used again
+        self._lock = threading.Lock()
+        self.images: list[dict[Path, bytes | None]] = []
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            real(descriptor)
+            with self._lock:
+                self._note(os.dup(descriptor))
+
+        monkeypatch.setattr("os.fsync", fsync)
+
+    def _note(self, descriptor: int) -> None:
+        self._kept.append(descriptor)
+        found = os.fstat(descriptor)
+        place = f"/proc/self/fd/{descriptor}"
+        if stat.S_ISDIR(found.st_mode):
+            with os.scandir(place) as entries:
+                self._directories[found.st_ino] = {
+                    entry.name: (entry.inode(), entry.is_dir()) for entry in entries
+                }
+        else:
+            self._files[found.st_ino] = Path(place).read_bytes()
+        self.images.append(dict(self._walk(self._root.stat().st_ino, Path())))
+
+    def _walk(self, inode: int, path: Path) -> Iterator[tuple[Path, bytes | None]]:
+        for name, (below, is_directory) in self._directories.get(inode, {}).items():
+            if is_directory:
+                yield path / name, None
+                yield from self._walk(below, path / name)
+            else:
+                yield path / name, self._files.get(below, b"")
+
+    def close(self) -> None:
+        for descriptor in self._kept:
+            os.close(descriptor)
+
+
+def test_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the power goes, and with it what was not synced, the next start loses and doubles nothing."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    source = write_rows(tmp_path / "input.parquet", 60)
+    job = job_of(disk, INSTANT, input={"path": str(source)}, output={"part_rows": 15, "durable": 0.001})
+    with monkeypatch.context() as patch:
+        cuts = PowerCuts(disk, patch)
+        batchrunner.run(job)
+    cuts.close()
+    assert len(cuts.images) > 15
+    kept = 0
+    for number, image in enumerate(cuts.images):
+        after = tmp_path / f"after-{number}"
+        after.mkdir()
+        for path, content in image.items():
+            if content is None:
+                (after / path).mkdir(exist_ok=True)
+            else:
+                (after / path).write_bytes(content)
+        owner = after / "run" / "tasks" / "main" / "owner"
+        if owner.exists() and owner.stat().st_size:  # the machine was started again since
+            owner.write_text(json.dumps(json.loads(owner.read_text()) | {"boot": "the one before"}))
+        again = {**job, "output": {**job["output"], "path": str(after / "run")}}
+        report = batchrunner.run(again)
+        rows_once(again, 60)
+        assert report.rows_resumed >= kept  # what was durable once stays so
+        kept = report.rows_resumed
+    assert kept == 60

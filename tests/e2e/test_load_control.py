@@ -1,0 +1,205 @@
+"""The loop as a whole: windows follow the load of real HTTP servers, and no fault of theirs costs a row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import batchrunner
+from batchrunner.dispatch.snapshot import load_line
+from tests.conftest import batchrun, job_of, report_of, results_of
+from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.support.launchable import launchable
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.support.fake_sglang import Behaviour
+
+
+def events_of(job: dict[str, Any], event: str) -> list[dict[str, Any]]:
+    with (Path(job["output"]["path"]) / "events.jsonl").open() as file:
+        return [found for line in file if (found := json.loads(line))["event"] == event]
+
+
+def whole(job: dict[str, Any], rows: int) -> bool:
+    """Every row is there once and went well."""
+    results = results_of(job)
+    return [r["row"] for r in results] == list(range(rows)) and all(r["error"] is None for r in results)
+
+
+def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
+    """The event log tells which scheduler's window was set, to what, in which state, and why."""
+    with FakeSGLang(max_running=32, delay_s=0.05) as server:
+        job = job_of(tmp_path, server, rows=3000)
+        batchrunner.run(job)
+        first, *later = events_of(job, "window")
+        assert (first["scheduler"], first["old"], first["new"]) == (server.url, 0, 44)
+        assert "max_running_requests 32, and 12 waiting" in first["reason"]
+        assert "12-250 (scaled down: the scheduler runs 32 at once)" in first["reason"]
+        assert all(change["reason"] and change["state"] for change in later)
+
+
+def test_the_queue_is_held_and_reported(tmp_path: Path) -> None:
+    """The window settles so that the queue is in its band, and the report says for how long it was."""
+    with FakeSGLang(max_running=32, delay_s=0.2) as server:
+        job = job_of(tmp_path, server, rows=1500)
+        batchrunner.run(job)
+        load = report_of(job)["load"]
+        assert load["steady_s"] > 3
+        assert load["in_band_share"] > 0.8
+        assert load["empty_queue_share"] == 0
+        assert 10 < load["mean_queue"] < 250
+        assert load["window_over_time"]
+
+
+def test_a_fixed_window_is_kept(tmp_path: Path) -> None:
+    """Who sets a window gets it, whatever the load says."""
+    with FakeSGLang(max_running=32, delay_s=0.05) as server:
+        job = job_of(tmp_path, server, rows=300, window=7)
+        report = batchrunner.run(job)
+        assert (report.window, server.most_in_flight) == (7, 7)
+        assert events_of(job, "window") == []
+
+
+def test_the_band_can_be_set(tmp_path: Path) -> None:
+    """`queue` moves the band; one that is too narrow to hold is refused."""
+    with FakeSGLang(max_running=256, delay_s=0.1) as server:
+        job = job_of(tmp_path, server, rows=600)
+        batchrunner.run({**job, "queue": [20, 200]})
+        assert "#queue-req 20-200" in events_of(job, "window")[0]["reason"]
+        (tmp_path / "job.json").write_text(json.dumps({**job, "queue": [100, 150]}))
+        refused = batchrun(tmp_path / "job.json")
+        assert refused.exit_code == 2
+        assert "queue: the upper end must be at least 4 times the lower one" in refused.stderr
+
+
+def test_a_load_endpoint_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the load is not told any more the run goes on, held to what was known, and says so."""
+    with FakeSGLang(max_running=32, delay_s=0.05) as server:
+        monkeypatch.setattr("batchrunner.dispatch.concurrency.controller.BLIND_AFTER_S", 0.5)
+        job = job_of(tmp_path, server, rows=1500)
+
+        def script(sent: Sent) -> Behaviour:
+            if len(server.sent) == 200:
+                server.polls = "gone"
+            return "answer"
+
+        server.script = script
+        batchrunner.run(job)
+        assert whole(job, 1500)
+        blind = [change for change in events_of(job, "window") if change["state"] == "blind"]
+        assert len(blind) == 1
+        assert "no fresh load" in blind[0]["reason"]
+
+
+def test_a_poll_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll without an answer is given up; rows do not wait for it."""
+    with FakeSGLang(max_running=32, delay_s=0.02) as server:
+        monkeypatch.setattr("batchrunner.engines.http.client.POLL_TIMEOUT_S", 0.3)
+        job = job_of(tmp_path, server, rows=1000)
+
+        def script(sent: Sent) -> Behaviour:
+            if len(server.sent) == 100:
+                server.polls = "hang"
+            return "answer"
+
+        server.script = script
+        assert batchrunner.run(job).wall_s < 20
+        assert whole(job, 1000)
+
+
+def test_refusals_narrow_the_window(tmp_path: Path) -> None:
+    """A server that answers 503 for a while is sent less; no row is lost or failed by that."""
+    with FakeSGLang(max_running=64, delay_s=0.02) as server:
+        job = job_of(tmp_path, server, rows=2000)
+        server.script = lambda sent: "busy 503" if 300 <= len(server.sent) < 600 else "answer"
+        report = batchrunner.run(job)
+        assert whole(job, 2000)
+        assert report.retries >= 300
+        pressed = [change for change in events_of(job, "window") if change["state"] == "pressure"]
+        assert pressed
+        assert all(change["new"] < change["old"] for change in pressed)
+        assert "503" in pressed[0]["reason"]
+
+
+def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
+    """Of two replicas one of which is ten times slower, each is kept busy and neither is drowned."""
+    fast = FakeSGLang(max_running=32, delay_s=0.05)
+    with fast as server, FakeSGLang(max_running=32, delay_s=0.5) as lame:
+        job = job_of(tmp_path, rows=3000)
+        job["engine"] = {"kind": "attach", "urls": [server.url, lame.url]}
+        batchrunner.run(job)
+        assert whole(job, 3000)
+        assert len(lame.sent) < len(server.sent) / 4
+        assert lame.most_in_flight <= 32 + 250
+
+
+async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:
+    """While a replica is away the other does its work; when it is back on its port it gets rows again."""
+    job = job_of(tmp_path, rows=6000)
+    with FakeSGLang(max_running=16, delay_s=0.02) as steady:
+        with FakeSGLang(max_running=16, delay_s=0.02) as mortal:
+            job["engine"] = {"kind": "attach", "urls": [steady.url, mortal.url]}
+            running = asyncio.create_task(batchrunner.arun(job))
+            await asyncio.to_thread(mortal.wait_for, 200)
+        port = int(mortal.url.rsplit(":", 1)[1])
+        with FakeSGLang(max_running=16, delay_s=0.02, port=port) as again:
+            await asyncio.to_thread(again.wait_for, 100)
+            await running
+    assert whole(job, 6000)
+
+
+OLD_RELEASE = """
+class Handler(Server):
+    known = {
+        "/get_model_info": {"model_path": "old"},
+        "/get_server_info": {"version": "0.4.1", "max_running_requests": 16},
+        "/model_info": {"model_path": "old"},
+    }
+    def asked(self, body):
+        print("[2024-12-01 12:00:00 TP0] Decode batch. #running-req: 5, #token: 50, token usage: 0.05, "
+              "gen throughput (token/s): 4.01, #queue-req: 3,", flush=True)
+        time.sleep(0.2)
+        self.answer("old answer")
+
+print("[2024-12-01 12:00:00] max_total_num_tokens=1000, max_running_requests=16", flush=True)
+"""
+
+
+def test_an_old_release_tells_its_load_in_its_log(tmp_path: Path) -> None:
+    """A launched server without /v1/loads and /metrics is read by its log lines."""
+    job = job_of(tmp_path, launchable(tmp_path, OLD_RELEASE), rows=150)
+    batchrunner.run(job)
+    assert whole(job, 150)
+    signals = [signal for sample in events_of(job, "sample") for signal in sample["signals"]]
+    assert {(s["source"], s["running"], s["queue"], s["max_running"]) for s in signals} == {("log", 5, 3, 16)}
+
+
+def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock may be set back or forth in mid-run: nothing is timed by it."""
+    clock = iter(range(10**9, 0, -3600))
+    with FakeSGLang(max_running=32, delay_s=0.02) as server:
+        job = job_of(tmp_path, server, rows=800)
+        monkeypatch.setattr("batchrunner.output.events.time.time", lambda: float(next(clock)))
+        report = batchrunner.run(job)
+    assert whole(job, 800)
+    assert 0 < report.wall_s < 20
+    elapsed = [sample["elapsed_s"] for sample in events_of(job, "sample")]
+    assert elapsed == sorted(elapsed)
+
+
+def test_many_schedulers_in_one_line() -> None:
+    """A few are shown one by one; of a fleet the sum and the range, and the terminal's form is shorter."""
+    few = [("a", 5, 100, 0.5), ("b", 7, 120, 0.61)]
+    assert load_line(few, {"a": (100, 2000)}, 0) == (
+        "#running-req 5+7, #queue-req 100+120 (100-2000), token usage 0.50/0.61"
+    )
+    assert load_line(few, {}, 3, short=True) == "run 5+7, queue 100+120, KV 0.50/0.61, 3 retracted"
+    many = [(f"r{i}", 10 + i, 100 + i, 0.9) for i in range(64)]
+    assert load_line(many, {}, 0, short=True) == (
+        "run 2656 (10-73 each), queue 8416 (100-163 each), KV 0.90-0.90"
+    )
+    assert load_line([], {}, 0) == "load unknown"

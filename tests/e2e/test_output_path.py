@@ -1,0 +1,102 @@
+"""An output path that cannot be written, or has links in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import JobError, StorageError
+from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
+from tests.support.refusals import AS_ROOT, refusal, told
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/deep/run"])
+def test_output_is_a_file(tmp_path: Path, below: str) -> None:
+    """An output path that is a file, or lies under one, is refused."""
+    (tmp_path / "out").write_text("precious")
+    job = job_of(tmp_path, output={"path": f"{tmp_path}/out{below}"})
+    told(refusal(job, tmp_path), tmp_path / "out", "is a file: give a directory")
+
+
+def test_output_is_not_writable(tmp_path: Path) -> None:
+    """An output path under a directory that may not be written is refused."""
+    if AS_ROOT:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "out").mkdir(mode=0o500)
+    told(refusal(job_of(tmp_path, output={"path": f"{tmp_path}/out/run"}), tmp_path), "is not writable")
+
+
+def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
+    """An output path where even root cannot make a directory is refused, and not for a full disk."""
+    message = refusal(job_of(tmp_path, output={"path": "/proc/run"}), tmp_path)
+    told(message, "output.path /proc/run", "cannot be written")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+@pytest.mark.parametrize("section", ["input", "output"])
+def test_impossible_paths(tmp_path: Path, section: str, name: str) -> None:
+    """A path that no file system takes is refused like any other."""
+    write_rows(tmp_path / "input.parquet", 2)
+    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/{name}"}}
+    job = job_of(tmp_path, **changes)
+    assert refusal(job, tmp_path)
+
+
+@pytest.mark.parametrize("section", ["input", "output"])
+def test_a_path_that_is_no_text(tmp_path: Path, section: str) -> None:
+    """A path of bytes that are no UTF-8, as a shell passes them on, is refused in one line."""
+    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/\udce9"}}
+    with pytest.raises(JobError, match=f"{section}.path.*not valid UTF-8"):
+        batchrunner.run(job_of(tmp_path, **changes))
+
+
+def test_a_directory_in_the_logs_place(tmp_path: Path) -> None:
+    """Where the event log cannot be written the run does not begin."""
+    (tmp_path / "run" / "events.jsonl").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"events\.jsonl: cannot be written: Is a directory"):
+        batchrunner.run(job_of(tmp_path))
+
+
+def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:
+    """A mistake in the job does not cost the results that are there, with --fresh neither."""
+    job = job_of(tmp_path, INSTANT)
+    batchrunner.run(job)
+    refusal({**job, "prompt": {"text": "txt"}}, tmp_path, "--fresh")
+    url = "http://127.0.0.1:9"
+    refusal({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path, "--fresh")
+
+
+@pytest.mark.parametrize(
+    "name", ["parts", "tasks", "tasks/main", "leases", "merged", "events.jsonl", "engine.log"]
+)
+def test_links_in_the_output(tmp_path: Path, name: str) -> None:
+    """A link that somebody planted in the output directory leads no file of ours elsewhere."""
+    outside, planted = tmp_path / "outside", tmp_path / "run" / name
+    outside.mkdir()
+    planted.parent.mkdir(parents=True)
+    planted.symlink_to(outside)
+    for command in ([write_job(job_of(tmp_path), tmp_path)], ["merge", tmp_path / "run"]):
+        refused = batchrun(*command)
+        assert refused.exit_code == 2
+        told(refused.stderr, str(planted), "is a symbolic link", "remove it")
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", [".run.json.main.tmp", ".report.json.tmp", "parts/.part-main-000000.parquet.tmp"]
+)
+def test_links_instead_of_temporary_files(tmp_path: Path, name: str) -> None:
+    """A link under the name of a temporary file is replaced and not followed."""
+    victim, planted = tmp_path / "victim", tmp_path / "run" / name
+    victim.write_text("mine")
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.symlink_to(victim)
+    job = job_of(tmp_path)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert victim.read_text() == "mine"
+    assert len(results_of(job)) == 10

@@ -1,0 +1,313 @@
+"""Stopped in whatever way and started again: nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import itertools
+import operator
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchrunner
+from batchrunner.core.errors import EngineStartError, ResumeError
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    job_of,
+    report_of,
+    results_of,
+    write_job,
+    write_rows,
+)
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.started_runs import rows_in, rows_sent, some_done
+
+
+def test_a_finished_run_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """Starting a run that is done is free, even when its engine is gone."""
+    job = job_of(tmp_path, server)
+    batchrunner.run(job)
+    report = batchrunner.run({**job, "engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}})
+    assert (report.exit_code, report.rows_ok, report.rows_resumed) == (0, 10, 10)
+    assert len(server.sent) == 10
+
+
+def test_a_larger_limit_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
+    """A run that was tried with a few rows is continued with all of them."""
+    job = some_done(tmp_path, server)
+    report = batchrunner.run(job)
+    assert (report.rows_total, report.rows_ok, report.rows_resumed) == (10, 10, 4)
+    assert rows_sent(server) == list(range(4, 10))
+    assert rows_in(job) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "window=2",
+        "output.part_rows=3",
+        "limits={deadline: 1h, max_failed_rows: 1, max_attempts: 9}",
+        "engine.api_key_env=OTHER_KEY",
+    ],
+)
+def test_what_may_change(tmp_path: Path, server: FakeSGLang, change: str) -> None:
+    """How a run is done may change between starts: limits, window, part size, the engine's options."""
+    job = some_done(tmp_path, server)
+    assert batchrunner.run(job, overrides=[change]).rows_resumed == 4
+    assert rows_in(job) == list(range(10))
+
+
+def test_dates_are_the_same_dates(tmp_path: Path) -> None:
+    """What YAML reads as a date, and run.json keeps as a text, makes no other run."""
+    job = job_of(
+        tmp_path, prompt={"user": "{{ text }}", "chat_template_kwargs": {"date": dt.date(2024, 7, 26)}}
+    )
+    batchrunner.run(job, overrides=["input.limit=4"])
+    assert batchrunner.run(job).rows_resumed == 4
+
+
+def test_another_address_of_the_same_model(tmp_path: Path, server: FakeSGLang) -> None:
+    """An engine that was restarted elsewhere goes on with the run."""
+    job = some_done(tmp_path, server)
+    with FakeSGLang() as another:
+        batchrunner.run(job, overrides=[f"engine.urls=[{another.url}]"])
+        assert rows_sent(another) == list(range(4, 10))
+    assert server.sent == []
+
+
+def test_moved_files_are_the_same_files(tmp_path: Path, server: FakeSGLang) -> None:
+    """An input that was moved with its content unchanged is the same input."""
+    job = some_done(tmp_path, server)
+    (tmp_path / "input.parquet").rename(tmp_path / "moved.parquet")
+    assert batchrunner.run(job, overrides=[f"input.path={tmp_path}/moved.parquet"]).rows_resumed == 4
+
+
+def test_files_that_were_added(tmp_path: Path, server: FakeSGLang) -> None:
+    """An input that grows by files after the known ones is continued with their rows."""
+    source = tmp_path / "in"
+    write_rows(source / "day1.parquet", 3)
+    job = job_of(tmp_path, server, input={"path": str(source), "columns": ["id"]})
+    batchrunner.run(job)
+    server.forget()
+    write_rows(source / "day2.parquet", 4, first=3)
+    report = batchrunner.run(job)
+    assert (report.rows_total, report.rows_resumed) == (7, 3)
+    assert rows_sent(server) == [3, 4, 5, 6]
+    assert [(row["row"], row["id"]) for row in results_of(job)] == [(i, i) for i in range(7)]
+
+
+def test_a_partition_that_becomes_another_type(tmp_path: Path, server: FakeSGLang) -> None:
+    """Parts of two types could not be merged: the start is refused, unless no row carries the column."""
+    source = tmp_path / "in"
+    write_rows(source / "day=01" / "a.parquet", 2)
+    job = job_of(tmp_path, server, input={"path": str(source), "columns": ["day"], "rename": {"day": "d"}})
+    other = {**job, "input": {"path": str(source)}, "output": {"path": str(tmp_path / "other")}}
+    batchrunner.run(job)
+    batchrunner.run(other)
+    write_rows(source / "day=02" / "a.parquet", 2)
+    assert batchrunner.run(job).rows_resumed == 2
+    server.forget()
+    write_rows(source / "day=late" / "a.parquet", 2)
+    with pytest.raises(ResumeError, match=r"'day', .* was int64 .* make it string"):
+        batchrunner.run(job)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 2
+    assert server.sent == []
+    assert batchrunner.run(other).rows_total == 6
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+
+
+READS = [
+    ("batchrunner.input.dataset.Dataset.open_group", "input"),
+    ("batchrunner.input.row_reader.SortedCopy._read_group", "prefix"),
+]
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, read: str, calls: range) -> None:
+    """Let these calls of a function that reads fail, as those of a network do."""
+    monkeypatch.setattr("batchrunner.runner.task_rows.READ_PAUSES_S", (0.01, 0.01))
+    function = operator.attrgetter(read.removeprefix("batchrunner."))(batchrunner)
+    numbers = itertools.count()
+
+    def flaky(*arguments: Any) -> Any:
+        if next(numbers) in calls:
+            raise OSError(5, "Input/output error")
+        return function(*arguments)
+
+    monkeypatch.setattr(read, flaky)
+
+
+@pytest.mark.parametrize(("read", "order"), READS)
+def test_input_that_cannot_be_read_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, read: str, order: str
+) -> None:
+    """What a mount or a store denies in mid-run is asked for again, from where it was."""
+    fail(monkeypatch, read, range(1, 3))
+    job = job_of(tmp_path, order=order)
+    assert batchrunner.run(job).rows_ok == 10
+    assert rows_in(job) == list(range(10))
+    assert caplog.text.count("cannot be read: [Errno 5] Input/output error: tried again in") == 2
+
+
+@pytest.mark.parametrize(("read", "order"), READS)
+def test_input_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, order: str) -> None:
+    """Where it stays away the run stops, and goes on when it is there again."""
+    job = job_of(tmp_path, order=order)
+    with monkeypatch.context() as lost:
+        fail(lost, read, range(1, 1000))
+        result = batchrun(write_job(job, tmp_path), "-q")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].endswith("Input/output error: run the same command again")
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert rows_in(job) == list(range(10))
+
+
+def test_fresh_starts_again(tmp_path: Path, server: FakeSGLang) -> None:
+    """`--fresh` discards what is there and takes any job."""
+    job = some_done(tmp_path, server)
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--fresh", "--set", "prompt={text: 'Say {{ text }}'}").exit_code == 0
+    assert len(server.sent) == 10
+    report = report_of(job)
+    assert (report["rows_resumed"], report["rows_ok"], report["starts"]) == (0, 10, 1)
+    assert all(row["output"].startswith("answer 0 to Say row") for row in results_of(job))
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_failed_rows_are_final_unless_asked_for(tmp_path: Path, server: FakeSGLang, samples: int) -> None:
+    """Failed rows are not sent again by another start, and are by `--retry-failed`, and only they."""
+    server.script = lambda sent: "too long" if sent.prompt in {"row 2", "row 7"} else "answer"
+    job = job_of(tmp_path, server, output={"part_rows": 3}, sampling={"n": samples})
+    file = write_job(job, tmp_path)
+    assert batchrun(file).exit_code == 3
+    server.forget()
+    assert batchrun(file).exit_code == 3
+    assert server.sent == []
+    server.script = lambda sent: "too long" if sent.prompt == "row 7" else "answer"
+    assert batchrun(file, "--retry-failed").exit_code == 3
+    assert rows_sent(server) == [2, 7]
+    report = report_of(job)
+    assert (report["rows_ok"], report["rows_failed"], report["rows_resumed"]) == (9, 1, 8)
+    server.script = lambda _: "answer"
+    assert batchrun(file, "--retry-failed").exit_code == 0
+    assert rows_in(job) == list(range(10))
+    assert all(row["error"] is None for row in results_of(job))
+
+
+def test_retry_failed_costs_nothing_when_it_cannot_start(tmp_path: Path, server: FakeSGLang) -> None:
+    """The errors of failed rows stay where they are until there is an engine that takes the rows again."""
+    server.script = lambda sent: "too long" if sent.prompt == "row 2" else "answer"
+    job = job_of(tmp_path, server)
+    batchrunner.run(job)
+    before = results_of(job)
+    with pytest.raises(EngineStartError):
+        batchrunner.run(job, retry_failed=True, overrides=["engine.urls=['http://127.0.0.1:9']"])
+    assert results_of(job) == before
+    server.model = "other/model"
+    with pytest.raises(ResumeError):
+        batchrunner.run(job, retry_failed=True)
+    assert results_of(job) == before
+
+
+def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
+    """The report tells this start's time and tokens apart from those of all starts."""
+    job = some_done(tmp_path, server)
+    first = report_of(job)
+    second = batchrunner.run(job)
+    assert (first["starts"], second.starts) == (1, 2)
+    assert first["wall_s_all_starts"] == first["wall_s"]
+    assert second.wall_s_all_starts == pytest.approx(first["wall_s"] + second.wall_s, abs=0.05)
+    assert (second.output_tokens, second.output_tokens_all_starts) == (30, 50)
+    third = batchrunner.run(job)
+    assert third.wall_s_all_starts == pytest.approx(second.wall_s_all_starts, abs=0.05)
+
+
+def test_times_of_killed_starts_add_up(tmp_path: Path) -> None:
+    """A start that was killed, its last line torn, counts up to the last event that it wrote."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    log = tmp_path / "run" / "events.jsonl"
+    *others, last = log.read_bytes().splitlines(keepends=True)
+    lasts = [re.sub(rb'"elapsed_s":[0-9.]+', b'"elapsed_s":%d.5' % s, last) for s in (100, 200, 300)]
+    log.write_bytes(b"".join([*others, lasts[0], *others, lasts[1], *others, lasts[2], last[:20]]))
+    report = batchrunner.run(job)
+    assert (report.starts, report.wall_s_all_starts) == (3, 601.5)
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 60),
+    window=st.integers(1, 8),
+    part_rows=st.integers(1, 12),
+    stops=st.lists(st.integers(1, 40), max_size=3),
+    refused=st.sets(st.integers(0, 59)),
+    torn=st.booleans(),
+)
+def test_every_row_ends_once_over_all_starts(
+    rows: int,
+    window: int,
+    part_rows: int,
+    stops: list[int],
+    refused: set[int],
+    *,
+    torn: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """However often a run is cut off, and where, every row is in the parts once and none is resent."""
+    tmp_path = tmp_path_factory.mktemp("starts")
+
+    async def one_start(stop_at: int) -> None:
+        """Run the job; cancel it at the request with this number."""
+        running = asyncio.create_task(batchrunner.arun(job))
+        loop = asyncio.get_running_loop()
+
+        def script(sent: Sent) -> Behaviour:
+            if len(server.sent) == stop_at:
+                loop.call_soon_threadsafe(running.cancel)
+            return "too long" if int(sent.prompt.split()[1]) in refused else "answer"
+
+        server.script = script
+        await asyncio.wait([running])
+        assert running.cancelled() or running.result().rows_left == 0
+
+    with FakeSGLang() as server:
+        job = job_of(
+            tmp_path,
+            server,
+            rows=rows,
+            window=window,
+            output={"part_rows": part_rows},
+            limits={"abort_failed_share": 1},
+        )
+        for stop_at in [*stops, 10**9]:
+            before = set(rows_in(job))
+            server.forget()
+            asyncio.run(one_start(stop_at))
+            assert before.isdisjoint(rows_sent(server))
+            assert before <= set(rows_in(job))
+            if torn and (tmp_path / "run" / "parts").is_dir():
+                (tmp_path / "run" / "parts" / ".part-main-999999.parquet.tmp").write_bytes(b"torn")
+    found = results_of(job)
+    assert [row["row"] for row in found] == list(range(rows))
+    assert [row["error"] is None for row in found] == [row not in refused for row in range(rows)]
+    report = report_of(job)
+    assert (report["rows_ok"], report["rows_failed"]) == (
+        len(set(range(rows)) - refused),
+        len(set(range(rows)) & refused),
+    )
+
+
+def test_resumed_results_merge(tmp_path: Path) -> None:
+    """Parts of several starts make one dataset in input order."""
+    job = job_of(tmp_path, INSTANT, rows=30, output={"part_rows": 4})
+    for limit in (3, 17, 30):
+        batchrunner.run(job, overrides=[f"input.limit={limit}"])
+    result = batchrun("merge", tmp_path / "run")
+    merged = pq.read_table(Path(result.stdout.strip()))
+    assert merged.column("row").to_pylist() == list(range(30))

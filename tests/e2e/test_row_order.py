@@ -1,0 +1,488 @@
+"""The order in which rows are sent: as they stand, sorted by how they begin, or the longest first."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyroaring import BitMap64
+
+import batchrunner
+from batchrunner.core.errors import OutputError
+from batchrunner.input.dataset import Dataset
+from batchrunner.output.events import read_events
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    eventually,
+    job_of,
+    results_of,
+    started,
+    write_job,
+    write_rows,
+)
+from tests.support.carried import CARRIED
+from tests.support.documents import DOCUMENT, document, shuffled, write_texts
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.interpreter import loaded_by
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.fake_sglang import Sent
+
+
+@pytest.fixture
+def server() -> Iterator[FakeSGLang]:
+    """A server without a prefix cache gets rows just as the plan has them: no leader goes ahead."""
+    with FakeSGLang(arguments={"disable_radix_cache": True}) as fake:
+        yield fake
+
+
+def stretches(texts: list[str]) -> int:
+    """Count how often the document changes from one text to the next, and the first one."""
+    return len(list(groupby(text[:DOCUMENT] for text in texts)))
+
+
+def sent_texts(server: FakeSGLang) -> list[str]:
+    return [sent.prompt for sent in server.sent]
+
+
+def sorted_job(directory: Path, engine: Any = INSTANT, **changes: Any) -> dict[str, Any]:
+    """Return a job that sends one row after the other, in prefix order."""
+    return job_of(directory, engine, **{"order": "prefix", "window": 1, "dedupe": False, **changes})
+
+
+def copies_in(run: Path) -> list[Path]:
+    """Return what of sorted copies lies in a run."""
+    return sorted(run.rglob("*order-*"))
+
+
+def chosen(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what the events of a run say of its order, start by start."""
+    events = read_events(Path(job["output"]["path"]) / "events.jsonl")
+    return [event for event in events if event["event"] == "order"]
+
+
+def test_rows_that_begin_alike_are_sent_together(tmp_path: Path, server: FakeSGLang) -> None:
+    """`order: prefix` sends each document's questions one after the other; results know their rows."""
+    texts = shuffled(300, 20)
+    write_texts(tmp_path / "input.parquet", texts)
+    job = sorted_job(tmp_path, server)
+    assert batchrunner.run(job).rows_ok == 300
+    assert stretches(texts) > 200
+    assert stretches(sent_texts(server)) == 20
+    assert [row["output"].split()[-1] for row in results_of(job)] == [text.split()[-1] for text in texts]
+    assert copies_in(tmp_path / "run") == []
+    merged = pq.read_table(Path(batchrun("merge", tmp_path / "run").stdout.strip()))
+    assert merged.column("row").to_pylist() == list(range(300))
+
+
+def test_longest_first(tmp_path: Path, server: FakeSGLang) -> None:
+    """`order: longest_first` goes by max_new_tokens where a column has it, else by the prompt."""
+    made = random.Random(1)
+    limits = [made.randrange(1, 1000) for _ in range(50)]
+    texts = ["x" * made.randrange(1, 900) for _ in range(50)]
+    write_texts(tmp_path / "input.parquet", texts, limit=limits)
+    job = sorted_job(tmp_path, server, order="longest_first")
+    batchrunner.run(job)
+    assert list(map(len, sent_texts(server))) == sorted(map(len, texts), reverse=True)
+    server.forget()
+    batchrunner.run({**job, "sampling": {"max_new_tokens": {"column": "limit"}}}, fresh=True)
+    sent = [sent.body["sampling_params"]["max_new_tokens"] for sent in server.sent]
+    assert sent == sorted(limits, reverse=True)
+
+
+def test_longest_first_with_odd_limits(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A null is the default, 1024; a number that cannot be sent fails its row, and no other."""
+    monkeypatch.setattr("batchrunner.dispatch.prefix_order.reorder.WINDOW_ROWS", 20)
+    monkeypatch.setattr("batchrunner.dispatch.prefix_order.reorder.LAST_ROWS", 10)
+    limits = pa.array([10.0, None, 500.0, 1e300, -1e300] * 20, pa.float64())
+    texts = [f"{name} {row}" for row in range(20) for name in ("ten", "none", "500", "huge", "wrong")]
+    write_texts(tmp_path / "input.parquet", texts, limit=limits)
+    limit = {"max_new_tokens": {"column": "limit"}}
+    batchrunner.run(sorted_job(tmp_path, server, order="longest_first", sampling=limit))
+    kinds = [text.split()[0] for text in sent_texts(server)]
+    assert [set(kinds[at : at + 20]) for at in range(0, 60, 20)] == [{"none"}, {"500"}, {"ten"}]
+    assert len(kinds) == 60
+
+
+def test_rows_that_cannot_be_sent(tmp_path: Path, server: FakeSGLang) -> None:
+    """A row without a prompt has a place in any order, and ends as a failed row."""
+    texts = [None if row % 3 == 0 else f"text {row}" if row % 3 == 1 else "" for row in range(30)]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / "input.parquet")
+    for order in ("prefix", "longest_first"):
+        job = sorted_job(tmp_path, server, order=order, output={"path": str(tmp_path / order)})
+        report = batchrunner.run(job)
+        assert (report.rows_ok, report.rows_failed) == (10, 20)
+
+
+def test_bad_text_and_long_text(tmp_path: Path, server: FakeSGLang) -> None:
+    """Bytes that are no UTF-8 and prompts of a million characters go through the sort as they are."""
+    texts = [b"fine", b"\xff\xfe", b"y" * 1_000_000, b"x" * 1_000_000, b"fine"]
+    column = pa.array(texts, pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": column, "n": range(5)}), tmp_path / "input.parquet")
+    job = sorted_job(tmp_path, server, input={"columns": ["n"]})
+    assert batchrunner.run(job).rows_failed == 1
+    assert [row["error"] is None for row in results_of(job)] == [True, False, True, True, True]
+    assert [row["n"] for row in results_of(job)] == list(range(5))
+    assert sorted(map(len, sent_texts(server))) == [4, 4, 1_000_000, 1_000_000]
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_carried_columns_survive_the_sort(tmp_path: Path, name: str) -> None:
+    """A carried column has the same type and values in the results, whatever the order."""
+    source = pa.table({"text": ["row 0", "row 1", "row 2"], name: CARRIED[name]})
+    pq.write_table(source, tmp_path / "input.parquet", row_group_size=2)
+    found = []
+    for order in ("input", "prefix"):
+        job = job_of(tmp_path, input={"columns": [name]}, output={"path": str(tmp_path / order)}, order=order)
+        batchrunner.run(job)
+        found.append(pq.read_table(tmp_path / order / "parts").sort_by("row").column(name))
+    assert found[0].type == found[1].type
+    assert found[0].to_pylist() == found[1].to_pylist()
+
+
+def test_columns_of_the_path_and_names_of_ours(tmp_path: Path, server: FakeSGLang) -> None:
+    """Columns in the path, a column named row, messages and an output path that looks like a column."""
+    for day in (1, 2):
+        conversation = [[{"role": "user", "content": f"{document(n % 3)} {n}"}] for n in range(30)]
+        table = pa.table({"talk": conversation, "row": range(30)})
+        (tmp_path / "in" / f"day={day}").mkdir(parents=True)
+        pq.write_table(table, tmp_path / "in" / f"day={day}" / "x.parquet", row_group_size=7)
+    job = sorted_job(
+        tmp_path,
+        server,
+        input={"path": str(tmp_path / "in"), "columns": ["day", "row"], "rename": {"row": "n"}},
+        prompt={"messages": "talk"},
+        output={"path": str(tmp_path / "day=7" / "run")},
+    )
+    batchrunner.run(job)
+    rows = results_of(job)
+    assert [(row["day"], row["n"]) for row in rows] == [(day, n) for day in (1, 2) for n in range(30)]
+    assert stretches([sent.body["messages"][0]["content"] for sent in server.sent]) == 3
+
+
+def test_filter_and_limit(tmp_path: Path, server: FakeSGLang) -> None:
+    """Only the rows that the job is about are sorted."""
+    texts = shuffled(200, 10)
+    write_texts(tmp_path / "input.parquet", texts, n=range(200))
+    job = sorted_job(tmp_path, server, input={"filter": "n % 2 == 1", "limit": 50})
+    batchrunner.run(job)
+    assert [row["row"] for row in results_of(job)] == list(range(1, 100, 2))
+    assert stretches(sent_texts(server)) == len({text[:DOCUMENT] for text in texts[1:100:2]})
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+def test_columns_of_views(tmp_path: Path, server: FakeSGLang, order: str) -> None:
+    """Texts and bytes as views, inside of others too, are filtered, sorted and carried."""
+    texts = shuffled(200, 10)
+    tags = [{"tag": str(n).encode()} for n in range(200)]
+    source = pa.table(
+        {
+            "text": pa.array(texts, pa.string_view()),
+            "n": range(200),
+            "tag": pa.array(tags, pa.struct([("tag", pa.binary_view())])),
+        }
+    )
+    pq.write_table(source, tmp_path / "input.parquet")
+    rows = {"filter": "n % 2 == 1", "columns": ["tag"]}
+    job = sorted_job(tmp_path, server, order=order, input=rows)
+    assert batchrunner.run(job).rows_ok == 100
+    assert [row["tag"] for row in results_of(job)] == tags[1::2]
+    alike = len({text[:DOCUMENT] for text in texts[1::2]})
+    assert (stretches(sent_texts(server)) == alike) == (order == "prefix")
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_every_row_once_in_any_order(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """However rows begin and row groups lie, sorted rows are the rows, each with its own values."""
+    beginnings = st.sampled_from([document(n)[: 70 * n] for n in range(5)])
+    texts = data.draw(st.lists(st.tuples(beginnings, st.text("ab", max_size=3)).map("".join), min_size=1))
+    tmp_path = tmp_path_factory.mktemp("order")
+    group = data.draw(st.integers(1, 20))
+    write_texts(tmp_path / "input.parquet", texts, group, n=range(len(texts)))
+    order = data.draw(st.sampled_from(["prefix", "longest_first"]))
+    job = job_of(tmp_path, input={"columns": ["text", "n"]}, order=order, limits={"abort_failed_share": 1})
+    batchrunner.run(job)
+    rows = results_of(job)
+    assert [row["row"] for row in rows] == [row["n"] for row in rows] == list(range(len(texts)))
+    assert [row["text"] for row in rows] == texts
+
+
+def test_a_killed_start_is_gone_on_with(tmp_path: Path, server: FakeSGLang) -> None:
+    """After a kill in mid-run the next start goes on in the order that is there, and clears up."""
+    texts = shuffled(200, 10)
+    write_texts(tmp_path / "input.parquet", texts)
+
+    def script(sent: Sent) -> Any:
+        return "hold" if len(server.sent) > 77 else "answer"
+
+    server.script = script
+    job = sorted_job(tmp_path, server, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    run = tmp_path / "run"
+    with started(file) as process:
+        eventually(lambda: len(server.sent) == 78)
+        eventually(lambda: json.loads(batchrun("status", run, "--json").stdout)["rows_on_disk"] == 77)
+        process.process.kill()
+        assert process.end() == -signal.SIGKILL
+    assert len(copies_in(run)) == 1
+    server.answer_held()
+    first = sent_texts(server)[:77]
+    server.forget()
+    server.script = lambda _: "answer"
+    assert batchrun(file).exit_code == 0
+    assert stretches(first + sent_texts(server)) == 10
+    assert sorted(first + sent_texts(server)) == sorted(texts)
+    assert chosen(job)[1]["why"] == "as the start before sorted it"
+    assert copies_in(run) == []
+
+
+def test_a_start_that_was_killed_while_it_sorted(tmp_path: Path, server: FakeSGLang) -> None:
+    """What it leaves is cleared away by the next start, also one that sorts nothing."""
+    write_texts(tmp_path / "input.parquet", shuffled(50, 5))
+    place = tmp_path / "run" / "tasks" / "main"
+    for order in ("prefix", "input"):
+        (place / "order-dead.work" / "spilled").mkdir(parents=True)
+        (place / "order-dead.work" / "bucket-000000.arrows").write_bytes(b"torn")
+        (place / ".order-dead.parquet.tmp").write_bytes(b"PAR1")
+        (place / "order-other.parquet").write_bytes(b"PAR1 torn")
+        assert batchrunner.run(sorted_job(tmp_path, server, order=order), fresh=True).rows_ok == 50
+        assert copies_in(tmp_path / "run") == []
+    assert len(server.sent) == 100
+
+
+@pytest.mark.parametrize("options", [[], ["--join"]])
+def test_a_kill_in_the_middle_of_the_sort(tmp_path: Path, options: list[str]) -> None:
+    """The next start begins the sort anew, and nothing of the one before stays."""
+    write_texts(tmp_path / "input.parquet", shuffled(20_000, 100), 5000)
+    job = job_of(tmp_path, order="prefix")
+    with started(write_job(job, tmp_path), *options) as process:
+        eventually(lambda: list((tmp_path / "run").rglob("order-*.work")))
+        process.process.kill()
+        assert process.end() == -signal.SIGKILL
+    assert copies_in(tmp_path / "run")
+    file = write_job({**job, "input": {**job["input"], "limit": 300}}, tmp_path)
+    assert batchrun(file, *options).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(300))
+    assert copies_in(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("changed", ["prompt", "order", "files"])
+def test_a_copy_that_does_not_fit_is_replaced(tmp_path: Path, server: FakeSGLang, changed: str) -> None:
+    """Another prompt (before a row was done), another order, more files: the rows are sorted anew."""
+    source = tmp_path / "in"
+    write_texts(source / "a.parquet", shuffled(60, 5), n=range(60))
+    server.script = lambda _: "hold"
+    job = sorted_job(tmp_path, server, input={"path": str(source)})
+    with started(write_job(job, tmp_path)) as process:
+        eventually(lambda: len(server.sent) == 1)
+        process.process.kill()
+        process.end()
+    server.answer_held()
+    server.forget()
+    server.script = lambda _: "answer"
+    assert len(copies_in(tmp_path / "run")) == 1
+    if changed == "prompt":
+        (tmp_path / "run" / "run.json").unlink()
+        job["prompt"] = {"text": "{{ n }} {{ text }}"}
+    elif changed == "order":
+        job["order"] = "longest_first"
+    else:
+        write_texts(source / "b.parquet", shuffled(40, 5), n=range(40))
+    batchrunner.run(job)
+    rows = 100 if changed == "files" else 60
+    assert [row["row"] for row in results_of(job)] == list(range(rows))
+    assert chosen(job)[-1]["why"] == "set by the job"
+    if changed == "files":
+        assert stretches(sent_texts(server)) == 5
+    assert copies_in(tmp_path / "run") == []
+
+
+def test_failed_rows_are_sorted_too(tmp_path: Path, server: FakeSGLang) -> None:
+    """`--retry-failed` after the copy has gone sorts the failed rows, and them only."""
+    write_texts(tmp_path / "input.parquet", shuffled(100, 5))
+    server.script = lambda sent: "too long" if int(sent.prompt.split()[1]) % 4 == 0 else "answer"
+    job = sorted_job(tmp_path, server, limits={"max_failed_rows": "1%"})
+    assert batchrunner.run(job).rows_failed == 25
+    server.forget()
+    server.script = lambda _: "answer"
+    assert batchrunner.run(job, retry_failed=True).rows_failed == 0
+    assert len(server.sent) == 25
+    assert stretches(sent_texts(server)) == 5
+
+
+def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says what a sort needs and what to do instead; with `auto` the run goes on in input order."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("batchrunner.input.sort.plan.write_sorted", full)
+    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
+    write_texts(tmp_path / "input.parquet", shuffled(200, 10))
+    with pytest.raises(OutputError, match=r"No space left.*MiB are free: make room, or say order: input$"):
+        batchrunner.run(sorted_job(tmp_path))
+    job = sorted_job(tmp_path, order="auto")
+    assert batchrunner.run(job).rows_ok == 200
+    (told,) = chosen(job)
+    assert told["order"] == "input"
+    assert "would be better, but" in told["why"]
+
+
+def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for a sorted copy none is begun, unless the job asks for it."""
+    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sort.plan.ROOM", 1 << 50)
+    write_texts(tmp_path / "input.parquet", shuffled(200, 10))
+    job = sorted_job(tmp_path, order="auto")
+    assert batchrunner.run(job).rows_ok == 200
+    (told,) = chosen(job)
+    assert told["order"] == "input"
+    assert "prefix would be better, but" in told["why"]
+    assert "no room to sort: that takes about" in told["why"]
+    batchrunner.run({**job, "order": "prefix"}, fresh=True)
+    assert chosen(job)[-1]["order"] == "prefix"
+
+
+def test_room_for_what_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that the job does not read take no room in a sorted copy, and make no batch smaller."""
+    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sort.plan.ROOM", shutil.disk_usage(tmp_path).free >> 20)
+    images = [number.to_bytes(2) * 50_000 for number in range(200)]
+    table = pa.table({"text": shuffled(200, 10), "image": images, "text2": images})
+    pq.write_table(table, tmp_path / "input.parquet")
+    job = sorted_job(tmp_path, order="auto")
+    batchrunner.run(job)
+    assert [told["order"] for told in chosen(job)] == ["prefix"]
+    dataset = Dataset(str(tmp_path / "input.parquet"))
+    everything = BitMap64(range(200))
+    assert [len(batch.rows) for batch in dataset.read(everything, ["text"])] == [200]
+    assert max(len(batch.rows) for batch in dataset.read(everything, ["text", "image"])) < 100
+
+
+def test_three_tasks_in_prefix_order(tmp_path: Path, server: FakeSGLang) -> None:
+    """They share one sorted copy, do every row once, and part few documents between them."""
+    texts = shuffled(600, 30)
+    write_texts(tmp_path / "input.parquet", texts)
+    job = sorted_job(tmp_path, server, window=4)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as one, started(file, "--join") as two, started(file, "--join") as three:
+        assert [task.end() for task in (one, two, three)] == [0, 0, 0]
+    assert [row["row"] for row in results_of(job)] == list(range(600))
+    assert sorted(sent_texts(server)) == sorted(texts)
+    assert copies_in(tmp_path / "run") == []
+    assert json.loads(batchrun("status", tmp_path / "run", "--json").stdout)["leases"]["free"] == 0
+    write_texts(tmp_path / "more.parquet", shuffled(50, 5))
+    job["input"]["path"] = [str(tmp_path / "input.parquet"), str(tmp_path / "more.parquet")]
+    server.forget()
+    assert batchrun(write_job(job, tmp_path), "--join").exit_code == 0
+    assert len(server.sent) == 50
+    assert [row["row"] for row in results_of(job)] == list(range(650))
+
+
+def test_a_sorted_run_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
+    """Tasks that go on with what one start has begun sort what is left, and its copy goes."""
+    write_texts(tmp_path / "input.parquet", shuffled(100, 5))
+    server.script = lambda _: "hold" if len(server.sent) > 30 else "answer"
+    job = sorted_job(tmp_path, server, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    run = tmp_path / "run"
+    with started(file) as alone:
+        eventually(lambda: len(server.sent) == 31)
+        eventually(lambda: json.loads(batchrun("status", run, "--json").stdout)["rows_on_disk"] == 30)
+        alone.process.kill()
+        alone.end()
+    server.answer_held()
+    server.forget()
+    server.script = lambda _: "answer"
+    assert batchrun(file, "--join").exit_code == 0
+    assert len(server.sent) == 70
+    assert stretches(sent_texts(server)) <= 5
+    assert [row["row"] for row in results_of(job)] == list(range(100))
+    assert copies_in(run) == []
+
+
+def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> None:
+    """A start that cannot know the rows of a lease says which file is missing, and what brings it back."""
+    write_texts(tmp_path / "input.parquet", shuffled(100, 5))
+    server.script = lambda _: "answer" if len(server.sent) < 10 else "hold"
+    file = write_job(sorted_job(tmp_path, server, output={"part_rows": 4}), tmp_path)
+    with started(file, "--join") as task:
+        eventually(lambda: list((tmp_path / "run" / "parts").glob("part-*")))
+        task.process.kill()
+        task.end()
+    (copy,) = copies_in(tmp_path / "run")
+    copy.unlink()
+    refused = batchrun(file, "--join")
+    assert refused.exit_code == 2
+    assert f"{copy}: the rows in the order of this run are missing" in refused.stderr
+    assert f"delete {copy.parent} and run --join again" in refused.stderr
+    shutil.rmtree(copy.parent)
+    server.script = lambda _: "answer"
+    server.forget()
+    assert batchrun(file, "--join").exit_code == 0
+    assert len(server.sent) <= 96
+    assert [row["row"] for row in results_of(job_of(tmp_path))] == list(range(100))
+
+
+def test_shards_sort_their_own(tmp_path: Path, server: FakeSGLang) -> None:
+    """Each of several tasks with fixed shares sends its share in prefix order."""
+    write_texts(tmp_path / "input.parquet", shuffled(200, 10))
+    file = write_job(sorted_job(tmp_path, server), tmp_path)
+    for shard in ("0/2", "1/2"):
+        server.forget()
+        assert batchrun(file, "--shard", shard).exit_code == 0
+        assert (len(server.sent), stretches(sent_texts(server))) == (100, 10)
+    assert copies_in(tmp_path / "run") == []
+
+
+def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
+    """With more rows than are looked at together, shuffled ones are sorted; check, log and event say why."""
+    write_texts(tmp_path / "input.parquet", shuffled(3000, 400))
+    job = sorted_job(tmp_path, server, order="auto")
+    file = write_job(job, tmp_path)
+    shown = batchrun("check", file)
+    assert "order: prefix (input order would find" in shown.stdout
+    assert not (tmp_path / "run").exists()
+    done = batchrun(file)
+    assert "order: prefix (input order would find" in done.stderr
+    assert stretches(sent_texts(server)) == 400
+    (told,) = chosen(job)
+    assert (told["order"], told["rows_sampled"]) == ("prefix", 3000)
+    assert told["sorted_share"] > told["input_share"] + 0.05
+
+
+@pytest.mark.parametrize(("order", "loads"), [("auto", False), ("prefix", True)])
+def test_only_who_sorts_loads_the_database(tmp_path: Path, order: str, *, loads: bool) -> None:
+    """A start that leaves rows as they stand does not pay for what sorts them; the page is another matter."""
+    file = write_job(job_of(tmp_path, order=order), tmp_path)
+    code = (
+        "import asyncio; from batchrunner.job.load import load_job; "
+        "from batchrunner.runner.execute import execute; "
+        f"asyncio.run(execute(load_job({str(file)!r}), page=False))"
+    )
+    assert ("duckdb" in loaded_by(code)) == loads
+
+
+def test_auto_leaves_a_small_input_alone(tmp_path: Path, server: FakeSGLang) -> None:
+    """What is looked at together anyway is not sorted, and nothing is written for it."""
+    write_rows(tmp_path / "input.parquet", 40)
+    job = sorted_job(tmp_path, server, order="auto")
+    batchrunner.run(job)
+    assert sent_texts(server) == [f"row {n}" for n in range(40)]
+    assert chosen(job)[0]["order"] == "input"

@@ -1,0 +1,358 @@
+"""Each way in which an engine fails a row, and what becomes of the row, of the others and of the run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchrunner
+from batchrunner.core.errors import EngineLostError
+from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+REFUSALS: dict[Behaviour, str] = {
+    "too long": "400: The input (6001 tokens) is longer than the model's context length (4096 tokens).",
+    "bad schema": "400: Failed to compile json grammar: Expecting property name in double quotes: "
+    "line 1 column 2 (char 1)",
+    "abort 400": "400: The input is not for this model.",
+}
+ROW_MAY_BE_WHY: dict[Behaviour, str] = {
+    "broken 500": "500: Out of memory of the last running request",
+    "abort": "500: Aborted by the engine",
+    "empty": "empty answer",
+    "not json": "the answer is not JSON",
+    "no answer": "not an answer of SGLang: {",
+    "disconnect": "connection lost: Server disconnected",
+}
+BUSY: list[Behaviour] = ["busy 429", "busy 503", "abort 503"]
+PROMPTS = [{"text": "text"}, {"user": "{{ text }}"}]
+
+
+def ids(sent: Sent) -> int:
+    return int(sent.prompt.split()[1])
+
+
+def test_a_token_that_the_model_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would die of it. A hub's name is looked up in Hugging Face's cache, if it is there."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    files = tmp_path / "hub" / "models--org--name" / "snapshots" / "main"
+    files.mkdir(parents=True)
+    (files / "config.json").write_text('{"vocab_size": 100}')
+    pq.write_table(pa.table({"ids": [[99, 1], [1, 100]]}), tmp_path / "ids.parquet")
+    with FakeSGLang(model="org/name") as server:
+        source: Any = {"input": {"path": str(tmp_path / "ids.parquet")}, "prompt": {"input_ids": "ids"}}
+        job = job_of(tmp_path, server, **source)
+        batchrunner.run(job)
+    errors = [row["error"] for row in results_of(job)]
+    assert errors == [None, "token id 100 is not in the model's vocabulary (0 to 99)"]
+    assert len(server.sent) == 1
+
+
+def test_a_thought_that_was_cut_is_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    """A server with a reasoning parser has no content then: to ask again would be to think as long again."""
+    server.script = lambda _: "thought"
+    job = job_of(tmp_path, server, rows=3, prompt={"user": "{{ text }}"})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 0)
+    assert report.finish_reasons == {"length": 3}
+    assert results_of(job)[0]["output"] == ""
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("what", REFUSALS)
+def test_refused_rows_are_final_at_once(
+    tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str]
+) -> None:
+    """What the engine says no to is sent once, keeps the engine's words, and costs the others nothing."""
+    server.script = lambda sent: what if sent.prompt == "row 1" else "answer"
+    job = job_of(tmp_path, server, rows=3, prompt=prompt)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.rows_failed, report.retries) == (3, 2, 1, 0)
+    bad = results_of(job)[1]
+    assert (bad["output"], bad["error"], bad["attempts"]) == (None, REFUSALS[what], 1)
+    assert len(server.sent) == 3
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("what", [*ROW_MAY_BE_WHY, *BUSY])
+def test_passing_failures_are_tried_again(
+    tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str]
+) -> None:
+    """A failure that passes leaves no trace but the count of attempts; half an answer is never a result."""
+    server.script = lambda sent: what if ids(sent) == 1 and sent.tries < 3 else "answer"
+    job = job_of(tmp_path, server, rows=3, prompt=prompt)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 2)
+    assert [row["attempts"] for row in results_of(job)] == [1, 3, 1]
+    assert all(row["output"] == f"answer 0 to row {row['row']}" for row in results_of(job))
+
+
+@pytest.mark.parametrize("what", ROW_MAY_BE_WHY)
+def test_lasting_failures_end_the_row(tmp_path: Path, server: FakeSGLang, what: Behaviour) -> None:
+    """A row that may itself be why is given up after `max_attempts` tries, with the last error."""
+    server.script = lambda sent: what if sent.prompt == "row 1" else "answer"
+    job = job_of(tmp_path, server, rows=3, limits={"max_attempts": 3})
+    batchrunner.run(job)
+    bad = results_of(job)[1]
+    assert bad["error"].startswith(ROW_MAY_BE_WHY[what])
+    assert (bad["output"], bad["attempts"], len(server.sent)) == (None, 3, 5)
+
+
+@pytest.mark.parametrize("what", BUSY)
+def test_a_busy_engine_uses_no_row_up(tmp_path: Path, server: FakeSGLang, what: Behaviour) -> None:
+    """However often the engine has no room, no row fails for it."""
+    server.script = lambda sent: what if sent.tries <= 7 else "answer"
+    job = job_of(tmp_path, server, rows=3, limits={"max_attempts": 2})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, 3)
+    assert [row["attempts"] for row in results_of(job)] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("what", ["busy 429", "busy 503", "broken 500", "disconnect", "empty"])
+def test_a_waiting_row_holds_no_place(tmp_path: Path, server: FakeSGLang, what: Behaviour) -> None:
+    """With a single place, all others are served while one row waits for its next try."""
+    server.retry_after = "1"
+    server.script = lambda sent: what if sent.prompt == "row 0" and sent.tries == 1 else "answer"
+    batchrunner.run(job_of(tmp_path, server, rows=20, window=1))
+    assert server.most_in_flight == 1
+    assert server.prompts[0] == "row 0"
+    assert server.prompts[1] != "row 0"
+    assert Counter(server.prompts) == Counter([*(f"row {i}" for i in range(20)), "row 0"])
+
+
+def test_retry_after_is_heeded(tmp_path: Path, server: FakeSGLang) -> None:
+    """A server that names a pause gets it."""
+    server.retry_after = "1"
+    server.script = lambda sent: "busy 503" if sent.tries == 1 else "answer"
+    assert batchrunner.run(job_of(tmp_path, server, rows=1)).wall_s >= 1
+
+
+def test_a_hanging_request_is_given_up(tmp_path: Path, server: FakeSGLang) -> None:
+    """One answer that never comes costs `request_timeout`, not the run."""
+    server.script = lambda sent: "hold" if sent.prompt == "row 1" and sent.tries == 1 else "answer"
+    job = job_of(tmp_path, server, rows=3, limits={"request_timeout": 0.3})
+    assert batchrunner.run(job).rows_ok == 3
+    assert [row["attempts"] for row in results_of(job)] == [1, 2, 1]
+
+
+def test_rows_whose_data_does_not_fit_are_not_sent(tmp_path: Path, server: FakeSGLang) -> None:
+    """A template error that only some data has fails those rows, says so, and the others go on."""
+    table = pa.table({"a": [1, 2, 3], "b": [1, 0, None]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"text": "{{ a / b }}"})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (3, 1, 2)
+    assert server.prompts == ["1.0"]
+    _, zero, null = results_of(job)
+    assert zero["error"] == "template: ZeroDivisionError: division by zero"
+    assert null["error"].startswith("template: TypeError")
+    assert (zero["attempts"], zero["latency_s"]) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "printed",
+    ["a", "a ~ '!'", "a|upper", "a|trim|title", "a|replace('b', 'c')", "'%s'|format(a)", "[a, 'b']|join"],
+)
+def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang, printed: str) -> None:
+    """A missing value fails its row instead of reading "None" in a prompt, whatever is done to it before."""
+    pq.write_table(pa.table({"a": ["x", None]}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"user": "Say {{ " + printed + " }}"})
+    batchrunner.run(job)
+    assert len(server.prompts) == 1
+    assert "null columns: a" in results_of(job)[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("{{ range }} of {{ dict }}", "5 of d"),
+        ("{% for n in order.items %}{{ n }}{% endfor %} {{ order.items|tojson }}", "12 [1, 2]"),
+        ("{% for n in range(2) %}{{ n }}{% endfor %}{{ order['items'][1] }}", "012"),
+    ],
+)
+def test_a_column_wins_over_what_templates_have(
+    tmp_path: Path, server: FakeSGLang, prompt: str, sent: str
+) -> None:
+    """A column named like a function of jinja2, and a field named like a method, are read all the same."""
+    rows = {"dict": ["d"], "order": [{"items": [1, 2]}]}
+    if "range(" not in prompt:
+        rows["range"] = ["5"]
+    pq.write_table(pa.table(rows), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"text": prompt})
+    batchrunner.run(job)
+    assert (server.prompts, results_of(job)[0]["error"]) == ([sent], None)
+
+
+def test_a_filter_that_fails_on_a_row_fails_that_row(tmp_path: Path, server: FakeSGLang) -> None:
+    """A row of which nobody can say whether it is wanted is not lost in silence."""
+    pq.write_table(pa.table({"a": [1, None, 3], "text": list("xyz")}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, input={"filter": "a > 1"})
+    batchrunner.run(job)
+    assert server.prompts == ["z"]
+    assert [(row["row"], (row["error"] or "ok").split(":")[0]) for row in results_of(job)] == [
+        (1, "filter"),
+        (2, "ok"),
+    ]
+
+
+# --- what failed rows mean for the run ---
+
+
+@pytest.mark.parametrize(
+    ("tolerated", "code"), [(0, 3), (1, 3), (2, 0), (3, 0), (0.1, 3), (0.2, 0), ("19%", 3), ("20%", 0)]
+)
+def test_max_failed_rows(tmp_path: Path, server: FakeSGLang, tolerated: float | str, code: int) -> None:
+    """More failed rows than tolerated, a count or a share, make the exit code 3; the run is done anyway."""
+    server.script = lambda sent: "too long" if ids(sent) < 2 else "answer"
+    job = job_of(tmp_path, server, rows=10, limits={"max_failed_rows": tolerated})
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == report_of(job)["exit_code"] == code
+    assert len(results_of(job)) == 10
+
+
+def test_a_plainly_wrong_job_is_stopped(tmp_path: Path, server: FakeSGLang) -> None:
+    """When most of at least 100 rows failed the run stops, exit 1, instead of spoiling all of them."""
+    server.script = lambda sent: "too long" if ids(sent) % 4 else "answer"
+    job = job_of(tmp_path, server, rows=2000, window=4)
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 1
+    assert re.search(r"7[3-7]% of the rows failed \(limits.abort_failed_share\)", result.stderr)
+    assert "run the same command again" not in result.stderr  # it would go on as it has begun
+    assert 100 <= len(results_of(job)) == len(server.sent) <= 110
+    assert batchrun(write_job(job, tmp_path), "--set", "limits.abort_failed_share=1").exit_code == 3
+    assert [row["row"] for row in results_of(job)] == list(range(2000))
+    assert len(server.sent) == 2000
+
+
+def test_few_failed_rows_stop_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """Ten bad rows at the head of the input are no proof of a wrong job."""
+    server.script = lambda sent: "too long" if ids(sent) < 10 else "answer"
+    assert batchrunner.run(job_of(tmp_path, server, rows=300, window=1)).rows_ok == 290
+
+
+def test_deadline(tmp_path: Path, server: FakeSGLang) -> None:
+    """When the deadline passes the rows in flight end, the rest stays for the next start: exit 1."""
+    server.script = lambda sent: "answer"
+    job = job_of(
+        tmp_path,
+        {"kind": "simulated", "step_s": 0.01, "max_running": 2},
+        rows=5000,
+        sampling={"max_new_tokens": 5},
+        limits={"deadline": 1},
+    )
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 1
+    assert "the deadline passed (limits.deadline)" in result.stderr
+    report = report_of(job)
+    assert 0 < report["rows_ok"] == len(results_of(job)) < 5000
+    assert report["rows_failed"] == 0
+
+
+# --- an engine that is gone ---
+
+
+def test_an_engine_that_dies(tmp_path: Path, server: FakeSGLang) -> None:
+    """An engine that is gone for longer than `engine_wait` ends the run, exit 1; another one finishes it."""
+    server.script = lambda sent: "die" if ids(sent) == 30 else "answer"
+    job = job_of(tmp_path, server, rows=100, window=4, limits={"engine_wait": 0.5})
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 1
+    assert len([line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]) == 1
+    assert "the engine took no row for" in result.stderr
+    done = {row["row"] for row in results_of(job)}
+    assert 20 <= len(done) < 50  # those in flight at the death may have been answered, and more after them
+    assert report_of(job)["exit_code"] == 1
+    with FakeSGLang() as another:
+        urls = f"engine.urls=[{another.url}]"
+        assert batchrun(write_job(job, tmp_path), "--set", urls).exit_code == 0
+        assert sorted(map(ids, another.sent)) == sorted(set(range(100)) - done)
+    assert [row["row"] for row in results_of(job)] == list(range(100))
+
+
+def test_another_replica_takes_over(tmp_path: Path, server: FakeSGLang) -> None:
+    """With several addresses the death of one costs no row."""
+    with FakeSGLang(lambda sent: "die" if ids(sent) >= 10 else "answer") as mortal:
+        engine = {"kind": "attach", "urls": [mortal.url, server.url]}
+        report = batchrunner.run(job_of(tmp_path, engine, rows=100, window=4))
+        assert mortal.sent
+    assert (report.exit_code, report.rows_ok) == (0, 100)
+
+
+def test_a_long_retry_after_does_not_outlast_our_patience(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a load balancer that says to come back in an hour is asked again all the same."""
+    monkeypatch.setattr("batchrunner.core.backoff.LONGEST_PAUSE_S", 0.5)
+    server.script = lambda _: "busy 503"
+    server.retry_after = "3600"
+    with pytest.raises(EngineLostError, match="the engine took no row"):
+        batchrunner.run(job_of(tmp_path, server, rows=20, limits={"engine_wait": 1}))
+
+
+def test_the_reader_does_not_run_away(tmp_path: Path, server: FakeSGLang) -> None:
+    """An engine that takes no row cannot fill the memory with rows that wait for it."""
+    server.script = lambda sent: "busy 503"
+    job = job_of(tmp_path, server, rows=20_000, window=16, limits={"engine_wait": 1})
+    server.retry_after = "1"
+    with pytest.raises(EngineLostError, match="the engine took no row"):
+        batchrunner.run(job)
+    assert 16 <= len(set(server.prompts)) <= 4096
+    assert results_of(job) == []
+
+
+# --- and all of it at once ---
+
+faults = st.lists(
+    st.sampled_from(
+        ["busy 429", "busy 503", "broken 500", "abort", "abort 503", "empty", "disconnect", "no answer"]
+    ),
+    max_size=2,
+)
+fates = st.tuples(faults, st.sampled_from(["answer", "answer", "too long", "abort 400", "broken 500"]))
+
+
+@settings(max_examples=30)
+@given(rows=st.lists(fates, min_size=1, max_size=30), window=st.integers(1, 8), part_rows=st.integers(1, 10))
+def test_every_row_ends_once(
+    rows: list[tuple[list[Behaviour], Behaviour]],
+    window: int,
+    part_rows: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Whatever fails how often, each row ends exactly once, as its own last try went."""
+
+    def script(sent: Sent) -> Behaviour:
+        before, at_last = rows[ids(sent)]
+        return before[sent.tries - 1] if sent.tries <= len(before) else at_last
+
+    tmp_path = tmp_path_factory.mktemp("fates")
+    with FakeSGLang(script, retry_after="0") as server:
+        job = job_of(
+            tmp_path,
+            server,
+            rows=len(rows),
+            window=window,
+            output={"part_rows": part_rows},
+            limits={"max_attempts": 4},
+        )
+        report = batchrunner.run(job)
+        tries = Counter(map(ids, server.sent))
+    found = results_of(job)
+    assert [row["row"] for row in found] == list(range(len(rows)))
+    assert [row["error"] is None for row in found] == [at_last == "answer" for _, at_last in rows]
+    assert [row["attempts"] for row in found] == [tries[i] for i in range(len(rows))]
+    assert report.rows_ok == sum(row["error"] is None for row in found)
+    assert report.rows_ok + report.rows_failed == len(rows)
+    assert report.retries == sum(tries.values()) - len(rows)

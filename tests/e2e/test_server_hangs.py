@@ -1,0 +1,155 @@
+"""A server that lives but does nothing is told from one that is slow, and the run goes on without it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import EngineLostError
+from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.engines.hang_detector import WARM_UP
+from tests.conftest import batchrun, events_of, job_of, needs_gateway, results_of, write_job
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.launchable import launchable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+STUCK = """
+import threading
+stuck = threading.Event()
+
+class Handler(Server):
+    @property
+    def known(self):
+        work = int(time.time() * 1000) if not stuck.is_set() else 5
+        return {
+            "/ready": {}, "/health": {}, "/model_info": {"model_path": "fragile"},
+            "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+            "/v1/loads": {"loads": [{
+                "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
+                "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0,
+                "timestamp": time.time(), "total_prefill_busy_us": work}]},
+        }
+    def asked(self, body):
+        time.sleep(float(os.environ.get("SLOW_S", "0.01")))
+        mark = os.environ.get("ONCE", "/no")
+        if body["text"] == os.environ["POISON"] and not os.path.exists(mark):
+            if mark != "/no":
+                open(mark, "w").close()
+            stuck.set()
+        if stuck.is_set():
+            time.sleep(float(os.environ.get("STUCK_S", "600")))
+            stuck.clear()
+        self.answer("to " + body["text"])
+"""
+HANG_S = 0.3
+
+
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts and retries without the pauses that are for real engines."""
+    monkeypatch.setattr("batchrunner.engines.launched.supervisor.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
+
+
+def sticky_job(directory: Path, rows: int, poison: str, **environ: str) -> dict[str, Any]:
+    engine = launchable(directory, STUCK, POISON=poison, **environ)
+    return job_of(directory, engine, rows=rows, limits={"hang": HANG_S, "max_attempts": 1})
+
+
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
+    """Its rows in flight go back unharmed and are answered; the event log tells of it."""
+    job = sticky_job(tmp_path, 300, "row 117", ONCE=str(tmp_path / "once"))
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 0, result.stderr
+    assert [row["row"] for row in results_of(job) if row["error"] is None] == list(range(300))
+    assert "the engine did nothing for" in result.stderr
+    assert events_of(job) == ["engine_hangs", "engine_back"]
+
+
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_row_that_hangs_the_server_is_found(tmp_path: Path) -> None:
+    """As one that kills it is: all others are answered."""
+    job = sticky_job(tmp_path, 300, "row 117")
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 3, result.stderr
+    assert [row["row"] for row in results_of(job)] == list(range(300))
+    assert [row["row"] for row in results_of(job) if row["error"]] == [117]
+    assert events_of(job).count("engine_hangs") == MOST_DEATHS
+
+
+def test_a_slow_server_is_left_alone(tmp_path: Path) -> None:
+    """No answer for ten times the limit is no hang while the scheduler works."""
+    job = sticky_job(tmp_path, 3, "none", SLOW_S=str(10 * WARM_UP * 0.05))
+    job["limits"]["hang"] = 0.05
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.retries) == (3, 0)
+    assert events_of(job) == []
+
+
+@needs_gateway
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_replica_that_hangs_behind_a_gateway(tmp_path: Path) -> None:
+    """It is taken out and started again; every row is answered, and none is blamed."""
+    job = sticky_job(tmp_path, 2000, "row 117", ONCE=str(tmp_path / "once"))
+    job["engine"] |= {"kind": "gateway", "replicas": 2}
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 0, result.stderr
+    assert [row["row"] for row in results_of(job) if row["error"] is None] == list(range(2000))
+    assert events_of(job) == ["engine_out", "engine_hangs", "engine_in", "engine_back"]
+
+
+@needs_gateway
+@pytest.mark.usefixtures("quick_restarts")
+def test_a_replica_that_stalls_behind_a_gateway(tmp_path: Path) -> None:
+    """It gets no rows until it moves again, long before it is taken to hang, so that the other has work."""
+    job = sticky_job(tmp_path, 2000, "row 117", ONCE=str(tmp_path / "once"), STUCK_S="3")
+    job["engine"] |= {"kind": "gateway", "replicas": 2}
+    job["limits"]["hang"] = 2
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.retries) == (2000, 0)
+    assert events_of(job)[0] == "engine_out"
+    assert set(events_of(job)) <= {"engine_out", "engine_in"}
+
+
+def test_an_attached_server_that_hangs(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its rows go to the other one at once, instead of waiting for `request_timeout`."""
+    with FakeSGLang(lambda sent: "hold" if server.sent else "answer") as stuck:
+        engine = {"kind": "attach", "urls": [stuck.url, server.url]}
+        job = job_of(tmp_path, engine, rows=200, window=8, limits={"hang": HANG_S, "max_attempts": 1})
+        report = batchrunner.run(job)
+        assert stuck.sent
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
+    assert "engine_hangs" in events_of(job)
+
+
+def test_an_attached_server_that_hangs_and_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its rows wait until it moves again, and are then answered as if nothing had been."""
+    hangs = {"now": True}
+
+    def script(sent: Sent) -> Behaviour:
+        hangs["now"] &= sent.tries < 2
+        return "hold" if hangs["now"] else "answer"
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=50, window=8, limits={"hang": HANG_S, "max_attempts": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, 50)
+    assert events_of(job)[:2] == ["engine_hangs", "engine_back"]
+
+
+def test_an_attached_server_that_hangs_for_good(tmp_path: Path, server: FakeSGLang) -> None:
+    """It ends the run when `engine_wait` has passed; nothing is blamed on a row."""
+    server.script = lambda _: "hold"
+    limits = {"hang": HANG_S, "engine_wait": 1, "max_attempts": 1}
+    began = time.monotonic()
+    with pytest.raises(EngineLostError, match="did nothing for"):
+        batchrunner.run(job_of(tmp_path, server, rows=50, window=8, limits=limits))
+    assert time.monotonic() - began < 60

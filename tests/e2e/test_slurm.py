@@ -1,0 +1,233 @@
+"""Arrays on a real Slurm: whatever happens to a task, exactly the input's rows come out, once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchrunner.core.errors import OutputError
+from batchrunner.runner.status import status
+from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.support.slurm_cluster import NODES, SlurmCluster, require_slurm, slurm_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+ROWS_PER_S = 100
+"""Of a task, at most. A task reads 512 rows ahead: an input has a few times as many, or one takes all."""
+
+
+def job_for(directory: Path, task_s: float) -> dict[str, Any]:
+    """Return a job that keeps one task busy for about so long."""
+    engine = {"kind": "simulated", "step_s": 8 / 8 / ROWS_PER_S, "max_running": 8}
+    sampling = {"max_new_tokens": 8, "ignore_eos": True}
+    return job_of(directory, engine, rows=round(task_s * ROWS_PER_S), sampling=sampling)
+
+
+class Submitted:
+    """A job whose array was submitted."""
+
+    def __init__(self, slurm: SlurmCluster, job: dict[str, Any], told: str) -> None:
+        self._slurm = slurm
+        self.job = job
+        self.run = Path(job["output"]["path"])
+        self.array, *merge = re.findall(r"(?:array|^job) (\d+)", told, re.MULTILINE)
+        self._ids = {self.array, *merge}
+
+    def wait(self) -> None:
+        """Wait for the end of its tasks, and of the job that merges."""
+        self._slurm.wait_until(lambda: not {job.partition("_")[0] for job in self._slurm.jobs()} & self._ids)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Return the tasks of the run, by what `status` says."""
+        with contextlib.suppress(OutputError):  # not before the run has begun
+            found: list[dict[str, Any]] = status(self.run)["tasks"]
+            return found
+        return []
+
+    def at_it(self) -> list[dict[str, Any]]:
+        """Return those that run and have rows on disk."""
+        return [task for task in self.tasks() if task["running"] and task["rows_on_disk"]]
+
+    def log(self, task: int) -> str:
+        """Return the log of a task of the array."""
+        return Path(f"{self.run}.slurm", f"{self.array}_{task}.log").read_text()
+
+    def check_rows(self) -> None:
+        """Exactly the input's rows are there, once, and went well."""
+        rows = results_of(self.job)
+        there = pq.read_metadata(self.job["input"]["path"]).num_rows
+        assert [row["row"] for row in rows] == list(range(there))
+        assert not any(row["error"] for row in rows)
+
+    def check_merged(self) -> None:
+        """So it is, and the job that follows found and merged all of them."""
+        self.check_rows()
+        rows = len(results_of(self.job))
+        (log,) = Path(f"{self.run}.slurm").glob("*-merge.log")
+        assert f"{rows} of {rows} rows on disk" in log.read_text()
+        assert pq.read_table(self.run / "merged").num_rows == rows
+
+
+Story: TypeAlias = Callable[[SlurmCluster, Path], Submitted]
+"""Submits an array, does something to it, and waits for its end."""
+IN_TURN = threading.Lock()
+"""Held by who runs the command in this process."""
+STORIES: dict[str, Story] = {}
+
+
+def story(tell: Story) -> Story:
+    """Have a story run beside the others."""
+    STORIES[tell.__name__] = tell
+    return tell
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    """One cluster for all of these tests."""
+    require_slurm()
+    with slurm_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def stories(
+    slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Submitted]]]:
+    """All stories, which run at the same time: they wait for Slurm, and seldom for a processor."""
+    with ThreadPoolExecutor(len(STORIES)) as pool:
+        yield {
+            name: pool.submit(tell, slurm, tmp_path_factory.mktemp(name)) for name, tell in STORIES.items()
+        }
+
+
+@pytest.fixture
+def ended(request: pytest.FixtureRequest, stories: dict[str, Future[Submitted]]) -> Submitted:
+    """The array of the test's own story, which has ended."""
+    return stories[request.function.__name__.removeprefix("test_")].result()
+
+
+def submit(
+    slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: object, partition: str = "main"
+) -> Submitted:
+    """Submit a job's array."""
+    with IN_TURN, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SBATCH_PARTITION", partition)
+        done = batchrun("slurm", write_job(job, directory), "--submit", *options)
+    assert done.exit_code == 0, done.stderr
+    return Submitted(slurm, job, done.stdout)
+
+
+@story
+def a_time_limit(slurm: SlurmCluster, here: Path) -> Submitted:
+    limit = ("--static", "--array", "0", "--time", "1", "--grace", "50")
+    job = submit(slurm, job_for(here, task_s=35), here, *limit)
+    job.wait()
+    return job
+
+
+def test_a_time_limit(ended: Submitted) -> None:
+    """A task drains before its time is up and queues itself again, until nothing is left."""
+    ended.check_merged()
+    assert "time is nearly up: waiting for the rows in flight, for 30 s at most" in ended.log(0)
+    assert f"{ended.array}_0 restart 1: " in ended.log(0)
+
+
+@story
+def an_array_of_four(slurm: SlurmCluster, here: Path) -> Submitted:
+    here = here / "of four, 100%"
+    here.mkdir()
+    gpus = ("--gpus-per-task", "1", "--preamble", 'echo "GPU $CUDA_VISIBLE_DEVICES of $SLURMD_NODENAME"')
+    job = submit(slurm, job_for(here, task_s=20), here, "--array", "0-3", *gpus)
+    job.wait()
+    return job
+
+
+def test_an_array_of_four(ended: Submitted) -> None:
+    """Four tasks on two nodes, a GPU each, do the rows together; a job merges them when all have ended."""
+    ended.check_merged()
+    assert len(ended.tasks()) > 1
+    logs = [ended.log(n) for n in range(4)]
+    gpu_of = sorted(log.splitlines()[0] for log in logs)
+    assert gpu_of == [f"GPU {n} of {node}" for n in (0, 1) for node in NODES]
+
+
+@story
+def a_task_that_is_requeued(slurm: SlurmCluster, here: Path) -> Submitted:
+    job = submit(slurm, job_for(here, task_s=30), here, "--array", "0-1")
+    slurm.wait_until(lambda: len(job.at_it()) == 2)
+    slurm.call("scontrol", "requeue", f"{job.array}_0")
+    job.wait()
+    return job
+
+
+def test_a_task_that_is_requeued(ended: Submitted) -> None:
+    """`scontrol requeue` in mid-run: the task comes back and goes on, and its log says so."""
+    ended.check_merged()
+    assert "interrupted: waiting for the rows in flight, for 15 s at most" in ended.log(0)
+    assert re.search(rf"^n[12] {ended.array}_0 restart 1: ", ended.log(0), re.MULTILINE)
+
+
+@story
+def tasks_that_are_killed(slurm: SlurmCluster, here: Path) -> Submitted:
+    job = submit(slurm, job_for(here, task_s=40), here, "--array", "0-3")
+    slurm.wait_until(lambda: len(job.at_it()) == 4)
+    (killed,) = (task for task in job.at_it() if "-t2-" in task["task"])
+    slurm.call("scancel", "--signal=KILL", f"{job.array}_1")  # which begins with a SIGTERM
+    os.kill(int(re.findall(r"pid (\d+)", killed["running"])[0]), signal.SIGKILL)
+    job.wait()
+    return job
+
+
+def test_tasks_that_are_killed(ended: Submitted) -> None:
+    """One is cancelled, one gets a SIGKILL: the others take over and do the rest."""
+    ended.check_merged()
+    (killed,) = (task["task"] for task in ended.tasks() if "-t2-" in task["task"])
+    assert f"took over from {killed}" in ended.log(0) + ended.log(3)
+
+
+@story
+def tasks_that_are_added_late(slurm: SlurmCluster, here: Path) -> Submitted:
+    plan = job_for(here, task_s=30)
+    job = submit(slurm, plan, here, "--array", "0", "--no-merge")
+    slurm.wait_until(job.at_it)
+    late = submit(slurm, plan, here, "--array", "0-1", "--no-merge")
+    job.wait()
+    late.wait()
+    return job
+
+
+def test_tasks_that_are_added_late(ended: Submitted) -> None:
+    """The job submitted once more while it runs: the new tasks help, and do no row again."""
+    ended.check_rows()
+    assert [task["rows_on_disk"] > 0 for task in ended.tasks()] == [True] * 3
+
+
+@story
+def a_node_that_is_lost(slurm: SlurmCluster, here: Path) -> Submitted:
+    job = submit(slurm, job_for(here, task_s=90), here, "--array", "0-1", partition="lossy")
+    slurm.wait_until(lambda: len(job.at_it()) == 2)
+    slurm.kill_node("n3")
+    slurm.wait_until(lambda: len(job.at_it()) == 3)
+    slurm.start_node("n3")
+    job.wait()
+    slurm.wait_until(lambda: slurm.node_state("n3") == "idle")
+    return job
+
+
+def test_a_node_that_is_lost(ended: Submitted) -> None:
+    """slurmd killed: its task goes on while Slurm starts it once more elsewhere; then the node comes back."""
+    ended.check_merged()
+    assert " restart 1: " in ended.log(0) + ended.log(1)

@@ -1,0 +1,158 @@
+"""Ctrl-C, SIGTERM, SIGKILL and time limits: a run drains or stops, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conftest import (
+    batchrun,
+    eventually,
+    job_of,
+    parts_of,
+    report_of,
+    started,
+    write_job,
+)
+from tests.support.started_runs import held_from, rows_in, rows_sent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
+
+
+def test_one_interrupt_drains(tmp_path: Path, server: FakeSGLang) -> None:
+    """The first Ctrl-C sends no row any more, waits for those in flight, and it is exit 130, resumable."""
+    check_drain(tmp_path, server, signal.SIGINT, 130)
+
+
+def test_termination_drains(tmp_path: Path, server: FakeSGLang) -> None:
+    """SIGTERM, which batch systems send, does the same with exit 143."""
+    check_drain(tmp_path, server, signal.SIGTERM, 143)
+
+
+def test_a_warning_of_the_time_limit_drains(tmp_path: Path, server: FakeSGLang) -> None:
+    """SIGUSR1, which batch systems send before a time limit, does the same with exit 138."""
+    check_drain(tmp_path, server, signal.SIGUSR1, 138)
+
+
+def check_drain(directory: Path, server: FakeSGLang, number: signal.Signals, code: int) -> None:
+    server.script = held_from(10)
+    job = job_of(directory, server, rows=40, window=4)
+    file = write_job(job, directory)
+    with started(file) as process:
+        server.wait_for(14)
+        process.process.send_signal(number)
+        process.wait_for_line("waiting for the rows in flight")
+        server.answer_held()
+        assert process.end() == code
+    assert rows_in(job) == list(range(14))
+    report = report_of(job)
+    assert (report["exit_code"], report["rows_ok"]) == (code, 14)
+    server.forget()
+    assert batchrun(file).exit_code == 0
+    assert rows_sent(server) == list(range(14, 40))
+    assert rows_in(job) == list(range(40))
+
+
+def test_a_drain_has_an_end(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that do not end within limits.drain of a SIGUSR1 are cut; what had ended is kept."""
+    server.script = held_from(10)
+    job = job_of(tmp_path, server, rows=40, window=4, limits={"drain": 0.2})
+    with started(write_job(job, tmp_path)) as process:
+        server.wait_for(14)
+        process.process.send_signal(signal.SIGUSR1)
+        assert process.end() == 138
+    assert rows_in(job) == list(range(10))
+    assert report_of(job)["reason"] == "time is nearly up"
+
+
+def test_a_second_sigterm_changes_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """Slurm's SIGTERM comes twice, to us and through our script: that is no wish to stop now."""
+    server.script = held_from(10)
+    job = job_of(tmp_path, server, rows=40, window=4)
+    with started(write_job(job, tmp_path)) as process:
+        server.wait_for(14)
+        process.process.send_signal(signal.SIGTERM)
+        process.wait_for_line("waiting for the rows in flight")
+        process.process.send_signal(signal.SIGTERM)
+        process.process.send_signal(signal.SIGUSR1)
+        server.answer_held()
+        assert process.end() == 143
+    assert rows_in(job) == list(range(14))
+
+
+def test_two_interrupts_stop_now(tmp_path: Path, server: FakeSGLang) -> None:
+    """The second Ctrl-C waits for nobody; what had ended is kept and the rest is resumed."""
+    server.script = held_from(10)
+    job = job_of(tmp_path, server, rows=40, window=4)
+    file = write_job(job, tmp_path)
+    with started(file) as process:
+        server.wait_for(14)
+        process.process.send_signal(signal.SIGINT)
+        process.wait_for_line("interrupted: waiting for the rows in flight")
+        process.process.send_signal(signal.SIGINT)
+        assert process.end() == 130
+    assert "Traceback" not in "".join(process.lines)
+    assert rows_in(job) == list(range(10))
+    assert report_of(job)["rows_ok"] == 10
+    server.forget()
+    server.script = lambda _: "answer"
+    assert batchrun(file).exit_code == 0
+    assert rows_sent(server) == list(range(10, 40))
+
+
+def test_a_kill_leaves_whole_parts(tmp_path: Path, server: FakeSGLang) -> None:
+    """After SIGKILL the parts are whole, none of their rows is sent again, and all others are."""
+    server.script = held_from(23)
+    job = job_of(tmp_path, server, rows=40, window=4, output={"part_rows": 5})
+    file = write_job(job, tmp_path)
+    with started(file) as process:
+        server.wait_for(27)
+        eventually(lambda: len(parts_of(tmp_path / "run")) >= 2)
+        process.process.kill()
+        assert process.end() == -signal.SIGKILL
+    survived = rows_in(job)
+    assert len(survived) >= 10
+    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+    assert state["running"] is None
+    assert len(survived) <= state["rows_on_disk"] <= 23  # those in the journal too
+    # what a kill in mid-write would leave
+    (tmp_path / "run" / "parts" / ".part-main-000099.parquet.tmp").write_bytes(b"PAR1 torn")
+    server.forget()
+    server.script = lambda _: "answer"
+    assert batchrun(file).exit_code == 0
+    assert len(rows_sent(server)) == 40 - state["rows_on_disk"]
+    assert not set(rows_sent(server)) & set(survived)
+    assert rows_in(job) == list(range(40))
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert report_of(job)["starts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGUSR1, 1, "time is nearly up")],
+)
+def test_a_signal_while_the_engine_starts(
+    tmp_path: Path, number: signal.Signals, code: int, told: str
+) -> None:
+    """It ends the wait and leaves no results behind; a start that eats its time limit asks for no requeue."""
+    fifo = tmp_path / "python-is-running"
+    os.mkfifo(fifo)
+    slow = tmp_path / "slow-python"
+    slow.write_text(f'#!/bin/sh\necho up > "{fifo}"\ncat > /dev/null\n')
+    slow.chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    engine = {"kind": "server", "model": str(tmp_path / "model"), "python": str(slow)}
+    with started(write_job(job_of(tmp_path, engine), tmp_path)) as process:
+        assert fifo.read_text() == "up\n"
+        process.process.send_signal(number)
+        assert process.end() == code
+    assert "Traceback" not in "".join(process.lines)
+    assert f"batchrun: {told} while the engine was starting\n" in process.lines

@@ -1,0 +1,361 @@
+"""Tasks that join a run take its rows lease by lease: whatever becomes of them, every row is done once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+import batchrunner
+from batchrunner.api import open_engine, run
+from batchrunner.core.errors import StorageError
+from batchrunner.dispatch.backlog import READ_AHEAD_ROWS
+from batchrunner.output.events import read_events
+from batchrunner.output.resume import read_done
+from batchrunner.output.run_dir import RunDir
+from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
+from tests.support.task import Task
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+
+def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
+    """Four starts at the same time write one dataset: every row once, and status tells of the whole."""
+    write_rows(tmp_path / "input.parquet", 400)
+    job = job_of(tmp_path, server, input={"columns": ["id"], "filter": "id != 50"})
+    file = write_job(job, tmp_path)
+    with contextlib.ExitStack() as stack:
+        tasks = [stack.enter_context(started(file, "--join")) for _ in range(4)]
+        assert [task.end() for task in tasks] == [0, 0, 0, 0]
+    assert [row["row"] for row in results_of(job)] == [n for n in range(400) if n != 50]
+    assert len(server.sent) == 399
+    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+    assert (state["rows_total"], state["rows_on_disk"], state["finished"]) == (399, 399, True)
+    again = batchrun(file, "--join")
+    assert again.exit_code == 0
+    assert "done: 399 of 399 rows ok" in again.stderr
+
+
+def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
+    """What a killed task held is done by one that lives, and what it had finished is not done again."""
+    server.script = lambda _: "hold"
+    rows = 4 * READ_AHEAD_ROWS  # more than one takes while the other still starts
+    job = job_of(tmp_path, server, rows=rows, output={"durable": 0.1}, window=64)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first, started(file, "--join") as second:
+        eventually(lambda: len(_holders(tmp_path / "run")) == 2)
+        server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 30 == 29 else "answer"
+        server.ask_again()
+        eventually(lambda: _rows_on_disk(tmp_path / "run") > rows // 2)
+        kept = {row for task in RunDir(tmp_path / "run").all_tasks() for row in read_done(task).rows}
+        first.process.kill()
+        first.process.wait()
+        server.answer_held()
+        second.wait_for_line("took over from")
+        assert second.end() == 0
+    assert [row["row"] for row in results_of(job)] == list(range(rows))
+    prompts = Counter(int(prompt.split()[1]) for prompt in server.prompts)
+    assert all(prompts[row] == 1 for row in kept)
+    events = {
+        event["event"]
+        for log in (tmp_path / "run").glob("tasks/*/events.jsonl")
+        for event in read_events(log)
+    }
+    assert {"lease", "lease_end", "takeover"} <= events
+
+
+def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
+    """A task that is told to stop ends what is in flight and leaves the rest to the others, at once."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=100, window=8)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first:
+        eventually(lambda: len(server.sent) == 8)
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_for_line("interrupted")
+        server.answer_held()
+        assert first.end() == 143, "".join(first.lines)
+    assert batchrun(file, "--join").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(100))
+    assert len(server.sent) == 100
+
+
+def test_a_part_that_cannot_be_made(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands in its way is what is seen, and rows that are in the journal are not given back."""
+    server.script = lambda sent: "hold" if sent.prompt == "row 9" else "answer"
+    job = job_of(tmp_path, server, rows=10, output={"durable": 0.1}, window=10)
+
+    def answer_the_last() -> None:
+        eventually(lambda: _rows_on_disk(tmp_path / "run") == 9)
+        server.answer_held()
+
+    with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
+        patch.setattr("batchrunner.output.writer.write_part", mock.Mock(side_effect=RuntimeError("no part")))
+        pool.submit(answer_the_last)
+        with pytest.raises(RuntimeError, match="no part"):
+            batchrunner.run(job, join=True)
+    assert len(_holders(tmp_path / "run")) == 1
+    (owner,) = (tmp_path / "run" / "tasks").glob("*/owner")
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "long ago"}))  # we have ended
+    batchrunner.run(job, join=True)
+    assert [row["row"] for row in results_of(job)] == list(range(10))
+    sent = Counter(server.prompts)
+    assert all(sent[f"row {row}"] == 1 for row in range(9))
+
+
+def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
+    """A start that finds all rows held by a task that lives starts no engine and ends, well."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=20, window=20)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first:
+        eventually(lambda: len(server.sent) == 20)
+        second = batchrun(file, "--join")
+        assert second.exit_code == 0
+        assert "nothing is free: other tasks do the rest: 0 of 20 rows ok, 0 failed, 20 left" in second.stderr
+        refused = batchrun(file)
+        assert refused.exit_code == 2
+        assert "done with --join" in refused.stderr
+        server.answer_held()
+        assert first.end() == 0
+
+
+def test_what_is_added_later(tmp_path: Path, server: FakeSGLang) -> None:
+    """After the end of a run a start does what has been added, failed rows if asked to, and lost parts."""
+    write_rows(tmp_path / "in" / "day1.parquet", 30)
+    server.script = lambda sent: "too long" if sent.prompt == "row 7" and sent.tries == 1 else "answer"
+    job = job_of(tmp_path, server, input={"path": str(tmp_path / "in")}, limits={"max_failed_rows": 1})
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--join").exit_code == 0
+    write_rows(tmp_path / "in" / "day2.parquet", 50, first=30)
+    assert batchrun(file, "--join").exit_code == 0
+    assert len(server.sent) == 80
+    assert batchrun(file, "--join", "--retry-failed").exit_code == 0
+    assert [row["error"] for row in results_of(job)] == [None] * 80
+    assert len(server.sent) == 81
+    next((tmp_path / "run" / "parts").glob("*.parquet")).unlink()
+    task = Task(job, "later")  # in this process, where nobody waits for another host's parts to be seen
+    task.work(10_000)
+    assert [row["row"] for row in results_of(job)] == list(range(80))
+
+
+def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
+    """What one start has done of a run is left out when several go on with it."""
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 20 else "hold"
+    job = job_of(tmp_path, server, rows=60, window=8, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    with started(file) as alone:
+        eventually(lambda: _rows_on_disk(tmp_path / "run") == 20)
+        refused = batchrun(file, "--join")
+        assert refused.exit_code == 2
+        assert "is writing this run" in refused.stderr
+        alone.process.kill()
+        alone.process.wait()
+    server.answer_held()
+    server.forget()
+    assert batchrun(file, "--join").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(60))
+    assert len(server.sent) == 40
+
+
+NO_ENGINE = "engine={kind: attach, urls: ['http://127.0.0.1:9']}"
+
+
+def test_what_failed_to_start_binds_nobody(tmp_path: Path) -> None:
+    """Not even by the log of its engine: a start on its own may go on with what it has begun."""
+    job = job_of(tmp_path, rows=40)
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--join", "--set", NO_ENGINE).exit_code == 2
+    log = tmp_path / "run" / "tasks" / "join-host-1" / "engine.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("no such model")
+    for _ in range(2):
+        assert batchrun(file).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(40))
+
+
+@pytest.mark.parametrize("end", ["done", "killed"])
+@pytest.mark.parametrize("died", [False, True])
+def test_a_plan_whose_tasks_failed_to_start(
+    tmp_path: Path, server: FakeSGLang, end: str, *, died: bool
+) -> None:
+    """What one start has done since then is left out, and nobody joins while it is at work."""
+    held = range(203, 211)
+    server.script = lambda sent: (
+        "hold" if int(sent.prompt.split()[1]) in held and sent.tries == 1 else "answer"
+    )
+    job = job_of(tmp_path, server, rows=300, window=8, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--join", "--set", NO_ENGINE).exit_code == 2
+    if died:
+        Task(job, "loads").take_first()
+        _killed(tmp_path / "run" / "tasks" / "join-host-loads")
+    with started(file) as alone:
+        eventually(lambda: _rows_on_disk(tmp_path / "run") == 203)
+        refused = batchrun(file, "--join")
+        assert refused.exit_code == 2
+        assert "is writing this run" in refused.stderr
+        if end == "killed":
+            alone.process.kill()
+            alone.process.wait()
+            server.answer_held()
+            server.forget()
+        else:
+            server.answer_held()
+            assert alone.end() == 0
+    server.script = lambda sent: "too long" if sent.prompt == "row 250" and sent.tries == 1 else "answer"
+    assert batchrun(file, "--join", "--set", "limits.max_failed_rows=1").exit_code == 0
+    assert batchrun(file, "--join", "--retry-failed").exit_code == 0
+    assert [(row["row"], row["error"]) for row in results_of(job)] == [(row, None) for row in range(300)]
+    assert len(server.sent) == (98 if end == "killed" else 300)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--fresh"], "--fresh would discard"),
+        (["--shard", "0/2"], "a share of its own or takes what is left"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, options: list[str], told: str) -> None:
+    """A start that joins can neither begin anew nor have a fixed share."""
+    refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--join", *options)
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+
+
+def test_one_that_died_while_it_took_over(tmp_path: Path) -> None:
+    """Who is killed between two system calls leaves a task without a name in it: the next one takes over."""
+    job = job_of(tmp_path, rows=40)
+    dead = Task(job, "dead")
+    dead.work(1)
+    dead.die()
+    (dead.run_dir.task_directory / "owner").write_bytes(b"")
+    Task(job, "next").work(10_000)
+    found = Counter(row for part in parts_of(tmp_path / "run") for row in part["row"].to_pylist())
+    assert found == Counter(range(40))
+
+
+def test_nothing_is_free_for_an_open_engine_either(tmp_path: Path, server: FakeSGLang) -> None:
+    """As without one: others do the rest, and that is no failure."""
+    job = job_of(tmp_path, server, rows=40)
+    other = Task(job, "other")
+    while other.rows.take(wait=False):
+        pass
+    with open_engine(job["engine"]) as engine:
+        report = run(job, join=True, engine=engine)
+    assert (report.exit_code, report.reason) == (0, "nothing is free: other tasks do the rest")
+
+
+@pytest.mark.parametrize("options", [[], ["--shard", "0/2"]])
+def test_while_the_first_engine_loads(tmp_path: Path, options: list[str]) -> None:
+    """A start that parts the rows in another way is refused even before the run has written what it is."""
+    job = job_of(tmp_path)
+    task = Task(job, "loads")
+    assert not task.run_dir.run_json.exists()
+    refused = batchrun(write_job(job, tmp_path), *options)
+    assert refused.exit_code == 2
+    assert "done with --join" in refused.stderr
+
+
+def test_a_task_that_was_replaced_ends(tmp_path: Path, server: FakeSGLang) -> None:
+    """It finds out at its next write, gives nothing back that is another's by now, and does not stay."""
+    directory = tmp_path / "run" / "tasks"
+
+    def replaced_at_once(sent: Sent) -> Behaviour:
+        if sent.prompt == "row 0":
+            (owner,) = directory.glob("*/owner")
+            holder = json.loads(owner.read_text())
+            owner.write_text(json.dumps({**holder, "token": "another's", "started": "long ago"}))
+        return "answer" if int(sent.prompt.split()[1]) < 5 else "hold"
+
+    server.script = replaced_at_once
+    job = job_of(tmp_path, server, rows=20, window=20)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as task:
+        assert task.end() == 1
+    assert any("took this task over" in line for line in task.lines)
+    server.script = lambda _: "answer"
+    assert batchrun(file, "--join").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
+def test_a_task_that_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that could not write its rows counts as dead though its process lives: a notebook's, say."""
+    job = job_of(tmp_path, rows=500, limits={"disk_wait": 0.1})
+    with monkeypatch.context() as full:
+        full.setattr("pyarrow.parquet.write_table", _full)
+        with pytest.raises(StorageError, match="No space left"):
+            batchrunner.run(job, join=True)
+    (left,) = (tmp_path / "run" / "tasks").glob("join-*/owner")
+    assert _status(tmp_path / "run")["running"] is None
+    report = batchrunner.run(job, join=True)
+    assert (report.exit_code, report.rows_left) == (0, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(500))
+    assert not left.exists()
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_joined_run_begins_anew(tmp_path: Path, server: FakeSGLang) -> None:
+    """`--fresh` without --join discards what all tasks did, but never under the hands of one that works."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=20, window=20)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as task:
+        eventually(lambda: len(server.sent) == 20)
+        refused = batchrun(file, "--fresh")
+        assert refused.exit_code == 2
+        assert "is writing this run" in refused.stderr
+        server.answer_held()
+        assert task.end() == 0
+    assert batchrun(file, "--fresh").exit_code == 0
+    assert len(server.sent) == 40
+    assert batchrun(file).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+
+
+def test_another_job_is_refused(tmp_path: Path) -> None:
+    """A start whose job differs from that of the run does not join it."""
+    job = job_of(tmp_path)
+    assert batchrun(write_job(job, tmp_path), "-q", "--join").exit_code == 0
+    other = write_job({**job, "sampling": {"temperature": 0.5}}, tmp_path)
+    refused = batchrun(other, "--join")
+    assert refused.exit_code == 2
+    assert "sampling.temperature" in refused.stderr
+
+
+def _killed(directory: Path) -> None:
+    """Let a task look as if its process had been killed."""
+    owner = directory / "owner"
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "long ago"}))
+
+
+def _status(run: Path) -> dict[str, Any]:
+    found = batchrun("status", run, "--json")
+    state: dict[str, Any] = json.loads(found.stdout) if found.exit_code == 0 else {}
+    return state
+
+
+def _rows_on_disk(run: Path) -> int:
+    return int(_status(run).get("rows_on_disk", -1))
+
+
+def _holders(run: Path) -> dict[str, int]:
+    held: dict[str, int] = (_status(run).get("leases") or {}).get("held", {})
+    return held

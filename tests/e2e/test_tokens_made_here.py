@@ -1,0 +1,354 @@
+"""Prompts become tokens in the client where the server makes the same ones, and else in the server."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import EngineStartError, JobError, RowRefusedError
+from batchrunner.core.types import Request
+from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
+from batchrunner.input.tokenize.truncate import TokenBudget
+from batchrunner.output.events import read_events
+from tests.conftest import job_of, results_of, write_rows
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.launchable import launchable
+from tests.support.tiny_tokenizer import CHATML, END, START, make_tokenizer
+from tests.support.tokenizers import ids_of, messages, request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tokenizer(tmp_path / "model")
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[FakeSGLang]:
+    """A server that tokenises with this model's files, as the real one does."""
+
+    def tokenize(body: dict[str, Any]) -> list[int]:
+        one = request(body.get("messages") or body["prompt"], "messages" if "messages" in body else "text")
+        ids = ids_of(model, one)
+        if isinstance(ids, RowRefusedError):
+            raise ValueError(str(ids))  # noqa: TRY004 - as the fake wants it
+        return ids
+
+    with FakeSGLang(model=str(model), arguments={"sampling_defaults": "model"}, tokenize=tokenize) as fake:
+        fake.arguments = {**fake.arguments, "tokenizer_path": str(model)}
+        yield fake
+
+
+def sent_text(model: Path, body: dict[str, Any]) -> str:
+    """Return the text of the ids that were sent."""
+    from tokenizers import Tokenizer as Backend  # noqa: PLC0415
+
+    text: str = Backend.from_file(str(model / "tokenizer.json")).decode(
+        body["input_ids"], skip_special_tokens=False
+    )
+    return text
+
+
+def where_of(job: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Return where prompts were made tokens, and why not here."""
+    events = read_events(Path(job["output"]["path"]) / "events.jsonl")
+    return [(e["where"], e.get("why")) for e in events if e["event"] == "tokenize"]
+
+
+def test_rows_are_sent_as_tokens(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """A chat is sent to /generate as ids, with the model's own sampling, which a chat would have got."""
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 1}')
+    job = job_of(tmp_path, server, prompt={"user": "Say {{ text }}"}, sampling={"top_k": 5})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, where_of(job)) == (10, [("client", None)])
+    assert {sent.path for sent in server.sent} == {"/generate"}
+    assert min(sent_text(model, sent.body) for sent in server.sent) == (
+        f"{START}user\nSay row 0{END}\n{START}assistant\n"
+    )
+    assert server.sent[0].body["sampling_params"] == {"max_new_tokens": 1024, "temperature": 0.6, "top_k": 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"reasoning_parser": "qwen3"}, "--reasoning-parser"),
+        ({"tool_call_parser": "qwen"}, "--tool-call-parser"),
+        ({"chat_template": "llama-2"}, "--chat-template"),
+        ({"preferred_sampling_params": {"top_k": 3}}, "--preferred-sampling-params"),
+        ({"default_chat_template_kwargs": {"a": 1}}, "--default-chat-template-kwargs"),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode slow"),
+        ({"has_image_understanding": True}, "more than text"),
+        ({"model_type": "gpt_oss"}, "chat rules of its own for gpt_oss"),
+        ({"tokenizer_path": "some/model"}, "some/model is not on this machine"),
+    ],
+)
+def test_a_reason_not_to(arguments: dict[str, Any], why: str, server: FakeSGLang, tmp_path: Path) -> None:
+    """Where something would differ the server does it, and the event says why; `client` ends at the start."""
+    server.arguments = {**server.arguments, **arguments}
+    job = job_of(tmp_path, server, rows=3, prompt={"user": "{{ text }}"})
+    assert batchrunner.run(job).rows_ok == 3
+    ((where, told),) = where_of(job)
+    assert (where, why in str(told)) == ("server", True)
+    assert {sent.path for sent in server.sent} == {"/v1/chat/completions"}
+    server.forget()
+    with pytest.raises(EngineStartError, match="tokenize: prompts cannot be made tokens here") as failure:
+        batchrunner.run({**job, "tokenize": "client"}, fresh=True)
+    assert (why in str(failure.value), failure.value.exit_code, server.sent) == (True, 2, [])
+
+
+@pytest.mark.parametrize("kind", ["user", "text"])
+def test_a_tokenizer_that_differs_is_found_out(
+    kind: str, server: FakeSGLang, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that makes other tokens of the first rows gets texts, and the log says so."""
+    caplog.set_level(logging.INFO, "batchrunner")
+    server.tokenize = lambda _: [1, 2, 3]
+    job = job_of(tmp_path, server, prompt={kind: "{{ text }}!"})
+    assert batchrunner.run(job).rows_ok == 10
+    assert "the engine's tokenizer is another: of row 0 it makes 3 tokens" in caplog.text
+    assert not any("input_ids" in sent.body for sent in server.sent)
+    with pytest.raises(EngineStartError, match="the engine's tokenizer is another"):
+        batchrunner.run({**job, "tokenize": "client"}, fresh=True)
+
+
+def test_a_server_that_tells_no_tokens(server: FakeSGLang, tmp_path: Path) -> None:
+    """A release without /v1/tokenize cannot be compared with: it gets texts."""
+    server.tokenize = None
+    job = job_of(tmp_path, server)
+    assert batchrunner.run(job).rows_ok == 10
+    assert where_of(job) == [("server", "the engine does not tell its tokens (no /v1/tokenize)")]
+
+
+@pytest.mark.parametrize("failures", [2, 99])
+def test_a_question_that_fails_is_asked_again(
+    failures: int, server: FakeSGLang, quick_retries: None, tmp_path: Path
+) -> None:
+    """A server that is busy or comes up again is asked for a while; then the true reason is told."""
+    tokenize, left = server.tokenize, [failures]
+
+    def failing(body: dict[str, Any]) -> list[int]:
+        assert tokenize is not None
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("busy")
+        return tokenize(body)
+
+    server.tokenize = failing
+    job = job_of(tmp_path, server)
+    assert batchrunner.run(job).rows_ok == 10
+    ((where, why),) = where_of(job)
+    assert where == ("client" if failures == 2 else "server")
+    assert (why or "").startswith("" if failures == 2 else "the engine did not tell its tokens: 500: ")
+    if failures == 99:
+        with pytest.raises(EngineStartError, match="the engine did not tell its tokens: 500: "):
+            batchrunner.run({**job, "tokenize": "client"}, fresh=True)
+
+
+def test_a_template_that_only_the_server_renders(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """Rows that only we refuse go to the server; where it refuses them too, nothing was compared."""
+    (model / "chat_template.jinja").write_text("{{ some_new_helper(messages) }}")
+    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
+    wrong = "chat template: 'some_new_helper' is undefined"
+    assert batchrunner.run(job).rows_ok == 10
+    assert where_of(job) == [("server", f"there was nothing to compare: {wrong}")]
+    server.tokenize = lambda _: [1, 2, 3]
+    assert batchrunner.run(job, fresh=True).rows_ok == 10
+    assert where_of(job) == [("server", f"the engine makes tokens of row 0, we do not: {wrong}")]
+
+
+def test_rows_that_both_refuse_are_not_compared(
+    server: FakeSGLang, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are error rows, and the log counts what was compared."""
+    caplog.set_level(logging.INFO, "batchrunner")
+    refusal = "{% if 'row 1' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refusal + CHATML)
+    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
+    assert batchrunner.run(job).rows_failed == 1
+    assert "made tokens here: 4 compared, the engine makes the same" in caplog.text  # 3 rows and the probe
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", "{}", "tokenizer.json: "),
+        ("chat_template.jinja", None, "no chat template"),
+        ("chat_template.jinja", "{% for %}", "the chat template cannot be compiled"),
+        ("chat_template.jinja", "{{ x | no_such_filter }}", "the chat template cannot be compiled"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    file: str, content: str | None, why: str, server: FakeSGLang, model: Path, tmp_path: Path
+) -> None:
+    """A model directory without a fast tokenizer or with a broken template leaves it to the server."""
+    (model / file).unlink() if content is None else (model / file).write_text(content)
+    job = job_of(tmp_path, server, rows=2, prompt={"user": "{{ text }}"})
+    assert batchrunner.run(job).rows_ok == 2
+    ((where, told),) = where_of(job)
+    assert (where, why in str(told), "\n" in str(told)) == ("server", True, False)
+
+
+def test_what_only_the_server_can_do_is_left_to_it(server: FakeSGLang, tmp_path: Path) -> None:
+    """Rows with roles or parts that are the server's to read go to it as messages, beside those with ids."""
+    chats = [
+        messages(("user", "a")), messages(("tool", "b")), messages(("user", "c"), ("assistant", "d")),
+        [None, *messages(("user", "e"))],
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "input.parquet", 4, chat=chats)
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"messages": "chat"})
+    assert batchrunner.run(job).rows_ok == 4
+    paths = [sent.path for sent in server.sent]
+    assert (paths.count("/generate"), paths.count("/v1/chat/completions")) == (1, 3)
+
+
+def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """A template's refusal, an unpaired surrogate and an over-long prompt are error rows of one line each."""
+    (model / "chat_template.jinja").write_text(
+        "{% if 'bad' in messages[0].content %}{{ raise_exception('not\\nthis') }}{% endif %}" + CHATML
+    )
+    texts = ["good", "bad", "surrogate", "é" * 1_000_000]
+    path = write_rows(tmp_path / "input.parquet", 4, kind=texts)
+    prompt = {"user": "{{ kind }}{% if kind == 'surrogate' %}{{ '\\ud800' }}{% endif %}"}
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt=prompt, limits={"max_failed_rows": 3})
+    assert batchrunner.run(job).exit_code == 0
+    errors = [row["error"] for row in results_of(job)]
+    assert errors[:2] == [None, "chat template: not this"]
+    assert errors[2] == "the prompt cannot be made tokens: character 26: surrogates not allowed"
+    assert "is longer than the model's context length (4096 tokens)" in errors[3]
+    assert "\n" not in "".join(filter(None, errors))
+    assert len(server.sent) == 1
+
+
+def test_what_nobody_expects_of_a_row_fails_that_row(tmp_path: Path) -> None:
+    """Where its template leaves bad text out, so that cutting it is the first to stumble, others go on."""
+    model = make_tokenizer(tmp_path, "{{ messages[0].content[1:] }}")
+    encoder = Encoder(Tokenizer(model, "messages"), {}, TokenBudget(50), "tail")
+    bad, good = (request(messages(("user", text)), max_new_tokens=1) for text in ("\ud800" + "é" * 99, "xy"))
+    failed, done = encoder.encode([bad, good])
+    assert "the prompt cannot be made tokens: TypeError" in str(failed.error)  # type: ignore[union-attr]
+    assert isinstance(done, Request)
+
+
+@pytest.mark.parametrize("kind", ["user", "text"])
+def test_an_unpaired_surrogate_on_its_way_to_the_server(kind: str, tmp_path: Path) -> None:
+    """Where the server makes the tokens, a row that no JSON can hold fails alone too."""
+    prompt = {kind: "{{ text }}{% if id == 1 %}{{ '\\ud800' }}{% endif %}"}
+    with FakeSGLang() as server:
+        job = job_of(tmp_path, server, rows=3, prompt=prompt, limits={"max_failed_rows": 1})
+        assert batchrunner.run(job).exit_code == 0
+    wrong = "the prompt cannot be sent: str is not valid UTF-8: surrogates not allowed"
+    assert [row["error"] for row in results_of(job)] == [None, wrong, None]
+
+
+@pytest.mark.parametrize("cut", ["head", "tail", "middle"])
+@pytest.mark.parametrize("kind", ["user", "text"])
+def test_truncate(kind: str, cut: str, server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """A prompt that is too long is cut where the job says, never in the template, and fills what there is."""
+    text = "BEGIN " + " ".join(map(str, range(3000))) + " END"
+    path = write_rows(tmp_path / "input.parquet", 1, long=[text])
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={kind: "{{ long }}", "truncate": cut})
+    assert batchrunner.run(job).rows_ok == 1
+    (body,) = [sent.body for sent in server.sent]
+    assert 4096 - 1024 - 8 < len(body["input_ids"]) <= 4096 - 1024
+    sent = sent_text(model, body)
+    before, after = (f"{START}user\n", f"{END}\n{START}assistant\n") if kind == "user" else ("<s>", "")
+    assert (sent.startswith(before), sent.endswith(after)) == (True, True)
+    inside = sent.removeprefix(before).removesuffix(after)
+    assert inside.startswith("BEGIN") == (cut != "head")
+    assert inside.endswith("END") == (cut != "tail")
+
+
+def test_truncate_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
+    """Prompts that are token ids are cut as they are; no tokenizer is needed for it."""
+    many = [n % 300 for n in range(5000)]
+    ids = pa.array([many, [1, 2]], type=pa.list_(pa.int32()))
+    path = write_rows(tmp_path / "input.parquet", 2, ids=ids)
+    server.arguments = {"tokenizer_path": "not/here"}
+    prompt = {"input_ids": "ids", "truncate": "head"}
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt=prompt)
+    batchrunner.run(job)
+    bodies = sorted((sent.body["input_ids"] for sent in server.sent), key=len)
+    assert bodies[-1] == many[5000 - 3072 :]
+
+
+def test_a_null_among_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is an error row."""
+    path = write_rows(tmp_path / "input.parquet", 2, ids=pa.array([[1, None], [1, 2]]))
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"input_ids": "ids"})
+    batchrunner.run(job)
+    assert [row["error"] for row in results_of(job)] == ["a token id is null", None]
+
+
+WITHOUT_TOKENIZER = """
+class Handler(Server):
+    own = {"model_path": sys.argv[sys.argv.index("--model-path") + 1], "model_type": "llama"}
+    bare = "--skip-tokenizer-init" in sys.argv
+    known = {
+        "/ready": {}, "/model_info": {**own, "is_generation": True},
+        "/server_info": {
+            "version": "0.5.23", "sampling_defaults": "model", "context_length": 4096,
+            "skip_tokenizer_init": bare,
+        },
+    }
+
+    def asked(self, body):
+        ids = [*body.get("input_ids", []), 1]  # what it was asked, and </s>
+        stops = body.get("sampling_params", body).get("stop_token_ids")
+        reason = {"type": "stop", "matched": 1}
+        meta = {"finish_reason": reason, "prompt_tokens": 3, "completion_tokens": len(ids)}
+        if self.path == "/v1/tokenize":
+            self.reply(404, {})
+        elif self.bare:
+            assert stops == [1], stops
+            self.reply(200, {"output_ids": ids, "meta_info": meta})
+        else:
+            self.reply(200, {"text": "its own", "meta_info": meta})
+"""
+
+
+def test_an_engine_without_a_tokenizer(tmp_path: Path) -> None:
+    """A launched server then gets ids, is told which token ends an answer, and its ids are read here."""
+    engine = launchable(tmp_path, WITHOUT_TOKENIZER)
+    make_tokenizer(Path(engine["model"]))
+    texts = ["Zürich is", " 日本の首都は", "👩\u200d👧 <|im_end|> &amp;"]
+    path = write_rows(tmp_path / "input.parquet", 3, kind=texts)
+    job = job_of(tmp_path, engine, input={"path": str(path)}, prompt={"text": "kind"}, tokenize="client")
+    assert batchrunner.run(job).exit_code == 0
+    # a special token is left out, as the server would
+    assert [row["output"] for row in results_of(job)] == [text.replace(END, "") for text in texts]
+    (event,) = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "tokenize"]
+    assert event["engine_has_tokenizer"] is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"sampling": {"stop": "."}}, "sampling.stop needs it"),
+        ({"sampling": {"json_schema": {"type": "object"}}}, "sampling.json_schema needs it"),
+    ],
+)
+def test_an_engine_that_needs_its_tokenizer(
+    changes: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stop texts and grammars keep the server's tokenizer, and the log says so."""
+    engine = launchable(tmp_path, WITHOUT_TOKENIZER)
+    make_tokenizer(Path(engine["model"]))
+    with caplog.at_level(logging.INFO), pytest.raises(EngineStartError, match="does not tell its tokens"):
+        batchrunner.run(job_of(tmp_path, engine, tokenize="client", **changes))
+    assert f"the engine keeps its tokenizer: {why}" in caplog.text
+
+
+def test_truncate_needs_tokens_here(tmp_path: Path) -> None:
+    """Truncation without a tokenizer is one clear line at the start, not rows that are sent uncut."""
+    with pytest.raises(JobError, match="leave out `tokenize: server`"):
+        batchrunner.run(job_of(tmp_path, prompt={"text": "text", "truncate": "tail"}, tokenize="server"))
+    with pytest.raises(EngineStartError, match="no tokenizer that we know of"):
+        batchrunner.run(job_of(tmp_path, prompt={"text": "text", "truncate": "tail"}))

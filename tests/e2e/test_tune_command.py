@@ -1,0 +1,240 @@
+"""`batchrun tune` from start to end."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from batchrunner.core.errors import JobError
+from batchrunner.engines.flags import Flags
+from batchrunner.job.load import load_job
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import hold_task
+from batchrunner.tune import measure
+from batchrunner.tune.space import Machine
+from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
+from tests.support.launchable import launchable
+from tests.support.trial_log import LOG
+from tests.support.tuning_lab import CPU
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.job.spec import ServerEngine
+    from tests.support.fake_sglang import FakeSGLang
+
+LIMITED = """
+import threading
+RUNS = int(sys.argv[sys.argv.index("--max-running-requests") + 1])
+if RUNS > int(os.environ["ROOM"]):
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+slots, counting, inside = threading.Semaphore(RUNS), threading.Lock(), [0, 0.0]
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "limited"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": RUNS},
+    }
+    def do_GET(self):
+        if not self.path.startswith("/v1/loads"):
+            return super().do_GET()
+        running = min(inside[0], RUNS)
+        self.reply(200, {"loads": [{
+            "num_running_reqs": running, "num_waiting_reqs": inside[0] - running, "dp_rank": 0,
+            "token_usage": running / 64, "max_running_requests": RUNS, "timestamp": time.time(),
+            "max_total_num_tokens": 6400, "num_used_tokens": 100 * running}]})
+    def asked(self, body):
+        with counting:
+            inside[0] += 1
+        with slots:
+            time.sleep(0.02)
+        with counting:
+            inside[0] -= 1
+        self.answer("to " + body["text"])
+"""
+"""Runs `--max-running-requests` at once, and dies at its start of more than there is room for."""
+
+
+@pytest.fixture
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of a second, for an engine whose rows take 20 ms."""
+    monkeypatch.setattr(measure, "LEAST_STEADY_S", 0.6)
+    monkeypatch.setattr(measure, "LEAST_JUDGED_S", 0.4)
+    monkeypatch.setattr("batchrunner.dispatch.load_loop.POLL_S", 0.05)
+    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
+
+
+def limited_job(directory: Path, *, room: int = 20, **changes: Any) -> dict[str, Any]:
+    engine = launchable(directory, LIMITED, ROOM=str(room)) | {"args": {"max-running-requests": 2}}
+    return job_of(directory, engine, rows=3000, **changes)
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_the_command(tmp_path: Path) -> None:
+    """It finds what is faster, takes a death at the start for a result, shows it, and changes nothing."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    before = file.read_text()
+    result = batchrun("tune", file, "--budget", "2m")
+    assert result.exit_code == 0, result.stderr
+    assert "unsafe: the engine did not start" in result.stdout
+    assert "CUDA out of memory" in result.stdout
+    block = yaml.safe_load(result.stdout.split("job's own flags (")[1].split("with\n\n")[1].split("\n\n")[0])
+    assert 2 < block["engine"]["args"]["max-running-requests"] <= 20
+    assert file.read_text() == before
+    assert not list((tmp_path / "run").glob("parts/*"))  # the run itself has not begun
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_apply_and_again(tmp_path: Path) -> None:
+    """--apply writes the block into the file; a second start launches nothing, it has all trials."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    first = batchrun("tune", file, "--json", "--quiet")
+    trials = (tmp_path / "run" / "tune" / "trials.jsonl").read_bytes()
+    second = batchrun("tune", file, "--json", "--apply", "--set", "limits.max_failed_rows=1")
+    assert (tmp_path / "run" / "tune" / "trials.jsonl").read_bytes() == trials
+    found, again = json.loads(first.stdout), json.loads(second.stdout)
+    assert found | {"applied": True} == again
+    assert load_job(file).engine.model_dump()["args"] == found["args"]
+    assert first.stderr == ""
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_an_older_log_does_not_count(tmp_path: Path) -> None:
+    """What a trial of a changed job, or one that was cut, has left in the directory is no part of a trial."""
+    old = tmp_path / "run" / "tune" / "000" / "engine-server.log"
+    old.parent.mkdir(parents=True)
+    old.write_text(LOG * 5)
+    result = batchrun("tune", write_job(limited_job(tmp_path, room=2), tmp_path), "--json")
+    trial = json.loads(result.stdout)["trials"][0]
+    assert trial["signs"]["attention_backend"] is None
+    assert trial["signs"]["graph_off_share"] is None
+
+
+def test_passes_are_counted_by_our_own_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may have its server log less often; its trials' passes are counted all the same."""
+    launched: list[dict[str, Any]] = []
+
+    def engine(spec: ServerEngine, **_: Any) -> None:
+        launched.append(spec.args)
+        raise JobError("enough")
+
+    monkeypatch.setattr("batchrunner.tune.trial.make_engine", engine)
+    options = ["--set", "engine.args.decode-log-interval=40"]
+    assert "enough" in batchrun("tune", write_job(limited_job(tmp_path), tmp_path), *options).stderr
+    assert [args["decode-log-interval"] for args in launched] == [10]
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_rows_that_all_fail(tmp_path: Path) -> None:
+    """Where the engine refuses each row there is no speed: one line says so, with what the engine said."""
+    script = LIMITED.replace('self.answer("to " + body["text"])', "self.reply(400, REFUSED)")
+    refused = 'REFUSED = {"error": {"message": "no adapter is loaded", "code": 400}}\n'
+    engine = launchable(tmp_path, refused + script, ROOM="20") | {"args": {"max-running-requests": 2}}
+    result = batchrun("tune", write_job(job_of(tmp_path, engine, rows=40), tmp_path))
+    assert result.exit_code == 2, result.stdout
+    assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr
+    assert "no adapter is loaded" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("how", ["--set", "environment"])
+def test_an_engine_that_is_not_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """What is measured with other flags than the file's is not written there: one line, before any trial."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    before, options = file.read_text(), ["--set", "input.limit=500"]
+    if how == "environment":
+        monkeypatch.setenv("BATCHRUN__ENGINE__ARGS__CHUNKED-PREFILL-SIZE", "512")
+    else:
+        options += ["--set", "engine.args.chunked-prefill-size=512"]
+    result = batchrun("tune", file, "--apply", *options)
+    assert result.exit_code == 2
+    assert "change the engine of" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert file.read_text() == before
+    assert not (tmp_path / "run" / "tune" / "trials.jsonl").exists()
+
+
+def test_trials_of_another_machine_or_job_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that machines share each finds its own; other rows in flight are another job."""
+    found = []
+
+    def history(path: Path, about: str, base: dict[str, Any]) -> None:
+        found.append(about)
+        raise JobError("enough")
+
+    monkeypatch.setattr("batchrunner.tune.tuner.History", history)
+    file = write_job(limited_job(tmp_path), tmp_path)
+    h100 = Machine(Flags(), cpu=False, cards=1, card="NVIDIA H100 80GB HBM3", card_gb=80)
+    for machine in (h100, replace(h100, card="NVIDIA H100 PCIe"), replace(h100, card_gb=94), CPU):
+        monkeypatch.setattr("batchrunner.tune.tuner.machine_for", lambda *_, **__: machine)  # noqa: B023
+        for setting in ("window=auto", "window=8", "queue=[10, 100]", "dedupe=false"):
+            assert "enough" in batchrun("tune", file, "--set", setting).stderr
+    assert len(set(found)) == len(found) == 16
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
+    """What a crash cut short is tried again, and what comes after it is kept."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    path = tmp_path / "run" / "tune" / "trials.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"about": "x", "args": {}, "res')
+    assert batchrun("tune", file).exit_code == 0
+    kept = path.read_bytes()
+    assert batchrun("tune", file).exit_code == 0
+    assert path.read_bytes() == kept
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """A second one on the same output path would take the first one's servers and trials for its own."""
+    job = limited_job(tmp_path)
+    file = write_job(job, tmp_path)
+    with hold_task(RunDir(job["output"]["path"]), directory=tmp_path / "run" / "tune"):
+        second = batchrun("tune", file, "--budget", "1m")
+    assert second.exit_code == 2
+    assert "is writing this run; wait for it or use another path" in second.stderr
+    assert not (tmp_path / "run" / "tune").exists()
+
+
+def test_an_interrupted_trial_leaves_nothing(tmp_path: Path) -> None:
+    """A Ctrl-C ends the engine and the command, without a record of what was not measured."""
+    file = write_job(limited_job(tmp_path), tmp_path)
+    tune = tmp_path / "run" / "tune"
+    with started("tune", file) as run:
+        run.wait_for_line("sample: all 3000 rows")
+        eventually((tune / "000" / "run" / "run.json").exists)
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 130
+    assert "Traceback" not in "".join(run.lines)
+    assert not (tune / "trials.jsonl").exists()
+
+
+def test_a_server_that_runs_already_is_refused(server: FakeSGLang, tmp_path: Path) -> None:
+    """The flags of an engine that the run does not start cannot be changed: one line, exit 2."""
+    for engine in (server, INSTANT):
+        result = batchrun("tune", write_job(job_of(tmp_path, engine), tmp_path))
+        assert result.exit_code == 2
+        assert "this job starts none" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert server.sent == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--budget", "soon"], "--budget soon: a duration is seconds or a text such as 90s"),
+        (["--allow", "magic"], "--allow magic: give quantization or torch-compile"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: list[str], line: str) -> None:
+    """A wrong option is one line and exit 2, before anything is started."""
+    result = batchrun("tune", write_job(limited_job(tmp_path), tmp_path), *options)
+    assert result.exit_code == 2
+    assert line in result.stderr

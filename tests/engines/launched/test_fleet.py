@@ -1,0 +1,77 @@
+"""Replicas get GPUs, ports and arguments of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchrunner.core.errors import (
+    EngineStartError,
+)
+from batchrunner.engines.launched.fleet import LaunchedGateway, gpu_slices
+from batchrunner.engines.launched.gateway import gateway_process
+from batchrunner.job.spec import GatewayEngine, LimitsSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_gpus_are_dealt_out() -> None:
+    assert gpu_slices([], 1, "auto") == [[]]
+    assert gpu_slices([], 1, 2) == [[], []]
+    assert gpu_slices(["0", "1", "2", "3"], 1, "auto") == [["0"], ["1"], ["2"], ["3"]]
+    assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
+    assert gpu_slices(["a", "b"], 1, 1) == [["a"]]
+    with pytest.raises(EngineStartError, match="needs 2 GPUs: 1 there"):
+        gpu_slices(["0"], 2, "auto")
+    with pytest.raises(EngineStartError, match="needs 3 GPUs: 2 there"):
+        gpu_slices(["0", "1"], 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "slices"),
+    [
+        ({}, ["4", "5", "6", "7"]),
+        ({"pp-size": 2}, ["4,5", "6,7"]),
+        ({"data-parallel-size": 2}, ["4,5", "6,7"]),
+        ({"dp-size": 2, "enable-dp-attention": True}, ["4", "5", "6", "7"]),
+        ({"dp_size": 2, "enable_dp_attention": True}, ["4", "5", "6", "7"]),
+    ],
+)
+def test_the_jobs_own_gpus_are_dealt_out(
+    args: dict[str, Any], slices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that `env` leaves every replica gets its own, as many as its arguments take."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    spec = GatewayEngine(kind="gateway", model="org/model", args=args, env=env)
+    servers = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())._make_servers("o/m", cpu=False)
+    assert [server.process.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == slices
+    for server in servers:
+        asyncio.run(server.stop())  # gives its port back
+
+
+def test_command_lines(tmp_path: Path) -> None:
+    """The job's own arguments win over ours, and each replica has its own port, log and GPUs."""
+    spec = GatewayEngine(
+        kind="gateway", model="org/model", replicas=2, tp=2, gateway_args={"log_level": "info"}
+    )
+    fleet = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        made = fleet._make_servers("org/model", cpu=False)
+    servers = [server.process for server in made]
+    assert [server.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
+    assert all("--tp-size 2" in " ".join(server.argv) for server in servers)
+    assert len({server.argv[server.argv.index("--port") + 1] for server in servers}) == 2
+    assert [server.log_path.name for server in servers] == ["engine-replica-0.log", "engine-replica-1.log"]
+    gateway, _ = gateway_process(spec, key=fleet._key, log_dir=tmp_path, request_timeout_s=90)
+    line = " ".join(gateway.argv)
+    assert "--request-timeout-secs 150" in line
+    assert "--log-level info" in line
+    assert "--policy manual --assignment-mode min_load" in line
+    assert fleet._key not in line
+    for server in made:
+        asyncio.run(server.stop())  # gives its port back

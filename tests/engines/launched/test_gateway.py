@@ -1,0 +1,29 @@
+"""The gateway as a program that we start."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batchrunner.core.errors import (
+    EngineStartError,
+)
+from batchrunner.engines.launched.gateway import gateway_process, start_gateway
+from batchrunner.job.spec import GatewayEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
+    """It is told so by name, with what to install."""
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
+    spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
+    process, url = gateway_process(spec, key="x", log_dir=tmp_path, request_timeout_s=9)
+    with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
+        asyncio.run(start_gateway(process, url))

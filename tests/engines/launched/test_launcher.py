@@ -1,0 +1,235 @@
+"""The launcher: a server never outlives its owner, and its key is nowhere to be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import batchrunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
+SECRET = "k3y'with\\odd-signs"  # made up; its repr and its JSON differ from it
+WAIT_S = 60.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")
+
+# A stand-in for the engine. It prints its arguments as SGLang does. Its tree: a child by spawn, a
+# grandchild in a session of its own, and an orphan in another, whose parent has ended.
+FAKE_SERVER = """
+    import json, multiprocessing, os, signal, subprocess, sys, time
+
+    def worker(argv, path):
+        held = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(write, str(os.getpid()).encode())
+                time.sleep(600)
+            os._exit(0)
+        orphan = int(os.read(read, 99))
+        seen = {"pids": [os.getppid(), os.getpid(), held.pid, orphan], "key": sys.argv[-1]}
+        with open(path + ".partial", "w") as file:
+            json.dump(seen, file)
+        os.rename(path + ".partial", path)
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        mode, path, *rest = sys.argv[1:]
+        print("server_args", rest)
+        print(json.dumps(rest), *rest)
+        os.write(2, b"not text: \\xff\\xfe\\n")
+        if mode.isdigit():
+            sys.exit(int(mode))
+        if mode == "signal":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if mode == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if mode == "orderly":
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=worker, args=(sys.argv, path))
+        child.start()
+        child.join()
+"""
+
+
+class Launched:
+    """A launcher that runs the stand-in, and what the stand-in told about its tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self.told = folder / "server.log", folder / "told.json"
+        (folder / "fake_server.py").write_text(textwrap.dedent(FAKE_SERVER))
+        self.env = {**os.environ, "PYTHONPATH": str(folder)}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def config(self, mode: str) -> bytes:
+        """The line that the launcher reads first."""
+        fields = {
+            "module": "fake_server",
+            "argv": [mode, str(self.told)],
+            "secret": SECRET,
+            "secret_flag": "--api-key",
+            "log": str(self.log),
+            "grace_s": 0.5,
+        }
+        return json.dumps(fields).encode() + b"\n"
+
+    def start(self, mode: str) -> subprocess.Popen[bytes]:
+        """Start the launcher as the runner does."""
+        command = [sys.executable, str(LAUNCHER)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=self.env)
+        assert self.process.stdin is not None
+        self.process.stdin.write(self.config(mode))
+        self.process.stdin.flush()
+        return self.process
+
+    def tree(self) -> list[int]:
+        """Server, child, grandchild and orphan, once they all run."""
+        wait_for(self.told.exists)
+        pids: list[int] = json.loads(self.told.read_text())["pids"]
+        assert all(map(alive, pids))
+        return pids
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    it = Launched(tmp_path)
+    yield it
+    if it.process is not None:
+        it.process.kill()
+        it.process.communicate()
+    if it.told.exists():  # only where a test failed is there anything left to kill
+        for pid in filter(alive, json.loads(it.told.read_text())["pids"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return once `condition()` holds; fail when it does not come to."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(("mode", "status"), [("0", 0), ("3", 3), ("signal", 128 + signal.SIGUSR1)])
+def test_exit_status_is_the_servers(launched: Launched, mode: str, status: int) -> None:
+    """What the server ended with decides what the runner tells the user."""
+    assert launched.start(mode).wait(WAIT_S) == status
+
+
+def test_key_shows_nowhere(launched: Launched) -> None:
+    """Nobody who can list processes, or read the log, learns the key; the server itself has it."""
+    launcher = launched.start("quiet")
+    pids = [launcher.pid, *launched.tree()]
+    for pid in pids:
+        for name in ("cmdline", "environ"):
+            assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+    assert json.loads(launched.told.read_text())["key"] == SECRET
+
+
+def test_log_is_private_redacted_and_whole(launched: Launched) -> None:
+    """The log keeps all the server said, bytes that are no text too, but for the key."""
+    launched.start("3").wait(WAIT_S)
+    log = launched.log.read_bytes()
+    for form in (SECRET, repr(SECRET)[1:-1], json.dumps(SECRET)[1:-1]):
+        assert form.encode() not in log
+    assert log.splitlines()[0] in {b"server_args ['--api-key', \"***\"]", b"server_args ['--api-key', '***']"}
+    assert b"not text: \xff\xfe\n" in log
+    assert stat.S_IMODE(launched.log.stat().st_mode) == 0o600
+
+
+def test_log_is_appended_to(launched: Launched) -> None:
+    """A second start keeps what the first one left: the reason it failed."""
+    launched.log.write_bytes(b"earlier\n")
+    launched.start("0").wait(WAIT_S)
+    assert launched.log.read_bytes().startswith(b"earlier\nserver_args")
+
+
+@pytest.mark.parametrize("mode", ["quiet", "deaf"])
+def test_closed_pipe_stops_the_whole_tree(launched: Launched, mode: str) -> None:
+    """The runner closes the pipe: nothing is left, of a server that ignores SIGTERM either."""
+    launcher = launched.start(mode)
+    pids = launched.tree()
+    launcher.communicate(timeout=WAIT_S)
+    assert gone(pids)
+
+
+def test_sigterm_lets_the_server_end_in_order(launched: Launched) -> None:
+    """A SIGTERM to the launcher is one to the server, whose own status comes out."""
+    launcher = launched.start("orderly")
+    pids = launched.tree()
+    launcher.terminate()
+    assert launcher.wait(WAIT_S) == 7
+    assert gone(pids)
+
+
+def test_interrupt_is_for_the_runner_to_judge(launched: Launched) -> None:
+    """A Ctrl-C in the terminal reaches the launcher too, and must not cut rows in flight."""
+    launcher = launched.start("quiet")
+    pids = launched.tree()
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(0.5)
+    assert all(map(alive, pids))
+
+
+def test_killed_owner_leaves_nothing(launched: Launched) -> None:
+    """SIGKILL of the runner, which can tell nobody, still stops the server's whole tree."""
+    owner_code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE)\n"
+        "p.stdin.write(sys.argv[1].encode()); p.stdin.flush(); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", owner_code, launched.config("deaf").decode()]
+    launched.process = subprocess.Popen([*command, sys.executable, str(LAUNCHER)], env=launched.env)
+    pids = launched.tree()
+    launched.process.kill()
+    wait_for(lambda: gone(pids))
+
+
+def test_killed_launcher_takes_the_server_along(launched: Launched) -> None:
+    """With the launcher itself killed, the kernel ends the server, which ends its own workers."""
+    launcher = launched.start("deaf")
+    server = launched.tree()[0]
+    launcher.kill()
+    wait_for(lambda: not alive(server))
+
+
+@pytest.mark.parametrize("line", [b"", b"{}\n"])
+def test_no_configuration_is_an_error(line: bytes) -> None:
+    """A launcher started wrongly says so instead of waiting for ever."""
+    command = [sys.executable, str(LAUNCHER)]
+    done = subprocess.run(command, input=line, capture_output=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 1
+    assert b"configuration" in done.stderr

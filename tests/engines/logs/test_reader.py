@@ -1,0 +1,320 @@
+"""Logs are read whatever their release, encoding, ranks, restarts and damage."""
+
+from __future__ import annotations
+
+import tracemalloc
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from batchrunner.advise.advise import advise
+from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.situation import Situation
+from batchrunner.engines.flags import Flags
+from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.thresholds import Thresholds
+from tests.conftest import batchrun
+from tests.support.advice import GUIDES, RETRACTIONS, changes, cuda_oom, judged
+from tests.support.sglang_logs import LogWriter, interleaved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+pytestmark = pytest.mark.usefixtures("no_sglang_here")
+
+
+DEATHS = {
+    "Killed": "killed",
+    "run.sh: line 89:    33 Killed                  python -m sglang.launch_server": "killed",
+    "Loading safetensors checkpoint shards:  75% |███  | 3/4 [00:08<00:02]Killed": "killed",
+    "Nov 22 10:00:00 node7 kernel: Out of memory: Killed process 33 (sglang::schedul)": "killed",
+    "Child process unexpectedly failed with an exit code 9. pid=33": "killed",
+    "Child process unexpectedly failed with exitcode=9. pid=33": "killed",
+    "Child process unexpectedly failed with exitcode=131. pid=33": "crashed",
+    "Received sigquit from a child process. It usually means the child failed.": "crashed",
+    "Fatal Python error: Segmentation fault": "crashed",
+    "RuntimeError: CUDA error: an illegal memory access was encountered": "crashed",
+    "Rank 0 scheduler died during initialization (exit code: 1). If exit code is -9 (SIGKILL), …": "crashed",
+}
+
+
+@pytest.mark.parametrize("line", DEATHS)
+def test_what_died_is_not_healthy(line: str, tmp_path: Path) -> None:
+    """However well it ran before, and whatever it died of; until a start with other flags."""
+    before = LogWriter().started().decode(40)
+    found = judged(f"{before.text()}{line}\n", tmp_path)
+    assert set(changes(found)) == {DEATHS[line]}
+    assert not found.healthy
+    after = LogWriter().started(schedule_conservativeness=0.5).decode(40)
+    assert judged(f"{before.text()}{line}\n{after.text()}", tmp_path).healthy
+
+
+@pytest.mark.parametrize("line", DEATHS)
+def test_a_death_counts_until_the_server_works_again(line: str, tmp_path: Path) -> None:
+    """Started again as it was and at work, it is judged by its load; memory that ran out may do so again."""
+    before = LogWriter().started(most=64).decode(40, r=64, u=0.3)
+    after = LogWriter().started(most=64)
+    started = judged(f"{before.text()}{line}\n{after.text()}", tmp_path)
+    assert DEATHS[line] in changes(started)
+    works = f"{before.text()}{line}\n{after.decode(40, r=64, u=0.3).text()}"
+    assert set(changes(judged(works, tmp_path))) == {"running-capped"}
+    again = judged(f"{works}Scheduler hit an exception: Traceback\nAssertionError: page\n", tmp_path)
+    assert "crashed" in changes(again)
+    oom = judged(works.replace(line, "RuntimeError: Prefill out of memory. Try to lower it."), tmp_path)
+    assert set(changes(oom)) == {"oom-prefill"}
+
+
+def test_a_crash_is_told_by_its_exception(tmp_path: Path) -> None:
+    """The first one: what other ranks raise after it only follows, and what came before was survived."""
+    log = LogWriter().started().decode(9).say("ValueError: a request was refused")
+    log.say(
+        "Scheduler hit an exception: Traceback (most recent call last):\nAssertionError: page\nOSError: x"
+    )
+    (advice,) = (advice for advice in judged(log.text(), tmp_path).advice if advice.change)
+    assert advice.sign == "the server died: AssertionError: page"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Receive: obj=GenerateReqInput(text='Why CUDA out of memory? Try to lower your batch size. Killed')",
+        "Finish: obj=GenerateReqInput(rid='1'), out={'text': 'Decode batch, #running-req: 9, #queue-req: 0'}",
+        '{"event": "request.received", "obj": {"text": "Received sigquit; server_args={1: 2}"}}',
+        "Not enough memory left on disk /dev/shm for the cache",
+        "the last batch was near CUDA out of memory",
+        "WARNING: caught RuntimeError: CUDA out of memory, and went on",
+        "nvidia-smi failed (exit code 9: no driver.). Falling back to torch.cuda.mem_get_info().",
+    ],
+)
+def test_words_alone_are_no_sign(line: str, tmp_path: Path) -> None:
+    """What a prompt says, or a line that only mentions memory, is not taken for SGLang's."""
+    log = LogWriter().started().decode(40)
+    for _ in range(40):
+        log.say(line)
+    found = judged(log.text(), tmp_path)
+    assert found.healthy
+    assert found.situation.load.counted == 40
+
+
+def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
+    """What was wrong before the flags changed is not held against the new ones."""
+    before = LogWriter().started().decode(40, u=0.5)
+    after = LogWriter().started(schedule_conservativeness=0.3).decode(40)
+    assert changes(judged(before.text() + after.text(), tmp_path)) == {}
+    assert set(changes(judged(before.text() * 2, tmp_path))) == {"conservative"}
+
+
+def test_a_restart_with_other_flags_has_its_own_memory(tmp_path: Path) -> None:
+    """Weights over more cards, or of another checkpoint, are not those of the life before."""
+    before = LogWriter().started(weights_gb=61).text()
+    after = LogWriter().started(tp_size=2, weights_gb=31).text()
+    after = after.replace("type=LlamaForCausalLM", "type=QwenForCausalLM, quant=fp8")
+    facts = judged(before + after, tmp_path).situation.facts
+    assert (facts.weights_gb, facts.model, facts.quantised) == (31, "QwenForCausalLM", "fp8")
+    facts = judged(before + after.partition("\n")[0], tmp_path).situation.facts
+    assert (facts.weights_gb, facts.card_gb, facts.ready) == (None, None, None)
+
+
+def test_each_replica_has_its_own_story(tmp_path: Path) -> None:
+    """One that comes back with other flags, or as it was, takes nothing away from what others told."""
+    oom = "Prefill out of memory. Try to lower your batch size."
+    healed = LogWriter().started().decode(20).say(oom).started(chunk=4096)
+    logs = [
+        LogWriter().started().decode(40).say("Scheduler hit an exception: AssertionError: page"),
+        LogWriter().started().decode(30).say(oom),
+        healed.decode(10).say("Received sigquit").started(chunk=4096).decode(10),
+    ]
+    reader = LogReader(Thresholds())
+    for number, log in enumerate(logs):
+        reader.source = f"engine-{number}"
+        reader.read(log.write(tmp_path))
+    assert [track.counted for track in reader.series.tracks.values()] == [40, 30, 20]
+    assert [trouble.what.text for trouble in reader.facts.troubles] == [logs[1].lines[-1]]
+    assert reader.facts.died
+    assert "AssertionError: page" in reader.facts.died.text
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "{}: ",
+        "server-{}  | ",
+        "[pod/server-{}/sglang] ",
+        "2026-03-01T12:00:00.1Z ",
+        "Mar  1 12:00:00 node{} sglang[123]: ",
+        "2026-03-01T12:00:00+0100 node{} python3[9]: ",
+    ],
+)
+def test_what_others_put_before_a_line(label: str, tmp_path: Path) -> None:
+    """Slurm, Docker, Kubernetes and systemd name server or time before each line: it is read all the same."""
+    logs = [LogWriter().decode(20, u=0.6).lines for _ in range(2)]
+    lines = [
+        label.format(number) + line for pair in zip(*logs, strict=True) for number, line in enumerate(pair)
+    ]
+    found = judged("\n".join(lines), tmp_path)
+    schedulers = " of 2 schedulers" if "{}" in label else ""
+    assert found.lines()[0].endswith(f"40 samples{schedulers} over 38 s")
+    assert set(changes(found)) == {"conservative"}
+
+
+def test_ranks_are_told_apart(tmp_path: Path) -> None:
+    """Four servers in one log are four schedulers; four ranks of one say the same thing once."""
+    logs = [LogWriter().decode(30, q=0), *(LogWriter().decode(30, q=300) for _ in range(3))]
+    path = tmp_path / "slurm.log"
+    path.write_text("\n".join(interleaved(*logs)))
+    found = advise(str(path))
+    assert "120 samples of 4 schedulers over 58 s" in found.lines()[0]
+    assert set(changes(found)) == {"queue-empty"}
+    ranks = "".join(
+        f"[2026-03-01 12:00:0{i} TP{rank}] {GUIDES['G4'][0]}\n" for i in range(9) for rank in range(4)
+    )
+    assert advise(str(_written(tmp_path / "tp.log", ranks.encode()))).situation.load.counted == 9
+    retracted = "".join(
+        f"[2026-03-01 12:0{i}:00 TP{rank}] {text}\n"
+        for i in range(9) for text in (GUIDES["G4"][0], RETRACTIONS["G2"]) for rank in range(4)
+    )  # fmt: skip
+    assert advise(str(_written(tmp_path / "tp.log", retracted.encode()))).situation.retractions == 9
+
+
+def test_ranks_are_told_apart_in_a_journal(tmp_path: Path) -> None:
+    """What journalctl puts before a line hides neither its time nor its rank."""
+    logs = [LogWriter("0.5.9").decode(30, q=0).lines, LogWriter("0.5.9").decode(30, q=300).lines]
+    logs[1] = [line.replace("DP0", "DP1") for line in logs[1]]
+    lines = (
+        f"Nov 22 10:00:00 host python[{7 + n}]: {log[i]}" for i in range(60) for n, log in enumerate(logs)
+    )
+    found = judged("\n".join(lines), tmp_path)
+    assert "60 samples of 2 schedulers over 58 s" in found.lines()[0]
+    assert set(changes(found)) == {"queue-empty"}
+
+
+def test_the_fuller_pool_of_a_hybrid_model_counts(tmp_path: Path) -> None:
+    """Where the state of Mamba layers is full, it is that which limits, and not a conservative scheduler."""
+    log = LogWriter("hybrid").decode(40, u=0.12)
+    assert set(changes(judged(log.text(), tmp_path))) == {"conservative"}
+    assert judged(log.text().replace("mamba usage: 0.20", "mamba usage: 0.99"), tmp_path).healthy
+
+
+def test_a_restart_may_name_its_ranks_otherwise(tmp_path: Path) -> None:
+    """A server with one GPU, started where one with two was, is heard, though its lines name no rank."""
+    before = LogWriter("0.5.2").started(tp_size=2).decode(30)
+    after = LogWriter().started(tp_size=1).decode(30, q=0)
+    found = judged(before.text() + after.text(), tmp_path)
+    assert found.situation.load.counted == 30
+    assert set(changes(found)) == {"queue-empty"}
+
+
+def test_an_older_log_after_a_newer_one(tmp_path: Path) -> None:
+    """Time that runs backwards is no time: two logs in one file are as long as both; midnight is none."""
+    newer, older = LogWriter(), LogWriter()
+    newer.now += timedelta(days=2)
+    both = judged(newer.decode(30).text() + older.decode(30).text(), tmp_path)
+    assert "60 samples over 116 s" in both.lines()[0]
+    assert both.healthy
+    midnight = judged(LogWriter("0.2").decode(30).text(), tmp_path)
+    assert "30 samples over 58 s" in midnight.lines()[0]
+
+
+def test_prefill_alone_is_work(tmp_path: Path) -> None:
+    """Scoring and embedding have no decode lines: queue and usage are those of prefill lines then."""
+    log = LogWriter()
+    for _ in range(40):
+        log.prefill(1).now += timedelta(seconds=2)
+    found = judged(log.text(), tmp_path)
+    assert "40 samples over 78 s" in found.lines()[0]
+    assert changes(found) == {}
+    deep = judged(log.text().replace("#queue-req: 300", "#queue-req: 5000"), tmp_path)
+    assert set(changes(deep)) == {"queue-deep"}
+    mixed = judged(log.decode(40).text(), tmp_path)
+    assert mixed.situation.load.counted == 40
+    assert mixed.situation.load.share("conservative") == 0
+
+
+JUNK = (
+    "9" * 5000, ".", "1.2.3", "{", "}", "[" * 5000, "{[]: 1}", "{1, 2}", "{1: 2}", "1e999", "'", "=", "¹",
+    "{'tp_size': 1e999}", "{'cuda_graph_config': {'decode': {'max_bs': [1]}}}", "{'cuda_graph_max_bs': 'x'}",
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from([*LogWriter("hybrid").started().decode(1).prefill(1).retract().lines, cuda_oom("forward"),
+                     "[x] server_args=", "Load weight begin. avail mem=78.50 GB", *DEATHS]),
+    st.integers(0, 400),
+    st.integers(0, 900),
+    st.sampled_from(JUNK) | st.text(),
+)  # fmt: skip
+@example("server_args=", 12, 0, "{[]: 1}")
+@example("server_args=", 12, 0, "{1, 2}")
+@example("server_args=", 12, 0, "{'cuda_graph_max_bs': 'x'}")
+@example("[2026-03-01 23:59:30] Decode batch, #running-req: 9, token usage: 0.95, #queue-req: 5", 72, 0, ".")
+@example("[2026-03-01 23:59:30] Decode batch, #running-req: 9, #queue-req: 5", 51, 0, "9" * 5000)
+@example("max_total_num_tokens=1, available_gpu_mem=7.00 GB", 46, 0, ".")
+def test_no_line_is_too_damaged(line: str, at: int, length: int, junk: str) -> None:
+    """Whatever stands in a log, its reader goes on, and the rules have numbers to go by."""
+    reader = LogReader(Thresholds())
+    at = min(at, len(line))
+    damaged = line[:at] + junk + line[at + length :]
+    for part in (*damaged.split("\n"), *LogWriter().started().decode(9).lines):
+        reader.take(part)
+    assert reader.series.counted >= 9
+    apply_all(Situation(reader.series, reader.series, reader.facts), Flags())
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "gb18030", "latin-1"]
+)
+def test_the_encoding_does_not_matter(encoding: str, tmp_path: Path) -> None:
+    """A log from another locale, or through PowerShell, is read like any other."""
+    words = "café à la crème" if encoding == "latin-1" else "模型加载完成"
+    text = f"{words}\r\n" + LogWriter().decode(40, u=0.6).text().replace("\n", f" {words}\r\n")
+    found = advise(str(_written(tmp_path / "server.log", text.encode(encoding))))
+    assert set(changes(found)) == {"conservative"}
+    assert found.situation.load.counted == 40
+
+
+def test_a_log_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    """Its first and its last line may be halves; colours and progress bars may stand in it."""
+    text = LogWriter().started().decode(40, u=0.6).text()
+    text = text.replace("[2026", "\x1b[32m[2026").replace(
+        "Load weight begin", "  0%|  |\r 9%|# |\r[x] Load weight begin"
+    )
+    cut = advise(str(_written(tmp_path / "server.log", text.encode()[57:-61])))
+    assert set(changes(cut)) == {"conservative"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello\n" * 99, b"\0" * 5000, b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 99,
+     b"INFO engine.py:310] Avg generation throughput: 40 tokens/s, Running: 3 reqs, GPU KV cache usage: 1%\n",
+     b"torch.OutOfMemoryError: CUDA out of memory.\n", b"x" * 3_000_000],
+)  # fmt: skip
+def test_what_is_not_a_log_of_sglang_is_refused(content: bytes, tmp_path: Path) -> None:
+    """Another program's log, a picture, an empty file: one line and exit 2, no advice from noise."""
+    result = batchrun("advise", _written(tmp_path / "a.log", content))
+    assert result.exit_code == 2
+    assert "not a log of SGLang" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """A log is streamed: a hundred times as long, it takes no more memory, and the shares are exact."""
+    path = tmp_path / "large.log"
+    block = LogWriter().decode(7, q=0).decode(993, q=300).text()
+    path.write_text(block * 20)
+    tracemalloc.start()
+    try:
+        found = advise(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert found.situation.load.counted == 20_000
+    assert found.situation.load.share("empty") == 0.007

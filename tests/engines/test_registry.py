@@ -1,0 +1,48 @@
+"""Which engine a job means, and its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchrunner.core.errors import (
+    JobError,
+)
+from batchrunner.engines.registry import model_of
+from batchrunner.job.load import parse_engine
+from tests.conftest import (
+    batchrun,
+    job_of,
+    write_job,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({}, "give `model`"),
+        ({"model": "a", "url": "http://a"}, "give `model`"),
+        ({"url": "a"}, "starts with http"),
+        ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
+        ({"model": "a", "args": {"tp_size": 2}}, "say engine.tp"),
+        ({"model": "a", "gateway_args": {"--port": 2}}, "leave it out of engine.gateway_args"),
+        ({"model": "a", "replicas": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_wrong_jobs(engine: dict[str, Any], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        parse_engine({"kind": "gateway", **engine})
+
+
+def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
+    """As a launched server's is, so that a finished run needs no engine to be found finished."""
+    assert model_of(parse_engine({"kind": "gateway", "model": "org/model"})) == "org/model"
+    assert model_of(parse_engine({"kind": "gateway", "url": "http://a:1"})) is None
+    missing = job_of(tmp_path, {"kind": "gateway", "model": "/no/such/model"})
+    result = batchrun("check", write_job(missing, tmp_path))
+    assert result.exit_code == 2
+    assert "no such model directory" in result.stderr

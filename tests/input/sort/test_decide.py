@@ -1,0 +1,81 @@
+"""Whether sorting an input is worth its price, from a sample of it."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from math import exp
+
+import pytest
+
+from batchrunner.input.prefixes import common
+from batchrunner.input.sort.decide import STRETCHES, WINDOW_ROWS, decide
+from tests.support.documents import document, shuffled
+
+
+def prompts(texts: list[str], window: int = 1024) -> list[list[bytes]]:
+    """Return texts as a sample that is everything."""
+    return [[text.encode() for text in texts[at : at + window]] for at in range(0, len(texts), window)]
+
+
+IN_COLUMNS = [f"{document(row // 8)} {row}" for row in range(4096)]
+UNRELATED = [document(row) for row in range(4096)]
+ONE_SYSTEM = [document(-1) * 3 + document(row) for row in range(4096)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "order"),
+    [
+        (UNRELATED, "input"),
+        (IN_COLUMNS, "input"),
+        (shuffled(4096, 512), "prefix"),
+        (ONE_SYSTEM, "input"),
+        (["x"] * 4096, "input"),
+        ([""] * 10, "input"),
+        ([], "input"),
+    ],
+)
+def test_what_sorting_gains(texts: list[str], order: str) -> None:
+    """Where the sample is everything both shares are exact, and the order is the one that pays."""
+    choice = decide(prompts(texts), len(texts))
+    assert choice.order == order
+    whole = [text.encode() for text in sorted(texts)]
+    best = sum(common(one, other) for one, other in pairwise(whole)) / max(1, sum(map(len, whole)))
+    assert choice.sorted_share == pytest.approx(best, abs=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "each"), [(200_000, 2), (200_000, 8), (200_000, 100), (10_000_000, 8)])
+def test_what_a_sample_tells_of_the_rest(rows: int, each: int) -> None:
+    """Few mates of a row are in a sample; from how many are, the share of all is told to within a quarter."""
+    made = random.Random(each)
+    texts = [f"{document(made.randrange(rows // each))} {n}" for n in range(STRETCHES * WINDOW_ROWS)]
+    choice = decide(prompts(texts), rows)
+    assert choice.order == "prefix"
+    assert choice.sorted_share == pytest.approx(0.99 * (1 - (1 - exp(-each)) / each), rel=0.25)
+    assert choice.input_share == pytest.approx(0, abs=0.4)
+
+
+@pytest.mark.parametrize("texts", [UNRELATED, IN_COLUMNS, ONE_SYSTEM])
+def test_a_sample_finds_nothing_to_gain(texts: list[str]) -> None:
+    """What stands together already, or is common to all, is no reason to sort a large input."""
+    assert decide(prompts(texts), 10_000_000).order == "input"
+
+
+@pytest.mark.parametrize(("rows", "each"), [(200_000, 2), (200_000, 8), (200_000, 1000), (1_000_000, 1000)])
+def test_equal_rows_are_a_reason_to_sort(rows: int, each: int) -> None:
+    """Short prompts that are there several times, far apart, are sent once if they are sorted."""
+    made = random.Random(each)
+    texts = [f"{made.randrange(rows // each)} is one" for _ in range(STRETCHES * WINDOW_ROWS)]
+    choice = decide(prompts(texts), rows, dedupe=True)
+    assert choice.order == "prefix"
+    assert "of the rows equal to one before" in choice.why
+    assert choice.sorted_equal == pytest.approx(1 - (1 - exp(-each)) / each, rel=0.25)
+    assert decide(prompts(texts), rows).order == "input"
+
+
+def test_a_few_common_rows_are_no_reason_to_sort() -> None:
+    """A prompt that many rows have is found equal wherever it stands."""
+    texts = [f"{row} is one" if row % 50 else "N/A" for row in range(STRETCHES * WINDOW_ROWS)]
+    choice = decide(prompts(texts), 10_000_000, dedupe=True)
+    assert choice.order == "input"
+    assert choice.sorted_equal == pytest.approx(0.02, abs=0.001)

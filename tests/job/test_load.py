@@ -1,0 +1,236 @@
+"""Job files, environment and overrides: which wins, and what wrong ones are told."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchrunner.core.errors import JobError
+from batchrunner.job.load import load_job
+from batchrunner.job.spec import ServerEngine
+from tests.support.example_job import EXAMPLE, example, refusal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+patient = settings(deadline=None)  # files take their time on a busy machine
+
+
+def file_refusal(path: Path, text: str | bytes) -> str:
+    """Return the part of the message behind the file's name."""
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(JobError) as caught:
+        load_job(path, environ={})
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert len(message.splitlines()) == 1
+    assert caught.value.exit_code == 2
+    return message.removeprefix(f"{path}: ")
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
+
+
+def test_yaml_anchors_merge(tmp_path: Path) -> None:
+    """Shared parts of a job file may be merged with `<<`, and their own keys win."""
+    path = tmp_path / "job.yaml"
+    merged = "sampling: {temperature: 1, <<: {temperature: 0, top_k: 5}}"
+    path.write_text(re.sub("sampling: .*", merged, EXAMPLE))
+    sampling = load_job(path, environ={}).sampling
+    assert (sampling.temperature, sampling.top_k) == (1, 5)
+
+
+def test_precedence() -> None:
+    """--set beats the environment, which beats the file; of two --set the last one wins."""
+    environ = {"BATCHRUN__SAMPLING__TOP_K": "2", "BATCHRUN__SAMPLING__MAX_NEW_TOKENS": "2", "PATH": "/bin"}
+    sampling = example(["sampling.top_k=3", "sampling.top_k=4"], environ).sampling
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k) == (0, 2, 4)
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster's job script overrides a job file without editing it."""
+    monkeypatch.setenv("BATCHRUN__OUTPUT__PATH", "/scratch/run")
+    assert load_job(yaml.safe_load(EXAMPLE)).output.path == "/scratch/run"
+
+
+@patient
+@given(
+    order=st.permutations(["BATCHRUN__ENGINE", "BATCHRUN__ENGINE__ARGS", "BATCHRUN__ENGINE__ARGS__TP_SIZE"])
+)
+def test_the_order_of_variables_is_nothing(order: list[str]) -> None:
+    """A whole and its parts may both be given, in the random order that an environment has."""
+    values = {
+        "BATCHRUN__ENGINE": "{kind: server, model: m}",
+        "BATCHRUN__ENGINE__ARGS": "{enable-metrics: true}",
+        "BATCHRUN__ENGINE__ARGS__TP_SIZE": "2",
+    }
+    engine = example(environ={name: values[name] for name in order}).engine
+    assert isinstance(engine, ServerEngine)
+    assert engine.args == {"enable-metrics": True, "tp-size": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Summarise.\nIn one line.\n# {{ text }}",
+        "Answer #yes or #no: {{ text }}",
+        "Answer in French.\n\n{{ text }}\n",
+    ],
+)
+def test_a_text_stays_what_it_is(text: str) -> None:
+    """YAML would fold its lines and cut it at a comment: `--set "prompt.user=$(cat prompt.txt)"`."""
+    assert example([f"prompt.user={text}"]).prompt.user == text
+    assert example(environ={"BATCHRUN__PROMPT__USER": text}).prompt.user == text
+    quoted = example(["prompt.user='a # b'", "sampling.top_k=4 # not 3"])
+    assert (quoted.prompt.user, quoted.sampling.top_k) == ("a # b", 4)
+
+
+def test_names_that_are_not_ours_keep_their_case() -> None:
+    """A server's environment variables are as it knows them."""
+    values = {"BATCHRUN__ENGINE": "{kind: server, model: m}", "BATCHRUN__ENGINE__ENV__HF_HOME": "/x"}
+    engine = example(environ=values).engine
+    assert isinstance(engine, ServerEngine)
+    assert engine.env == {"HF_HOME": "/x"}
+
+
+def test_overrides_make_sections() -> None:
+    """A section that the file leaves out can be set."""
+    assert example(["limits={}", "limits.max_attempts=7"]).limits.max_attempts == 7
+    tree = yaml.safe_load(EXAMPLE)
+    del tree["limits"]
+    assert load_job(tree, overrides=["limits.max_attempts=7"], environ={}).limits.max_attempts == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Question: {{ text }}",
+        "# {{ text }}",
+        "- {{ text }}",
+        "{# why #} {{ text }}",
+        '"a" in text',
+        "2024-13-01",
+    ],
+)
+def test_overrides_that_are_no_yaml(text: str) -> None:
+    """Templates and expressions need no quotes of YAML's around them, whatever it would make of them."""
+    assert example([f"prompt.user={text}"]).prompt.user == text
+
+
+@pytest.mark.parametrize("text", ["", "null", " ~"])
+def test_overrides_that_are_nothing(text: str) -> None:
+    """Nothing takes a value away."""
+    assert example([f"prompt.system={text}"]).prompt.system is None
+
+
+@pytest.mark.parametrize("override", ["output.path", "=3", "window=[", "window={a", "output.path.deep=3"])
+def test_bad_overrides_are_named(override: str) -> None:
+    """A wrong --set is shown as it was written, so that it is found in a long command."""
+    message = refusal(override)
+    assert message.startswith(f"--set {override.partition('=')[0]}")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("inputs", "input"),
+        ("windw", "window"),
+        ("input.colums", "columns"),
+        ("sampling.max_tokens", "max_new_tokens"),
+        ("sampling.temprature", "temperature"),
+        ("sampling.top_p.colum", "column"),
+        ("limits.dedline", "deadline"),
+        ("engine.url", "urls"),
+        ("sampling.seed", "sampling_seed"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(key: str, near: str) -> None:
+    """A misspelt key is an error that says what was meant."""
+    message = refusal(f"{key}=1")
+    assert f"unknown key {key!r}" in message
+    assert f"did you mean {near!r}?" in message
+
+
+def test_unknown_keys_name_all_where_none_is_near() -> None:
+    """A key that is like no other is answered with those that exist, of the engine's own kind."""
+    message = refusal("engine={kind: simulated, zzz: 1}")
+    assert all(name in message for name in ("max_running", "context_length", "step_s"))
+    assert "urls" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "(got nothing)"),
+        ("- input", "(got a list)"),
+        ("just words", "(got a text)"),
+        (EXAMPLE + "input: {path: x}\n", "line 7: not valid YAML: the key 'input' is given twice"),
+        (EXAMPLE.replace("64,", "64, max_new_tokens: 65,"), "the key 'max_new_tokens' is given twice"),
+        ("input: [", "line 1: not valid YAML"),
+        ("input: !!int x", "not valid YAML"),
+        ("input: 2024-13-45", "not valid YAML: month must be in 1..12"),
+        ("? !!set {a}\n: 1", "not valid YAML: found unhashable key"),
+        (b"\xff\xfe\xfa", "cannot be read as a job file"),
+        (EXAMPLE.replace("output: {path: out/run}\n", ""), "output is missing"),
+        (EXAMPLE.replace("64", "many"), "sampling.max_new_tokens: should be a valid integer"),
+        (EXAMPLE.replace("temperature: 0", "temperature: hot"), "{column: NAME} (got 'hot')"),
+        (EXAMPLE.replace("docs.parquet", "{a: 1}"), "input.path: should be a valid string"),
+        (EXAMPLE.replace("attach", "attached"), "kind should be one of 'attach', 'server'"),
+        (EXAMPLE.replace("kind: attach, ", ""), "engine: kind is missing"),
+        (EXAMPLE.replace("http:", "ftp:"), "an address starts with http:// or https://"),
+        (EXAMPLE.replace("user:", "text:"), "`system` goes with `user`"),
+        (
+            EXAMPLE.replace("max_failed_rows: 10", "deadline: 3 weeks"),
+            "limits.deadline: a duration is seconds",
+        ),
+        (
+            EXAMPLE.replace("max_failed_rows: 10", "deadline: [1]"),
+            "limits.deadline: should be a valid number",
+        ),
+        (EXAMPLE.replace("max_failed_rows: 10", "deadline: -3"), "should be greater than 0 (got -3)"),
+        (EXAMPLE.replace("max_failed_rows: 10", "max_failed_rows: 1.5"), "(got 1.5)"),
+        (EXAMPLE + "queue: 5\n", "queue: should be two numbers: [low, high] (got 5)"),
+        (EXAMPLE + "queue: [500, 100]\n", "queue: the upper end must be at least 4 times the lower one"),
+        (EXAMPLE.replace("temperature: 0", "json_schema: '{not json'"), "sampling.json_schema: not JSON:"),
+        (EXAMPLE.replace("temperature: 0", "json_schema: '[1]'"), "a JSON Schema is a JSON object"),
+        (EXAMPLE.replace("temperature: 0", "regex: '(a'"), "sampling.regex: not a regular expression"),
+        (
+            EXAMPLE.replace("temperature: 0", "json_schema: {properties: {on: {}}}"),
+            "sampling.json_schema: no JSON can hold it: Dict key must be str; quote what YAML",
+        ),
+        (
+            EXAMPLE.replace("temperature: 0", f"sampling_seed: {10**23}"),
+            "Integer exceeds 64-bit range (got 1",
+        ),
+        (EXAMPLE.replace("temperature: 0", f"stop_token_ids: [{10**23}]"), "Integer exceeds 64-bit range"),
+        (EXAMPLE.replace("temperature: 0", "temperature: .inf"), "temperature: should be a finite number"),
+        (
+            EXAMPLE.replace("temperature: 0", "custom_params: {a: [.nan]}"),
+            "custom_params: no JSON can hold it",
+        ),
+    ],
+)
+def test_wrong_files_are_explained(tmp_path: Path, text: str | bytes, told: str) -> None:
+    """What is wrong in a file is said in one line with the file's name and the place in it."""
+    assert told in file_refusal(tmp_path / "job.yaml", text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """A wrong path is told from a wrong job."""
+    path = tmp_path / "jbo.yaml"
+    with pytest.raises(JobError, match="no such job file") as caught:
+        load_job(path, environ={})
+    assert str(caught.value).startswith(str(path))
+
+
+@patient
+@given(content=st.binary(max_size=60) | texts.map(str.encode))
+def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A file that is no job at all is refused in one line with its name."""
+    file_refusal(tmp_path_factory.getbasetemp() / "none.yaml", content)

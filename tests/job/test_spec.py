@@ -1,0 +1,266 @@
+"""Job files: what is accepted, what overrides what, and errors that a person can act on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchrunner.core.errors import JobError
+from batchrunner.job.load import load_job, parse_engine
+from batchrunner.job.spec import RESULT_COLUMNS, AttachEngine, FromColumn, Job, ServerEngine, SimulatedEngine
+from tests.conftest import ROOT
+from tests.support.example_job import EXAMPLE, example, refusal
+
+patient = settings(deadline=None)  # files take their time on a busy machine
+
+
+def complaint(path: Path) -> str | None:
+    try:
+        load_job(path, environ={})
+    except JobError as refused:
+        return str(refused)
+    return None
+
+
+def test_the_example_works_as_it_stands(tmp_path: Path) -> None:
+    """The job file that users are shown first loads and means what it says."""
+    path = tmp_path / "job.yaml"
+    path.write_text(EXAMPLE)
+    job = load_job(path, environ={})
+    assert (job.input.path, job.input.columns) == ("docs.parquet", ["id", "title"])
+    assert (job.prompt.system, job.prompt.user) == ("You are terse.", "Summarise: {{ text }}")
+    assert (job.sampling.max_new_tokens, job.sampling.temperature) == (64, 0)
+    assert isinstance(job.engine, AttachEngine)
+    assert job.engine.urls == ["http://127.0.0.1:30000"]
+    assert job.limits.max_failed_rows == 10
+    assert job.window == "auto"
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=8)
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
+columns = st.builds(lambda name: {"column": name}, names)
+shares = st.floats(0, 1, exclude_min=True, exclude_max=True)
+inputs = st.fixed_dictionaries(
+    {"path": names | st.lists(names, min_size=1, max_size=3)},
+    optional={"columns": st.just(["id", "title"]), "filter": names, "limit": st.integers(1, 10**9)},
+)
+prompts = st.one_of(
+    st.fixed_dictionaries({"user": texts}, optional={"system": texts}),
+    st.fixed_dictionaries({"messages": names}, optional={"chat_template_kwargs": st.just({"a": [1, None]})}),
+    st.fixed_dictionaries({"text": texts}),
+    st.fixed_dictionaries({"input_ids": names}),
+)
+samplings = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_new_tokens": st.integers(1, 10**6) | columns,
+        "n": st.integers(1, 9),
+        "temperature": st.integers(0, 2) | st.floats(0, 2) | columns,
+        "top_p": shares | columns,
+        "stop": texts | st.lists(texts) | columns,
+        "stop_token_ids": st.lists(st.integers(0, 99)) | columns,
+        "ignore_eos": st.booleans() | columns,
+        "json_schema": st.sampled_from([{"type": "object"}, '{"type": "string"}']) | columns,
+        "logit_bias": st.dictionaries(st.sampled_from(["1", "2"]), st.floats(-1, 1)),
+        "lora_path": texts | columns,
+    },
+)
+engines = st.one_of(
+    st.fixed_dictionaries({"kind": st.just("attach"), "urls": st.just(["http://a:1/", "https://b"])}),
+    st.fixed_dictionaries(
+        {"kind": st.just("server"), "model": names},
+        optional={
+            "args": st.just({"--mem_fraction_static": 0.5}),
+            "env": st.dictionaries(names, texts, max_size=2),
+            "start_timeout": st.sampled_from([1, "90s", "2h30m", "1d"]),
+        },
+    ),
+    st.fixed_dictionaries({"kind": st.just("inprocess"), "model": names}),
+    st.fixed_dictionaries({"kind": st.just("simulated")}, optional={"step_s": st.floats(0, 1)}),
+)
+limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "deadline": st.floats(0.1, 1e6) | st.sampled_from(["90s", "1h"]),
+        "max_failed_rows": st.integers(0, 10**9) | shares | st.just("1%"),
+        "abort_failed_share": shares | st.just("100%"),
+    },
+)
+jobs = st.fixed_dictionaries(
+    {
+        "input": inputs,
+        "prompt": prompts,
+        "output": st.fixed_dictionaries({"path": names}),
+        "engine": engines,
+    },
+    optional={"sampling": samplings, "limits": limits, "window": st.just("auto") | st.integers(1, 10**6)},
+)
+
+
+@patient
+@given(tree=jobs)
+def test_a_job_survives_a_round_trip(tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A job written down, as a report or a resume does, loads as the very same job."""
+    job = load_job(tree, environ={})
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    path.write_text(yaml.safe_dump(job.model_dump(mode="json")), encoding="utf-8")
+    assert load_job(job.model_dump(), environ={}) == job
+    assert load_job(json.loads(job.model_dump_json(exclude_unset=True)), environ={}) == job
+    assert load_job(path, environ={}) == job
+    assert load_job(job, environ={}) == job
+
+
+@patient
+@given(tree=jobs)
+def test_a_callers_mapping_is_left_alone(tree: dict[str, Any]) -> None:
+    """Overrides change the job and not the mapping that a caller passed."""
+    before = json.dumps(tree)
+    load_job(tree, overrides=["output.path=elsewhere"], environ={"BATCHRUN__INPUT__PATH": "x"})
+    assert json.dumps(tree) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h30m", 9000), ("1d", 86400)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    """A duration may be written with units."""
+    assert example([f"limits.deadline={text}"]).limits.deadline == seconds
+
+
+@pytest.mark.parametrize(("text", "value"), [("3", 3), ("0", 0), ("0.01", 0.01), ("1%", 0.01)])
+def test_counts_and_shares(text: str, value: float) -> None:
+    """Failed rows may be tolerated as a count or as a share, and the two are not mixed up."""
+    assert example([f"limits.max_failed_rows={text}"]).limits.max_failed_rows == pytest.approx(value)
+
+
+@pytest.mark.parametrize("field", ["temperature", "max_new_tokens", "stop", "json_schema", "lora_path"])
+def test_values_from_columns(field: str) -> None:
+    """A sampling value that each row brings itself is told from a value that is a mapping."""
+    sampling = example([f"sampling.{field}={{column: x}}"]).sampling
+    assert getattr(sampling, field) == FromColumn(column="x")
+
+
+def test_a_schema_is_not_a_column() -> None:
+    """A JSON schema is a mapping too, and stays one."""
+    schema = {"type": "object", "properties": {"column": {"type": "string"}}}
+    assert example([f"sampling.json_schema={json.dumps(schema)}"]).sampling.json_schema == schema
+
+
+def test_values_that_json_has_not() -> None:
+    """A date, which YAML makes of 2024-07-26, is the text that the engine gets, in the job already."""
+    job = example(
+        ["prompt.chat_template_kwargs={date: 2024-07-26}", "sampling.json_schema={const: 2024-07-26}"]
+    )
+    assert job.prompt.chat_template_kwargs == {"date": "2024-07-26"}
+    assert job.sampling.json_schema == {"const": "2024-07-26"}
+    assert example(["limits.deadline=.inf"]).limits.deadline == float("inf")
+
+
+def test_every_field_is_documented() -> None:
+    """Editors and `batchrun schema` explain every key that a job can have."""
+    schema = Job.model_json_schema()
+    specs: dict[str, Any] = {"Job": schema, **schema["$defs"]}
+    bare = [
+        f"{spec}.{name}"
+        for spec, node in specs.items()
+        for name, field in node["properties"].items()
+        # pydantic leaves a field's text out where the spec it refers to says the same
+        if "description" not in field and "$ref" not in field
+    ]
+    assert bare == []
+    assert [spec for spec, node in specs.items() if "description" not in node] == []
+
+
+def test_the_engines_dialect_of_regex() -> None:
+    """What Python's `re` does not know and the engine's grammar does is let through."""
+    for pattern in (r"\p{L}+", r"(?<year>\d{4})"):
+        assert example([f"sampling.regex='{pattern}'"]).sampling.regex == pattern
+
+
+@pytest.mark.parametrize("name", RESULT_COLUMNS)
+def test_result_names_are_reserved(name: str) -> None:
+    """A carried column never hides a result; the message's own remedy works."""
+    message = refusal(f"input.columns=[{name}]")
+    remedy = re.search(r"(input\.rename): (\{.*\})", message)
+    assert remedy is not None
+    job = example([f"input.columns=[{name}]", f"{remedy[1]}={remedy[2]}"])
+    assert job.input.rename == {name: f"input_{name}"}
+
+
+@pytest.mark.parametrize("rename", ["{id: title}", "{id: output}", "{other: x}"])
+def test_renames_are_checked(rename: str) -> None:
+    """A rename that makes two columns one, hides a result or renames nothing is refused before the run."""
+    assert "input." in refusal(f"input.rename={rename}")
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.dates(),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(texts | st.integers(), below, max_size=3),
+    max_leaves=6,
+)
+places = st.sampled_from(
+    [
+        (section, *below)
+        for section, fields in yaml.safe_load(EXAMPLE).items()
+        for below in [(), *((field,) for field in fields), ("new key",)]
+    ]
+)
+
+
+@patient
+@given(place=places, value=values)
+def test_no_value_breaks_the_explanation(
+    place: tuple[str, ...], value: object, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever stands anywhere in a job, it loads or is refused in one line with the file's name."""
+    tree = yaml.safe_load(EXAMPLE)
+    node = tree
+    for step in place[:-1]:
+        node = node[step]
+    node[place[-1]] = value
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8")
+    message = complaint(path)
+    assert message is None or (message.startswith(f"{path}: ") and len(message.splitlines()) == 1)
+
+
+def test_engines_are_read_alone() -> None:
+    """A caller of the library may give an engine as a mapping or as a spec."""
+    spec = SimulatedEngine(kind="simulated", step_s=0)
+    assert parse_engine({"kind": "simulated", "step_s": 0}) == spec
+    assert parse_engine(spec) is spec
+    server = parse_engine({"kind": "server", "model": Path("m"), "args": {"chat-template": Path("c")}})
+    assert isinstance(server, ServerEngine)
+    assert (server.model, server.args) == ("m", {"chat-template": "c"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"kind": "attach", "url": ["http://a"]}, "unknown key 'url'; did you mean 'urls'?"),
+        ({"kind": "server"}, "model is missing"),
+        ({}, "kind is missing"),
+        ({"kind": "server", "model": "m", "args": {"port": 1}}, "batchrunner sets --port itself"),
+    ],
+)
+def test_wrong_engines_are_explained(engine: dict[str, Any], told: str) -> None:
+    """An engine read alone is explained as in a job file."""
+    with pytest.raises(JobError, match=re.escape(told)) as caught:
+        parse_engine(engine)
+    assert str(caught.value).startswith("engine: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("file", sorted(p.name for p in (ROOT / "jobs").glob("*.yaml")))
+def test_the_schema_accepts_the_jobs_that_we_ship(file: str) -> None:
+    """An editor that checks job files by `batchrun schema` finds no fault with ours."""
+    job = yaml.safe_load((ROOT / "jobs" / file).read_text())
+    jsonschema.validate(job, Job.model_json_schema())

@@ -1,0 +1,225 @@
+"""The columns of results and their types, carried ones too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchrunner
+from tests.conftest import (
+    batchrun,
+    batchrun_merge,
+    job_of,
+    parts_of,
+    report_of,
+    results_of,
+    write_job,
+    write_rows,
+)
+from tests.support.carried import CARRIED
+from tests.support.fake_sglang import FakeSGLang
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_columns_and_types(tmp_path: Path, server: FakeSGLang) -> None:
+    """Whoever reads the parts finds the promised columns, in their order and with their types."""
+    job = job_of(tmp_path, server, input={"columns": ["id"]})
+    batchrunner.run(job)
+    (part,) = parts_of(job["output"]["path"])
+    assert {field.name: str(field.type) for field in part.schema} == {
+        "row": "int64",
+        "id": "int64",
+        "output": "string",
+        "finish_reason": "string",
+        "prompt_tokens": "int32",
+        "cached_tokens": "int32",
+        "completion_tokens": "int32",
+        "latency_s": "double",
+        "attempts": "int32",
+        "error": "string",
+    }
+    first = results_of(job)[0]
+    assert first.pop("latency_s") > 0
+    assert first == {
+        "row": 0,
+        "id": 0,
+        "output": "answer 0 to row 0",
+        "finish_reason": "stop",
+        "prompt_tokens": 2,
+        "cached_tokens": 1,
+        "completion_tokens": 5,
+        "attempts": 1,
+        "error": None,
+    }
+
+
+@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
+def test_samples_are_lists(tmp_path: Path, server: FakeSGLang, prompt: dict[str, str]) -> None:
+    """With n > 1 each sample has its own output, finish reason and token count, from either endpoint."""
+    server.script = lambda sent: "too long" if sent.prompt == "row 1" else "answer"
+    job = job_of(tmp_path, server, rows=2, prompt=prompt, sampling={"n": 3})
+    batchrunner.run(job)
+    good, bad = results_of(job)
+    assert good["output"] == [f"answer {i} to row 0" for i in range(3)]
+    assert (good["finish_reason"], good["completion_tokens"]) == (["stop"] * 3, [5, 5, 5])
+    assert good["prompt_tokens"] == 2
+    assert (bad["output"], bad["finish_reason"], bad["completion_tokens"]) == (None, None, None)
+    assert report_of(job)["output_tokens"] == 15
+
+
+def test_parts_are_compressed_with_zstd(tmp_path: Path) -> None:
+    """Results take no more room than they must."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    (path,) = (tmp_path / "run" / "parts").iterdir()
+    with pq.ParquetFile(path) as part:
+        assert part.metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9])
+def test_part_rows(tmp_path: Path, rows: int) -> None:
+    """A part has at most `part_rows` rows, whatever the number of rows."""
+    job = job_of(tmp_path, rows=rows, output={"part_rows": 4}, window=1)
+    batchrunner.run(job)
+    sizes = [part.num_rows for part in parts_of(tmp_path / "run")]
+    assert sum(sizes) == rows
+    assert max(sizes) <= 4
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
+    """A carried column comes out as it went in, type and values, also through several parts and `merge`."""
+    source = pa.table({"text": ["row 0", "row 1", "row 2"], name: CARRIED[name]})
+    pq.write_table(source, tmp_path / "input.parquet", row_group_size=1)
+    job = job_of(tmp_path, input={"columns": [name]}, output={"part_rows": 2})
+    batchrunner.run(job)
+    expected = pq.read_table(tmp_path / "input.parquet").column(name)
+    parts = pa.concat_tables(parts_of(tmp_path / "run")).sort_by("row").column(name)
+    merged = pq.read_table(batchrun_merge(tmp_path / "run")).column(name)
+    assert parts.type == merged.type == expected.type
+    assert parts.to_pylist() == merged.to_pylist() == expected.to_pylist()
+
+
+VIEWS: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "large_list": (pa.large_list(pa.string_view()), [["a"], None, []]),
+    "fixed": (pa.list_(pa.binary_view(), 1), [[b"a"], None, [None]]),
+    "map": (pa.map_(pa.string_view(), pa.list_(pa.string_view())), [[("a", ["b"])], None, []]),
+    "list_view": (pa.list_view(pa.string_view()), [["a"], None, []]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_within_carried_columns(tmp_path: Path, name: str) -> None:
+    """Arrow cannot pick views, whatever they lie in: they are carried as texts and bytes."""
+    kind, values = VIEWS[name]
+    table = pa.table({"text": ["row 0", "row 1", "row 2"], "of_views": pa.array(values, kind)})
+    pq.write_table(table, tmp_path / "input.parquet")
+    job = job_of(tmp_path, input={"columns": ["of_views"]})
+    batchrunner.run(job)
+    assert [row["of_views"] for row in results_of(job)] == values
+
+
+DECLARED: dict[str, tuple[pa.DataType, pa.DataType, list[Any], list[Any]]] = {
+    "number": (pa.int64(), pa.int64(), [1, 2], [None, 3]),
+    "dictionary": (*[pa.dictionary(pa.int32(), pa.string())] * 2, ["a", "b"], [None, "b"]),
+    "list": (
+        pa.list_(pa.field("item", pa.string(), nullable=False)),
+        pa.list_(pa.field("item", pa.string(), metadata={"of": "another"})),
+        [["a"], []],
+        [None, [None]],
+    ),
+    "struct": (
+        pa.struct([pa.field("a", pa.int8(), nullable=False)]),
+        pa.struct([pa.field("a", pa.int8())]),
+        [{"a": 1}, {"a": 2}],
+        [None, {"a": None}],
+    ),
+    "map": (
+        pa.map_(pa.string(), pa.field("value", pa.int8(), nullable=False)),
+        pa.map_(pa.string(), pa.int8()),
+        [[("k", 1)], []],
+        [None, [("k", None)]],
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+@pytest.mark.parametrize("names", ["ab", "ba"])
+@pytest.mark.parametrize("column", DECLARED)
+def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: str, order: str) -> None:
+    """Files agree on a carried column whatever each of them says of nulls and in its metadata."""
+    full, holey, *both = DECLARED[column]
+    fields = [pa.field("of", full, nullable=False, metadata={"by": "a"}), pa.field("of", holey)]
+    (tmp_path / "in").mkdir()
+    for name, field, values in zip(names, fields, both, strict=True):
+        schema = pa.schema([pa.field("text", pa.string()), field], metadata={"file": name})
+        columns = [pa.array(["row 0", "row 1"]), pa.array(values, field.type)]
+        pq.write_table(pa.Table.from_arrays(columns, schema=schema), tmp_path / "in" / f"{name}.parquet")
+    job = job_of(tmp_path, input={"path": str(tmp_path / "in"), "columns": ["of"]}, order=order)
+    batchrunner.run(job)
+    expected = [value for _, values in sorted(zip(names, both, strict=True)) for value in values]
+    assert [row["of"] for row in results_of(job)] == expected
+    assert pq.read_table(batchrun_merge(tmp_path / "run")).column("of").to_pylist() == expected
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_carried_rows_stay_with_their_results(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """However rows are grouped, batched and ordered, each result stands beside its own carried values."""
+    texts = data.draw(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=40))
+    tmp_path = tmp_path_factory.mktemp("carried")
+    table = pa.table({"text": texts, "tag": pa.array(texts).dictionary_encode(), "n": range(len(texts))})
+    pq.write_table(
+        table, tmp_path / "input.parquet", row_group_size=data.draw(st.integers(1, 10), "row group")
+    )
+    part_rows = data.draw(st.integers(1, 10), "part")
+    with FakeSGLang() as server:
+        job = job_of(
+            tmp_path, server, input={"columns": ["tag", "n", "text"]}, output={"part_rows": part_rows}
+        )
+        batchrunner.run(job)
+    rows = results_of(job)
+    assert [row["row"] for row in rows] == [row["n"] for row in rows] == list(range(len(texts)))
+    assert [row["tag"] for row in rows] == [row["text"] for row in rows] == texts
+    assert [row["output"] for row in rows] == [f"answer 0 to {text}" for text in texts]
+
+
+def test_rename(tmp_path: Path) -> None:
+    """A carried column may get another name, such as one that a result has of its own."""
+    write_rows(tmp_path / "input.parquet", 3, output=["a", "b", "c"])
+    job = job_of(tmp_path, input={"columns": ["output", "id"], "rename": {"output": "reference"}})
+    batchrunner.run(job)
+    (part,) = parts_of(tmp_path / "run")
+    assert part.schema.names[:4] == ["row", "reference", "id", "output"]
+    assert part.column("reference").to_pylist() == ["a", "b", "c"]
+
+
+def test_simulated_results_are_marked(tmp_path: Path) -> None:
+    """Nobody takes made-up answers for a model's: output, file, merged file, report, screen all say it."""
+    job = job_of(tmp_path)
+    result = batchrun(write_job(job, tmp_path))
+    assert all(row["output"].startswith("[simulated] ") for row in results_of(job))
+    (part,) = parts_of(tmp_path / "run")
+    for table in (part, pq.read_table(batchrun_merge(tmp_path / "run"))):
+        assert (table.schema.metadata or {})[b"simulated"] == b"true"
+    assert report_of(job)["simulated"] is True
+    assert "simulated" in result.stderr
+    assert "simulated" in batchrun("status", tmp_path / "run").stdout
+
+
+def test_real_results_are_not_marked(tmp_path: Path, server: FakeSGLang) -> None:
+    """The mark is on simulated results only."""
+    job = job_of(tmp_path, server)
+    result = batchrun(write_job(job, tmp_path))
+    (part,) = parts_of(tmp_path / "run")
+    assert b"simulated" not in (part.schema.metadata or {})
+    assert "simulated" not in result.stderr

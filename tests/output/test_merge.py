@@ -1,0 +1,105 @@
+"""Merging writes every result once, in the order of the input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchrunner
+from tests.conftest import (
+    batchrun,
+    batchrun_merge,
+    job_of,
+    results_of,
+    write_rows,
+)
+from tests.support.fake_sglang import FakeSGLang
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(1, 60), part_rows=st.integers(1, 20), wanted=st.integers(1, 3))
+def test_merge_is_in_input_order(
+    rows: int, part_rows: int, wanted: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`merge` writes every result once, in the order of the input, however the parts came to be."""
+    tmp_path = tmp_path_factory.mktemp("merge")
+    with FakeSGLang(lambda sent: "too long" if sent.prompt.endswith("3") else "answer") as server:
+        job = job_of(tmp_path, server, rows=rows, output={"part_rows": part_rows}, window=3)
+        job["input"] |= {"columns": ["id"], "filter": f"id % {wanted} == 0"}
+        batchrunner.run(job)
+    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    assert merged.column("row").to_pylist() == [i for i in range(rows) if i % wanted == 0]
+    assert merged.to_pylist() == results_of(job)
+
+
+def test_merge_again(tmp_path: Path) -> None:
+    """A second merge replaces the first one."""
+    job = job_of(tmp_path, input={"limit": 3})
+    batchrunner.run(job)
+    batchrun_merge(tmp_path / "run")
+    batchrunner.run(job, overrides=["input.limit=6"])
+    assert pq.read_table(batchrun_merge(tmp_path / "run")).num_rows == 6
+
+
+def test_merge_of_nothing(tmp_path: Path) -> None:
+    """A path that holds no run is said to be one."""
+    result = batchrun("merge", tmp_path)
+    assert result.exit_code == 2
+    assert "no parts to merge" in result.stderr
+
+
+def test_merge_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket is bounded by its bytes too, where footers hide them: all rows carry the same long text."""
+    monkeypatch.setattr("batchrunner.output.merge.BUCKET_BYTES", 1 << 20)
+    write_rows(tmp_path / "input.parquet", 40, page=["x" * 100_000] * 40)
+    job = job_of(tmp_path, input={"columns": ["page"]}, output={"part_rows": 7})
+    batchrunner.run(job)
+    merged = sorted(batchrun_merge(tmp_path / "run").iterdir())
+    assert max(pq.read_table(file).nbytes for file in merged) <= 1 << 20
+    assert [row for file in merged for row in pq.read_table(file)["row"].to_pylist()] == list(range(40))
+
+
+def cut_a_part(run: Path) -> None:
+    part = next((run / "parts").iterdir())
+    part.write_bytes(part.read_bytes()[:-20])
+
+
+def add_a_part_of_others(run: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), run / "parts" / "part-main-000009.parquet")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (cut_a_part, "is damaged: move it away"),
+        (add_a_part_of_others, "parts: cannot be merged"),
+        (lambda run: (run / "merged").write_text(""), "merged: cannot be written"),
+        (lambda run: (run / "merged.tmp").write_text(""), "merged: cannot be written"),
+    ],
+)
+def test_what_cannot_be_merged(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
+    """Damage and whatever stands in the way are said in one line."""
+    batchrunner.run(job_of(tmp_path))
+    spoil(tmp_path / "run")
+    refused = batchrun("merge", tmp_path / "run")
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_merge_does_not_outlive_the_next_start(tmp_path: Path) -> None:
+    """What was merged is gone as soon as there are more rows."""
+    job = job_of(tmp_path, rows=30)
+    batchrunner.run(job, overrides=["input.limit=10"])
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+    batchrunner.run(job, overrides=["input.limit=20"])
+    assert not (tmp_path / "run" / "merged").exists()

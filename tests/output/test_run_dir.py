@@ -1,0 +1,131 @@
+"""The run directory: what is in it, what is not, and that it is kept apart from the input."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import OutputError
+from tests.conftest import (
+    batchrun,
+    batchrun_merge,
+    job_of,
+    write_job,
+    write_rows,
+)
+from tests.support.launchable import launchable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
+
+
+def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
+    """What later tools look for lies where they look for it."""
+    job = job_of(tmp_path, server)
+    batchrunner.run(job)
+    found = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert found["job"]["prompt"] == {"text": "text"}
+    assert found["fingerprint"]["model"] == "fake/model"
+    assert found["versions"]["engine"] == "0.5.23"
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    told = [event["event"] for event in events if event["event"] != "sample"]
+    assert told == ["start", "tokenize", "window", "order", "end"]
+
+
+def test_no_secret_is_written_down(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API key reaches the server and no file of the run."""
+    monkeypatch.setenv("MY_KEY", "s3cret-key")
+    server.api_key = "s3cret-key"
+    engine = {"kind": "attach", "urls": [server.url], "api_key_env": "MY_KEY"}
+    assert batchrunner.run(job_of(tmp_path, engine)).rows_ok == 10
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if b"s3cret-key" in path.read_bytes()]
+
+
+ANSWERS = """
+class Handler(Server):
+    known = {"/ready": {}, "/model_info": {"model_path": "answers"}, "/server_info": {"version": "0.5.23"}}
+    def asked(self, body):
+        self.answer("to " + body["text"])
+"""
+
+
+def test_no_secret_of_the_engine_is_written_down(tmp_path: Path) -> None:
+    """What the engine gets in its environment, and in arguments named as secrets are, stays unwritten."""
+    engine = launchable(tmp_path, ANSWERS, HF_TOKEN="s3cret-1")
+    engine["args"] = {"admin-api-key": "s3cret-2", "tokenizer-path": "shown"}
+    assert batchrunner.run(job_of(tmp_path, engine)).rows_ok == 10
+    run = (tmp_path / "run" / "run.json").read_text()
+    assert "shown" in run
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]
+
+
+def test_files_that_are_no_parts(tmp_path: Path) -> None:
+    """Copies and other files beside the parts are nobody's: not counted, not merged, not deleted."""
+    job = job_of(tmp_path)
+    batchrunner.run(job, overrides=["input.limit=4"])
+    parts = tmp_path / "run" / "parts"
+    copy = parts / "part-main-000000-bak.parquet"
+    copy.write_bytes((parts / "part-main-000000.parquet").read_bytes())
+    pq.write_table(pa.table({"a": [1]}), parts / "part-x.parquet")
+    assert batchrunner.run(job).rows_resumed == 4
+    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+    assert [task["task"] for task in state["tasks"]] == ["main"]
+    assert pq.read_table(batchrun_merge(tmp_path / "run")).num_rows == 10
+    assert batchrunner.run(job, fresh=True).rows_resumed == 0
+    assert sorted(path.name for path in parts.glob("*-[bx]*")) == [copy.name, "part-x.parquet"]
+
+
+def test_results_are_never_read_as_input(tmp_path: Path) -> None:
+    """An output path that holds the input would make the next start take its results for new rows."""
+    write_rows(tmp_path / "in" / "a.parquet", 5)
+    job = job_of(tmp_path, input={"path": str(tmp_path / "in")}, output={"path": str(tmp_path / "in")})
+    refused = batchrun(write_job(job, tmp_path))
+    assert refused.exit_code == 2
+    assert "lies in it: give another directory" in refused.stderr
+    assert sorted(p.name for p in (tmp_path / "in").iterdir()) == ["a.parquet"]
+
+
+@pytest.mark.parametrize("path", [".", "**/*.parquet", ["x", "."]])
+def test_an_output_within_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | list[str]
+) -> None:
+    """The run's own files are none of the input's: it goes on where it was."""
+    write_rows(tmp_path / "x" / "input.parquet", 5)
+    monkeypatch.chdir(tmp_path)
+    job = job_of(tmp_path, input={"path": path, "limit": 3}, output={"path": "out"})
+    assert batchrunner.run(job).rows_ok == 3
+    report = batchrunner.run(job, overrides=["input.limit=5"])
+    assert (report.rows_ok, report.rows_resumed) == (5, 3)
+
+
+def test_a_result_that_is_named_as_input(tmp_path: Path) -> None:
+    """Who names a file of the run is told so, and not that there is none."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    parts = tmp_path / "run" / "parts"
+    (part,) = map(str, parts.iterdir())
+    for path in (part, str(parts), f"{parts}/*.parquet", [part, str(tmp_path / "input.parquet")]):
+        with pytest.raises(OutputError, match=f"the input file {part} lies in it"):
+            batchrunner.run({**job, "input": {"path": path}})
+
+
+def test_fresh_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    """`--fresh` deletes the run's own files and no other."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    mine = tmp_path / "run" / "parts" / "mine.txt"
+    mine.write_text("precious")
+    assert batchrunner.run(job, fresh=True).rows_resumed == 0
+    assert mine.read_text() == "precious"

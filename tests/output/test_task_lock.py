@@ -1,0 +1,211 @@
+"""One writer: the living are left alone, the dead replaced, and no clock of another host is trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import OutputError
+from batchrunner.output.task_lock import DEAD_AFTER_S, Holder, TaskLock, TaskLockLostError, this_process
+from tests.conftest import job_of, results_of, started, write_job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+
+def on_host(name: str) -> Holder:
+    """A process of another machine."""
+    return dataclasses.replace(
+        this_process(), host=name, machine=f"machine of {name}", token=f"token of {name}"
+    )
+
+
+class Clock:
+    """Time that passes when somebody sleeps; `each` is called at every look."""
+
+    def __init__(self, first: float = 0.0) -> None:
+        self.now = first
+        self.each: Callable[[], None] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.each()
+
+
+def claim_of(path: Path, holder: Holder, clock: Clock | None = None) -> TaskLock:
+    clock = clock or Clock()
+    return TaskLock(path, holder, clock=lambda: clock.now, sleep=clock.sleep)
+
+
+def test_the_living_are_left_alone(tmp_path: Path) -> None:
+    """A holder on another host whose counter moves is not replaced, and found out before a minute is over."""
+    first, clock = claim_of(tmp_path, on_host("a")), Clock()
+    first.take()
+    clock.each = lambda: first.beat() if clock.now > 10 else None
+    with pytest.raises(OutputError, match=r"batchrun with pid \d+ on a is writing this run"):
+        claim_of(tmp_path, on_host("b"), clock).take()
+    assert clock.now < 15
+    first.verify()
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 0.0, 1e9])
+def test_the_dead_are_replaced(tmp_path: Path, skew_s: float) -> None:
+    """A holder whose counter stands still for long enough is, whatever the hosts' clocks say."""
+    first, clock = claim_of(tmp_path, on_host("a"), Clock(skew_s)), Clock()
+    first.take()
+    for name in ("owner", "heartbeat"):
+        os.utime(tmp_path / name, (time.time() + skew_s, time.time() + skew_s))
+    second = claim_of(tmp_path, on_host("b"), clock)
+    second.take()
+    assert DEAD_AFTER_S <= clock.now < DEAD_AFTER_S + 5
+    second.verify()
+    with pytest.raises(TaskLockLostError, match="on b took this task over"):
+        first.verify()
+    first.release()  # it is not its own any more
+    second.verify()
+
+
+def test_a_process_of_this_machine_is_looked_up(tmp_path: Path) -> None:
+    """Here the kernel tells at once: a pid that is gone, or used again by another process, is dead."""
+    me, clock = this_process(), Clock()
+    gone = dataclasses.replace(me, pid=2**22 + 1, token="gone")
+    reused = dataclasses.replace(me, started="1", token="reused")
+    rebooted = dataclasses.replace(me, boot="another", token="rebooted")
+    for dead in (gone, reused, rebooted):
+        (tmp_path / "owner").write_bytes(orjson.dumps(dataclasses.asdict(dead)))
+        claim = claim_of(tmp_path, me, clock)
+        claim.take()
+        claim.verify()
+        assert clock.now == 0.0
+    with pytest.raises(OutputError, match=f"pid {os.getpid()}"):
+        claim_of(tmp_path, dataclasses.replace(me, token="second"), clock).take()
+
+
+def test_a_disk_that_has_gone_is_no_other_holder(tmp_path: Path) -> None:
+    """It is waited for, as one that is full; only where somebody else may have been is a task lost."""
+    task = tmp_path / "run" / "tasks" / "main"
+    task.mkdir(parents=True)
+    claim = claim_of(task, this_process())
+    claim.take()
+    (tmp_path / "run").rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError):
+        claim.verify()
+    (tmp_path / "gone").rename(tmp_path / "run")
+    claim.verify()
+    (task / "owner").unlink()
+    with pytest.raises(TaskLockLostError):
+        claim.verify()
+
+
+def test_a_name_that_was_never_written(tmp_path: Path) -> None:
+    """A writer that died between making `owner` and writing its name holds nobody up for long."""
+    (tmp_path / "owner").touch()
+    clock = Clock()
+    claim_of(tmp_path, on_host("a"), clock).take()
+    assert clock.now < 10
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A start that could not take the run leaves no name, which would be that of a process that lives."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job = job_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"os.{call}", full)
+        with pytest.raises(OutputError, match="cannot be written: No space left"):
+            batchrunner.run(job)
+    assert not (tmp_path / "run" / "tasks" / "main" / "owner").exists()
+    assert batchrunner.run(job).rows_ok == 10
+
+
+def test_one_that_left_is_dead_everywhere(tmp_path: Path) -> None:
+    """Who could not bring a task to its end is replaced at once, anywhere, while its process lives."""
+    first, clock = claim_of(tmp_path, this_process()), Clock()
+    first.take()
+    first.leave()
+    first.release()
+    second = claim_of(tmp_path, on_host("b"), clock)
+    assert second.is_held() is False
+    second.take()
+    assert clock.now == 0.0
+    second.verify()
+    first.release()  # it is not its own any more
+    second.verify()
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
+    """Sixteen that find the same dead holder at once: one becomes the writer, the others learn it."""
+    claim_of(tmp_path, on_host("dead")).take()
+    ready, over = threading.Barrier(16), threading.Event()
+    won: list[TaskLock] = []
+    told: list[str] = []
+
+    def contend(number: int) -> None:
+        clock = Clock()
+        clock.each = lambda: time.sleep(0.0002 * (number % 3))
+        claim = claim_of(tmp_path, on_host(f"host {turn}.{number:02d}"), clock)
+        ready.wait()
+        try:
+            claim.take()
+        except OutputError as refused:
+            told.append(str(refused))
+            return
+        won.append(claim)
+        while not over.wait(0.0005):  # it lives; the others' virtual minute passes in a moment
+            claim.beat()
+
+    threads = [threading.Thread(target=contend, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while len(told) + len(won) < 16 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    over.set()
+    for thread in threads:
+        thread.join()
+    holders = [claim for claim in won if _holds(claim)]
+    assert len(holders) == 1
+    assert len(told) + len(won) == 16
+
+
+def _holds(claim: TaskLock) -> bool:
+    try:
+        claim.verify()
+    except TaskLockLostError:
+        return False
+    return True
+
+
+def test_a_run_that_was_taken_over_ends(tmp_path: Path, server: FakeSGLang) -> None:
+    """A run that was stopped for long finds another's name, writes nothing more, and ends with exit 1."""
+    owner = tmp_path / "run" / "tasks" / "main" / "owner"
+
+    def taken_over_at_once(sent: Sent) -> Behaviour:
+        if sent.prompt == "row 0":
+            owner.write_text(json.dumps(dataclasses.asdict(on_host("elsewhere"))))
+        return "answer" if int(sent.prompt.split()[1]) < 5 else "hold"  # it ends before these do
+
+    server.script = taken_over_at_once
+    job = job_of(tmp_path, server, rows=20)
+    with started(write_job(job, tmp_path)) as process:
+        assert process.end() == 1
+    assert any("on elsewhere took this task over" in line for line in process.lines)
+    assert any("0 of 20 rows ok" in line for line in process.lines)
+    assert len(results_of(job)) == 0
+    assert json.loads(owner.read_text())["host"] == "elsewhere"

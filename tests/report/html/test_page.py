@@ -1,0 +1,237 @@
+"""The page of a run shows what its files say, whatever they hold, and costs the run nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+
+import batchrunner
+from batchrunner.output.run_dir import RunDir
+from batchrunner.report.html.page import make_page
+from batchrunner.report.html.results import read_results
+from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
+from tests.support import fake_sglang
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.model_configs import LLAMA_8B
+from tests.support.page import HOSTILE, Reader, page_of, sample
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.page
+
+
+def test_a_run_leaves_its_page(tmp_path: Path) -> None:
+    """At its end a run writes the page beside report.json, and `batchrun report` writes the same."""
+    with FakeSGLang(lambda sent: "too long" if sent.prompt == "row 7" else "answer", delay_s=0.05) as server:
+        job = job_of(tmp_path, server, rows=200, limits={"max_failed_rows": 1})
+        batchrunner.run(job)
+    run = tmp_path / "run"
+    left = (run / "report.html").read_text()
+    page = page_of(run)
+    assert "199 ok 1 failed, 0 left of 200" in page.text
+    assert "The input (6001 tokens) is longer" in page.text
+    assert {"Waiting requests, #queue-req", "Token usage", "Outputs", "Latency"} <= set(page.texts)
+    (run / "report.html").unlink()
+    written = batchrun("report", run)
+    assert written.stdout.strip() == str(run / "report.html")
+    moment = re.compile(r"Written by.*UTC")
+    assert moment.sub("", (run / "report.html").read_text()) == moment.sub("", left)
+
+
+def test_it_is_opened_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--open` hands the page to the browser, and nothing else does."""
+    opened: list[str] = []
+    monkeypatch.setattr("typer.launch", opened.append)
+    batchrunner.run(job_of(tmp_path))
+    assert batchrun("report", tmp_path / "run").exit_code == 0
+    assert opened == []
+    assert batchrun("report", tmp_path / "run", "--open").exit_code == 0
+    assert opened == [str(tmp_path / "run" / "report.html")]
+
+
+def test_it_needs_nothing_else(tmp_path: Path) -> None:
+    """The page names no other file and no address: it is one file that works without a network."""
+    batchrunner.run(job_of(tmp_path))
+    page = page_of(tmp_path / "run")
+    assert page.fetched == ["data:,"]
+    assert page.opened.count("script") == 2
+    assert not re.search(
+        r"(?:src|href|url|import)\W{1,3}https?:", (tmp_path / "run" / "report.html").read_text()
+    )
+
+
+def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, errors, carried columns and paths that look like HTML, or are a megabyte long, are shown."""
+    monkeypatch.setitem(fake_sglang.REFUSALS, "too long", (400, HOSTILE + "x" * 1_000_000))
+    name = "<img src=x onerror=alert(2)> & 'run'[1]*"
+    write_rows(
+        tmp_path / "input.parquet", 4, title=[HOSTILE, "x" * 1_000_000, None, "\U0001f600\u3000\u200d"]
+    )
+    with FakeSGLang(lambda sent: "answer" if "3" in sent.prompt else "too long") as server:
+        job = job_of(tmp_path, server, limits={"max_failed_rows": 4})
+        job["input"]["columns"] = ["title"]
+        job["prompt"] = {"user": "{{ title }} row {{ id }}"}
+        job["output"]["path"] = str(tmp_path / name)
+        batchrunner.run(job)
+    page = page_of(tmp_path / name)
+    assert page.opened.count("script") == 2
+    assert "img" not in page.opened
+    assert page.fetched == ["data:,"]
+    assert HOSTILE[:25] in page.text
+    assert name in page.text
+    text = (tmp_path / name / "report.html").read_text(encoding="utf-8")
+    assert not set(text) & {"\x00", "\x1b", "\u202e"}
+    assert "\U0001f600\u3000\u200d" in text
+    assert len(text) < 200_000
+
+
+def test_values_that_python_cannot_hold(tmp_path: Path) -> None:
+    """A carried date beyond Python's years costs no page: its place says what it is."""
+    late = pa.array([253402300799, 0], pa.timestamp("s", "Asia/Tokyo"))  # 9999-12-31 23:59:59 in UTC
+    write_rows(tmp_path / "input.parquet", 2, late=late, far=pa.array([2**31 - 1, 0], pa.date32()))
+    batchrunner.run(job_of(tmp_path, input={"columns": ["id", "late", "far"]}))
+    page = page_of(tmp_path / "run")
+    assert page.text.count("unreadable value: ") == 2
+    assert "1970-01-01 09:00:00+09:00" in page.text
+    assert batchrun("report", tmp_path / "run").exit_code == 0
+
+
+@pytest.mark.parametrize("what", ["nothing", "no run", "damaged part", "name of no characters"])
+def test_not_a_run(tmp_path: Path, what: str) -> None:
+    """What cannot be shown is refused in one line."""
+    run = tmp_path / "run"
+    if what == "no run":
+        run.mkdir()
+    elif what == "damaged part":
+        batchrunner.run(job_of(tmp_path))
+        next((run / "parts").glob("*")).write_bytes(b"PAR1 no, this is not it PAR1")
+    elif what == "name of no characters":
+        batchrunner.run(job_of(tmp_path))
+        run = run.rename(tmp_path / "run\udce9")
+    refused = batchrun("report", run)
+    assert refused.exit_code == 2
+    assert len(refused.stderr.splitlines()) == 1
+    assert str(tmp_path / "run") in refused.stderr
+
+
+def test_no_page_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the page cannot be written the run ends as it would have, with a warning."""
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    report = batchrunner.run(job_of(tmp_path))
+    assert report.exit_code == 0
+    assert "no report.html" in caplog.text
+
+
+def test_a_run_that_goes_on_and_is_killed(tmp_path: Path) -> None:
+    """A page can be had of a run at any moment: while it goes on, after a kill, and after its end."""
+    with FakeSGLang(lambda sent: "answer" if int(sent.prompt.split()[1]) < 50 else "hold") as server:
+        file = write_job(job_of(tmp_path, server, rows=60), tmp_path)
+        with started(file) as run:
+            eventually(lambda: list((tmp_path / "run" / "tasks" / "main").glob("journal-*")))
+            eventually(lambda: "50 ok" in shown(tmp_path / "run"))
+            assert "running" in shown(tmp_path / "run")
+            run.process.kill()
+            run.process.wait()
+            killed = shown(tmp_path / "run")
+        assert "not finished" in killed
+        assert "Its log has no end" in killed
+        assert "50 ok 0 failed, 10 left of 60" in killed
+        server.answer_held()
+        assert batchrun(file).exit_code == 0
+    assert "60 ok 0 failed, 0 left of 60" in page_of(tmp_path / "run").text
+    assert "2 starts" in page_of(tmp_path / "run").text
+
+
+def shown(run: Path) -> str:
+    """Return what the page of a run says now."""
+    assert batchrun("report", run).exit_code == 0
+    return page_of(run).text
+
+
+def test_a_run_of_tasks(tmp_path: Path) -> None:
+    """Each task leaves its page, that of the whole has all rows and the schedulers of each task."""
+    with FakeSGLang(max_running=32, delay_s=0.05) as server:
+        file = write_job(job_of(tmp_path, server, rows=400), tmp_path)
+        for shard in ("0/2", "1/2"):
+            assert batchrun(file, "-q", "--shard", shard).exit_code == 0
+    run = tmp_path / "run"
+    one = page_of(run / "tasks" / "shard-00000-of-00002")
+    assert "200 ok 0 failed, 0 left of 200" in one.text
+    assert batchrun("merge", run).exit_code == 0
+    whole = page_of(run)
+    assert "400 ok 0 failed, 0 left of 400" in whole.text
+    assert "2 starts of 2 tasks" in whole.text
+    assert sum(text.startswith("shard-00001-of-00002 127.0.0.1") for text in whole.texts) >= 3
+
+
+def test_several_samples_a_row(tmp_path: Path) -> None:
+    """Rows with lists of outputs are counted sample by sample."""
+    batchrunner.run(job_of(tmp_path, rows=20, sampling={"n": 3}))
+    found = read_results([RunDir(tmp_path / "run")])
+    assert found.ok == 20
+    assert [sum(counts.bins) for counts in found.histograms] == [20, 60, 20]
+    assert sum(found.finish_reasons.values()) == 60
+
+
+def test_histograms_hold_every_row(tmp_path: Path) -> None:
+    """A value far above all others is in the last bin, and the bins of the others stay fine."""
+    texts = [*(" ".join(["word"] * (1 + at % 100)) for at in range(299)), "word " * 100_000]
+    write_rows(tmp_path / "input.parquet", 300, text=texts)
+    with FakeSGLang() as server:
+        batchrunner.run(job_of(tmp_path, server))
+    prompts = read_results([RunDir(tmp_path / "run")]).histograms[0]
+    assert (sum(prompts.bins), prompts.bins[-1], prompts.largest) == (300, 1, 100_000)
+    assert 10 <= sum(rows > 0 for rows in prompts.bins) <= 42
+    assert prompts.p50 == pytest.approx(50, abs=2)
+
+
+def test_what_to_change_is_said(tmp_path: Path) -> None:
+    """The page of a run has what `batchrun advise` says of it."""
+    with FakeSGLang() as server:
+        batchrunner.run(job_of(tmp_path, server))
+    run = tmp_path / "run"
+    load = {
+        "in_flight": 40,
+        "window": 40,
+        "rows_total": 9000,
+        "rows_done": 10,
+        "retractions": 0,
+        "output_tokens_per_s": 99,
+    }
+    samples = [sample(2e9 + 2 * at, queue=30, **load) for at in range(100)]
+    log = (run / "events.jsonl").read_text()
+    told = "".join(json.dumps(one) + "\n" for one in samples)
+    (run / "events.jsonl").write_text(log + "".join(told.splitlines(keepends=True)[:3]))
+    assert "A reading, not advice: " in shown(run)
+    assert "and advice takes 8 over 10 s" in shown(run)
+    (run / "events.jsonl").write_text(log + told.replace('"token_usage": 0.5', '"token_usage": 0.95'))
+    assert "healthy: median #running-req 8, #queue-req 30" in shown(run)
+    (run / "events.jsonl").write_text(log + told)
+    assert "--schedule-conservativeness" in shown(run)
+    assert "--schedule-conservativeness" in batchrun("advise", run).stdout
+
+
+def test_the_share_of_the_limit(tmp_path: Path) -> None:
+    """With the card's and the model's figures the page has the limit and its assumptions; else why not."""
+    batchrunner.run(job_of(tmp_path, rows=50))
+    run = RunDir(tmp_path / "run")
+    facts = json.loads(run.run_json.read_text())
+    assert "Not computed: the engine is simulated" in Reader(make_page(run)).text
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    facts["engine"] |= {"simulated": False, "model": str(tmp_path)}
+    run.run_json.write_text(json.dumps(facts))
+    assert "Not computed: the card is not known" in Reader(make_page(run)).text
+    facts["engine"]["card"] = "NVIDIA H100 80GB HBM3"
+    run.run_json.write_text(json.dumps(facts))
+    page = Reader(make_page(run)).text
+    assert "NVIDIA H100 80GB HBM3: 989 TFLOP/s in 16 bit, dense, and 3.35 TB/s each" in page
+    assert "8.03 billion parameters" in page
+    assert "T_seq" in page
+    facts["engine"]["card"] = "Some Card"
+    run.run_json.write_text(json.dumps(facts))
+    assert "no data sheet is known for the card Some Card" in Reader(make_page(run)).text

@@ -1,0 +1,157 @@
+"""The story of a run over time: thinned, put together and drawn."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import batchrunner
+from batchrunner.output.events import last_sample
+from batchrunner.report.html.story import MOST_CELLS, tell
+from batchrunner.report.html.timeline import Axis, make_timeline
+from tests.conftest import job_of
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.page import page_of, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.page
+
+
+def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:
+    """Of a day's samples a few hundred cells are kept, with the mean and the highest value of each."""
+    events = (sample(1e9 + 2 * at, queue=5000 if at == 31_234 else at % 7) for at in range(43_200))
+    story = tell("main", events)
+    timeline = make_timeline([story])
+    (line,) = timeline.of_schedulers("queue").values()
+    values = [value for value in line if value]
+    assert MOST_CELLS / 2 <= len(values) <= MOST_CELLS
+    assert max(value.high for value in values) == 5000
+    assert math.fsum(value.mean for value in values) / len(values) == pytest.approx(
+        3 + 5000 / 43_200, rel=0.02
+    )
+    assert not timeline.breaks
+
+
+def test_pauses_take_no_room() -> None:
+    """The time axis goes on where the next start does, and lines are broken there."""
+
+    def events() -> Iterator[dict[str, Any]]:
+        for began in (1000.0, 90_000.0):
+            yield {"event": "start", "time": began}
+            yield from (sample(began + at) for at in range(100))
+
+    timeline = make_timeline([tell("main", events())])
+    assert timeline.axis.length_s == 198
+    assert timeline.axis.resumed() == [99]
+    assert timeline.places == sorted(timeline.places)
+    assert timeline.places[-1] <= 198
+    assert len(timeline.breaks) == 1
+
+
+def test_tasks_are_added_up() -> None:
+    """Rates and windows of tasks that work at the same time are summed, their pauses count as nothing."""
+    one = tell("a", (sample(1000 + 2 * at, output_tokens_per_s=100, window=10) for at in range(100)))
+    two = tell("b", (sample(1101 + 2 * at, output_tokens_per_s=50, window=5) for at in range(100)))
+    timeline = make_timeline([one, two])
+    rates = [value.mean for value in timeline.totals["output_tokens_per_s"] if value]
+    assert set(rates) == {100, 150, 50}
+    assert timeline.axis.length_s == 1101 + 198 - 1000
+    assert set(timeline.schedulers["queue"]) == {"a s", "b s"}
+
+
+def test_retractions_are_counted_by_the_minute() -> None:
+    """The counter of each start is turned into retractions a minute; a new start counts from 0."""
+
+    def events() -> Iterator[dict[str, Any]]:
+        for began in (6000.0, 6600.0):
+            yield {"event": "start", "time": began}
+            yield from (sample(began + at, retractions=3 * (at // 60)) for at in range(600))
+
+    timeline = make_timeline([tell("main", events())])
+    assert timeline.retractions == 2 * 27
+    assert {value.mean for value in timeline.totals["retractions"] if value} == {0.0, 3.0}
+
+
+def test_each_replica_has_its_part() -> None:
+    """Retractions are told apart by replica, from its first sample on, and while it is not heard of."""
+
+    def events() -> Iterator[dict[str, Any]]:
+        for at in range(0, 600, 2):
+            counts = {"a": 1 + at // 60, "b": 0} if not 300 <= at < 400 else {"b": 0}
+            signals = [{"scheduler": who, "retractions": count} for who, count in counts.items()]
+            yield {"event": "sample", "time": 6000.0 + at, "retractions": 1 + at // 60, "signals": signals}
+
+    timeline = make_timeline([tell("main", events())])
+    lines = timeline.of_schedulers("retractions")
+    assert timeline.retractions == 10
+    assert [value.mean for value in lines["a"][15::30] if value] == [1, 1, 1, 1, 1, 0, 2, 1, 1, 1]
+    assert {value.mean for value in lines["b"] if value} == {0.0}
+
+
+def test_several_replicas_are_drawn_apart(tmp_path: Path) -> None:
+    """Of several replicas the page has each one's throughput and window beside the totals."""
+    with FakeSGLang(delay_s=0.05, max_running=4) as one, FakeSGLang(delay_s=0.05, max_running=8) as two:
+        both = {"kind": "attach", "urls": [one.url, two.url]}
+        job = job_of(tmp_path, both, rows=400)
+        batchrunner.run(job)
+    last = last_sample(tmp_path / "run" / "events.jsonl")
+    assert last is not None
+    parts = [signal["output_tokens_per_s"] for signal in last["signals"]]
+    assert sum(parts) == pytest.approx(last["output_tokens_per_s"], rel=0.1)
+    assert parts[0] < parts[1]
+    assert sum(signal["window"] for signal in last["signals"]) == last["window"]
+    page = page_of(tmp_path / "run")
+    for title in ("Output tokens a second, by replica", "Window, by replica"):
+        legend = page.texts[page.texts.index(title) + 2 :]
+        assert legend[:2] == sorted(url.removeprefix("http://") for url in (one.url, two.url))
+
+
+def replicas(ports: list[int], began: float, most: int, log: str | None) -> Iterator[dict[str, Any]]:
+    """Yield a start whose servers have these ports and run so many requests at most."""
+    yield {"event": "start", "time": began, "engine": {"log": log}}
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    signals = [
+        {"scheduler": f"{url}#dp1", "queue": 5, "token_usage": 0.5, "max_running": most} for url in urls
+    ]
+    for at in range(20):
+        bands = {url: [most // 10, most] for url in urls}
+        yield {"event": "sample", "time": began + at, "signals": signals, "bands": bands}
+    yield {"event": "engine_out", "time": began + 20, "who": urls[-1]}
+
+
+def test_servers_that_were_started_again_keep_their_lines() -> None:
+    """Ours have new ports at each start: their number tells them apart, and the newest limits count."""
+    starts = [*replicas([4001, 4002], 1000, 64, "a.log"), *replicas([5001, 5002], 2000, 320, "a.log")]
+    starts.append({"event": "start", "time": 3000.0, "engine": {"log": "a.log"}})  # it dies at once
+    story = tell("main", starts)
+    timeline = make_timeline([story])
+    assert list(timeline.schedulers["queue"]) == ["replica 0#dp1", "replica 1#dp1"]
+    assert [incident.who for incident in story.incidents] == ["replica 1", "replica 1"]
+    assert [tuple(band) for band in story.bands.values()] == [(32, 320)] * 2
+    assert set(story.max_running.values()) == {320}
+    theirs = make_timeline([tell("main", replicas([30_000], 1000, 64, None))])
+    assert list(theirs.schedulers["queue"]) == ["http://127.0.0.1:30000#dp1"]
+
+
+def test_many_schedulers_share_a_line() -> None:
+    """Of more schedulers than can be told apart the mean, the range and the two extremes are drawn."""
+    story = tell("main", [sample(1000 + at, queue=at) for at in range(10)])
+    many = [tell(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
+    assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]
+    (label, line), *extremes = make_timeline(many).of_schedulers("queue").items()
+    assert "20" in label
+    assert [name for name, _ in extremes] == ["lowest: 0 s", "highest: 19 s"]
+    assert line[0] is not None
+    assert (line[0].low, line[0].mean, line[0].high) == (0, 9.5, 19)
+
+
+def test_an_axis_of_overlapping_spans() -> None:
+    """Time in which several tasks work passes once."""
+    axis = Axis([(0, 10), (5, 20), (100, 110)])
+    assert axis.length_s == 30
+    assert [axis.place(time) for time in (0, 10, 20, 50, 100, 105)] == [0, 10, 20, 20, 20, 25]

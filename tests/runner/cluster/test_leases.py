@@ -1,0 +1,61 @@
+"""Ranges of rows that tasks lease: what is free, and who gets it."""
+
+from __future__ import annotations
+
+import io
+from itertools import takewhile
+from pathlib import Path
+from unittest import mock
+
+from pyroaring import BitMap64
+
+from batchrunner.runner.cluster.leases import Leases, next_lease
+from tests.conftest import job_of
+from tests.support.task import Task
+
+
+def test_tasks_meet_late() -> None:
+    """The first begins at the beginning, each goes on where it is, a new one in the middle of the rest."""
+    assert next_lease(range(100), None) == 0
+    assert next_lease(range(1, 100), 0) == 1
+    assert next_lease(range(1, 100), None) == 50
+    assert next_lease([*range(10, 20), *range(40, 100)], 19) == 70
+    assert next_lease([], 3) is None
+
+
+def test_sixteen_take_the_same(tmp_path: Path) -> None:
+    """A lease that several want at the same time goes to one of them, also where its directory looks old."""
+    first = Task(job_of(tmp_path, rows=100), "first")
+    boards = [Leases(first.run_dir.leases, f"task-{n}") for n in range(16)]
+    for board in boards:
+        board.refresh()
+    taken = [board.take(5) for board in boards]
+    assert [lease is not None for lease in taken] == [True] + [False] * 15
+
+
+def test_ends_with_nothing_left_are_not_opened(tmp_path: Path) -> None:
+    """A look at the leases reads those ends only that leave rows, which then are free, and no others."""
+    directory = Task(job_of(tmp_path, rows=1000), "first").run_dir.leases
+    board, late = (Leases(directory, name) for name in ("board", "late"))
+    board.refresh()
+    left = BitMap64()
+    for number in range(4):
+        lease = board.take(number)
+        assert lease is not None
+        left = BitMap64(lease.rows[:5] if number == 3 else ())
+        board.end(lease, left)
+    with mock.patch("io.open", wraps=io.open) as opened:
+        late.refresh()
+        assert late.free() == list(range(3, len(late)))
+        again = late.take(3)
+    assert again is not None
+    assert (again.turn, again.rows) == (1, left)
+    names = [Path(call.args[0]).name for call in opened.call_args_list]
+    assert [name for name in names if name.endswith(".end")] == ["000003.0.end"]
+
+
+def test_leases_follow_on_each_other(tmp_path: Path) -> None:
+    """What was read waits for what comes next, as with one lease, unless nothing can be had at once."""
+    job = job_of(tmp_path, rows=640)
+    alone = Task(job, "alone")
+    assert sum(len(batch) for batch in takewhile(len, alone.rows.batches())) == 640

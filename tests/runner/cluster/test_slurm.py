@@ -1,0 +1,168 @@
+"""The script of a Slurm array: what it contains, and what bash makes of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conftest import Started, batchrun, eventually, job_of, write_job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def script_of(directory: Path, *options: object) -> str:
+    """Return the script of a job in this directory."""
+    done = batchrun("slurm", write_job(job_of(directory), directory), *options)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def stand_in(directory: Path, name: str, body: str) -> Path:
+    """Write a program."""
+    path = directory / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_script(tmp_path: Path) -> None:
+    """Every option has its line, and what the user did not give has none."""
+    script = script_of(tmp_path, "--array", "0-15%4", "--gpus-per-task", "2", "--sbatch", "--qos=high")
+    lines = [line.partition(" # ")[0].strip() for line in script.splitlines()]
+    for option in (
+        "array=0-15%4", "gpus-per-task=2", "qos=high", "requeue", "open-mode=append", "ntasks=1",
+        "signal=B:USR1@120", f"output={tmp_path}/run.slurm/%A_%a.log",
+    ):  # fmt: skip
+        assert f"#SBATCH --{option}" in lines
+    assert "--partition" not in script
+    assert "--set limits.drain=100" in script
+    assert (tmp_path / "run.slurm").is_dir()
+
+
+def test_a_home_in_the_output_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs lie beside the run, which lies in the home directory where the job says `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = script_of(tmp_path, "--array", "0-1", "--set", "output.path=~/out/run")
+    assert f"#SBATCH --output={tmp_path}/out/run.slurm/%A_%a.log" in script
+
+
+def test_bash_reads_it_as_meant(tmp_path: Path) -> None:
+    """Paths with spaces and values with quotes reach the command as they are, and `$` is not expanded."""
+    here = tmp_path / 'a b "c" 100%'
+    here.mkdir()
+    program = stand_in(tmp_path, "program", f'printf "%s\\n" "$@" > {tmp_path}/arguments')
+    value = """prompt.text=it's "$HOME" `id` {{ text }}"""
+    preamble = f"set -e\nbatchrun=({program})"
+    script = script_of(here, "--array", "0-1", "--set", value, "--preamble", preamble, "--static")
+    subprocess.run(["bash", "-c", script], check=True, timeout=60)
+    told = (tmp_path / "arguments").read_text().splitlines()
+    assert told[:3] == [str(here / "job.yaml"), "--shard", "slurm"]
+    assert told[-2:] == ["--set", value]
+
+
+def test_it_runs_the_batchrun_that_wrote_it(tmp_path: Path) -> None:
+    """Without a preamble the script needs nothing on the PATH: it names this interpreter."""
+    script = script_of(tmp_path, "--array", "0")
+    line = next(line for line in script.splitlines() if line.startswith("batchrun=("))
+    command = shlex.split(line.partition("(")[2].partition(")")[0])
+    assert command[0] == sys.executable
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("batchrun ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "requeued"),
+    [
+        ([signal.SIGUSR1], 138, ["requeue 7_3"]),
+        ([signal.SIGTERM], 143, []),
+        ([signal.SIGUSR1, signal.SIGTERM], 138, []),  # a scancel that comes later is obeyed
+    ],
+)
+def test_signals_reach_the_task(
+    tmp_path: Path, sent: list[signal.Signals], code: int, requeued: list[str]
+) -> None:
+    """The script passes each signal on, waits, ends with the task's exit code, and requeues only for 138."""
+    program = stand_in(
+        tmp_path,
+        "program",
+        f"""trap 'echo USR1 >> {tmp_path}/got; code=138' USR1
+        trap 'echo TERM >> {tmp_path}/got; code=${{code:-143}}' TERM
+        touch {tmp_path}/up
+        until [ "$(wc -l < {tmp_path}/got)" = {len(sent)} ]; do sleep 0.02; done
+        exit $code""",
+    )
+    (tmp_path / "got").touch()
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/requeued')
+    preamble = tmp_path / "preamble.sh"
+    preamble.write_text(f"export PATH={tmp_path}:$PATH\nbatchrun=({program})\n")
+    script = script_of(tmp_path, "--array", "3", "--preamble", preamble)
+    environ = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    with subprocess.Popen(["bash", "-c", script], stderr=subprocess.PIPE, text=True, env=environ) as process:
+        eventually((tmp_path / "up").exists)
+        for number, so_far in enumerate(sent, 1):
+            process.send_signal(so_far)
+            eventually(functools.partial(_has_lines, tmp_path / "got", number))
+        assert Started(process).end() == code
+    assert (tmp_path / "requeued").exists() == bool(requeued)
+    assert [line for path in tmp_path.glob("requeued") for line in path.read_text().splitlines()] == requeued
+
+
+def _has_lines(path: Path, number: int) -> bool:
+    return len(path.read_text().splitlines()) == number
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--array", "0-"], "--array 0-: write it as 0-15"),
+        (["--array", "5-2"], "--array 5-2: write it as 0-15"),
+        (["--array", "0-3%0"], "--array 0-3%0: write it as 0-15"),
+        (["--array", "a b"], "--array a b: write it as 0-15"),
+        (["--array", "1,3", "--static"], "with --static one range"),
+        (["--array", "0-3", "--grace", "20"], "--grace 20: 20 s of it are needed for closing"),
+        (["--array", "0-3", "--preamble", "missing.sh"], "--preamble missing.sh: cannot be read"),
+        (["--array", "0-3", "--account", "a\nb"], "--account 'a\\nb': cannot be written on one line"),
+        (["--array", "0-3", "-o", "/missing/x"], "/missing/x: cannot be written: No such file"),
+        (["--array", "0-3", "--set", "output.path=/proc/x/y"], "/proc/x/y.slurm: cannot be made"),
+    ],
+)
+def test_what_cannot_be(tmp_path: Path, options: list[str], told: str) -> None:
+    """A wrong option is one clear line and exit 2."""
+    done = batchrun("slurm", write_job(job_of(tmp_path), tmp_path), *options)
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "told"),
+    [
+        (None, "sbatch: No such file or directory: submit where Slurm is"),
+        ("echo 'sbatch: error: invalid partition' >&2; exit 1", "sbatch refused: invalid partition"),
+    ],
+)
+def test_a_submission_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str | None, told: str
+) -> None:
+    """Without Slurm, or where it refuses, one line says so, exit 2."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if sbatch:
+        stand_in(tmp_path, "sbatch", sbatch)
+    done = batchrun("slurm", write_job(job_of(tmp_path), tmp_path), "--array", "0", "--submit")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"batchrun: {told}")
+
+
+def test_a_file_of_it(tmp_path: Path) -> None:
+    """`-o` writes the same script that standard output gets."""
+    script = script_of(tmp_path, "--array", "0-3")
+    assert script_of(tmp_path, "--array", "0-3", "-o", tmp_path / "x.sbatch") == ""
+    assert (tmp_path / "x.sbatch").read_text() + "\n" == script

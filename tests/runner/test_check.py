@@ -1,0 +1,66 @@
+"""`batchrun check` shows what a run would do, and sends nothing."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import batchrunner
+from tests.conftest import (
+    batchrun,
+    job_of,
+    results_of,
+    write_job,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
+
+
+def test_check_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """`check` shows three prompts, what is to do and what is done, and touches neither server nor disk."""
+    job = job_of(tmp_path, server, prompt={"user": "Say {{ text }}"}, input={"limit": 5})
+    result = batchrun("check", write_job(job, tmp_path), "--json")
+    found = json.loads(result.stdout)
+    assert (found["rows_total"], found["rows_done"], found["rows_to_do"]) == (5, 0, 5)
+    assert [prompt["prompt"][0]["content"] for prompt in found["prompts"]] == [
+        f"Say row {i}" for i in range(3)
+    ]
+    assert server.sent == []
+    assert not (tmp_path / "run").exists()
+    batchrunner.run(job)
+    later = json.loads(batchrun("check", write_job(job, tmp_path), "--json", "--set", "input.limit=7").stdout)
+    assert (later["rows_total"], later["rows_done"], later["rows_to_do"]) == (7, 5, 2)
+
+
+def test_check_says_what_cannot_be_sent(tmp_path: Path) -> None:
+    """A job whose first rows all fail is not called fine."""
+    job = job_of(tmp_path, prompt={"user": "{{ text.nothing.there }}"})
+    assert "3 of the first 3 rows cannot be sent" in batchrun("check", write_job(job, tmp_path)).stdout
+
+
+def test_check_says_what_json_cannot_hold(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that a run would refuse before it sends them are shown with its own words."""
+    kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "score": pa.decimal128(5, 2)}))
+    message = {"role": "user", "content": "hi", "score": Decimal("1.50")}
+    table = pa.table({"chat": pa.array([[message], [{**message, "score": None}]], kind), "text": ["a", ""]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    for prompt, bad in [({"messages": "chat"}, 0), ({"text": "{{ text }}"}, 1)]:
+        job = job_of(tmp_path, server, prompt=prompt, output={"path": str(tmp_path / f"run{bad}")})
+        file = write_job(job, tmp_path)
+        shown = batchrun("check", file)
+        assert "1 of the first 2 rows cannot be sent" in shown.stdout
+        found = json.loads(batchrun("check", file, "--json").stdout)["prompts"]
+        inside = batchrun("check", file, "--set", "engine={kind: inprocess, model: a/b}").stdout
+        assert ("the job is fine" in inside) is (bad == 0)  # it takes any value beside a message's text
+        batchrunner.run(job)
+        errors = [row["error"] for row in results_of(job)]
+        assert [prompt["error"] for prompt in found] == errors
+        assert errors[bad] is not None
+        assert errors[bad] in shown.stdout

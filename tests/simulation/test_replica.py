@@ -1,0 +1,82 @@
+"""A simulated scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from batchrunner.simulation.cost import H100_8B, CostModel
+from batchrunner.simulation.replica import Replica
+from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.simulation.scheduler import SchedulerConfig
+
+UNIT = CostModel(1.0, 0.0, 0.0, 0.0)
+"""Every pass takes a second."""
+
+
+def replica(max_running: int = 256, **options: Any) -> Replica:
+    return Replica(SchedulerConfig(max_running, 100_000), UNIT, **options)
+
+
+def test_the_clock_stops_where_it_is_told() -> None:
+    """A pass that goes on beyond the moment brings its ends once the clock is there."""
+    server = replica()
+    server.submit(SimulatedRequest(10, 3))
+    assert server.advance(0.5) == []
+    server.submit(SimulatedRequest(10, 1))  # is not in the pass under way
+    assert [ended.at_s for ended in server.advance(2.5)] == [2.0]
+    assert server.advance(3.9) == []
+    assert [ended.at_s for ended in server.advance(100.0)] == [4.0]
+    assert (server.now_s, server.busy_s) == (100.0, 4.0)
+    server.submit(SimulatedRequest(10, 1))
+    assert [ended.at_s for ended in server.advance_to_end()] == [101.0]
+
+
+def test_small_and_large_ticks_agree() -> None:
+    """However the caller moves the clock, the same samples end at the same moments."""
+
+    def ends(tick_s: float) -> list[tuple[float, int]]:
+        made = random.Random(4)
+        server = Replica(SchedulerConfig(16, 5000), H100_8B)
+        for number in range(100):
+            server.submit(SimulatedRequest(made.randint(5, 200), made.randint(1, 200), payload=number))
+        found: list[tuple[float, int]] = []
+        now_s = 0.0
+        while len(found) < 100:
+            now_s += tick_s
+            found += [(round(ended.at_s, 9), ended.sample.payload) for ended in server.advance(now_s)]
+        return found
+
+    assert ends(0.004) == ends(0.1) == ends(1000.0)
+
+
+@pytest.mark.parametrize(("source", "interval"), [("loads", 15), ("metrics", 40)])
+def test_gauges_are_as_stale_as_the_real_ones(source: str, interval: int) -> None:
+    """Written at each prefill, without those that are prefilled, and then every so many decode passes."""
+    server = replica(max_running=1, source=source)
+    for _ in range(3):
+        server.submit(SimulatedRequest(10, 100))
+    seen = {}
+    for now_s in range(1, 100):
+        server.advance(float(now_s))
+        seen[now_s] = (server.gauges.at_s, server.gauges.running, server.gauges.queue)
+    assert seen[1] == (1.0, 0, 2)
+    assert seen[interval] == seen[1]
+    assert seen[interval + 1] == (interval + 1.0, 1, 2)
+    assert seen[2 * interval] == seen[interval + 1]
+    assert server.gauges.used_tokens == 10 + int(server.gauges.at_s) - 1
+    server.advance(1000.0)
+    idle = (server.gauges.running, server.gauges.queue)
+    assert idle == ((0, 0) if source == "loads" else (1, 0))
+
+
+def test_steps_within_counts_whole_passes() -> None:
+    """The growing context is part of it."""
+    cost = CostModel(1.0, 0.0, 0.5, 0.0)
+    assert cost.steps_within(3.0, 1, 0) == 1  # 1.5 + 2.0 would be 3.5
+    assert cost.steps_within(3.5, 1, 0) == 2
+    assert cost.steps_within(0.0, 1, 0) == 0
+    assert math.isclose(cost.of_pass(3, 4, 5), 3.0)

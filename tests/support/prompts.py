@@ -1,0 +1,42 @@
+"""Requests whose prompts share long prefixes."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from batchrunner.core.types import EngineInfo, Request, RowRef
+from batchrunner.input.prefixes import common
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
+PASS_TOKENS = 1000
+INFO = EngineInfo(kind="test", model="m", max_total_tokens=100_000, prefill_tokens=PASS_TOKENS)
+
+
+def request(row: int, text: str, **sampling: Any) -> Request:
+    return Request(
+        RowRef(row, CARRIED, row), "text", text, {"temperature": 0, "max_new_tokens": 64, **sampling}
+    )
+
+
+def words(seed: str, count: int) -> str:
+    luck = random.Random(seed)
+    return " ".join(str(luck.randrange(10**7)) for _ in range(count))
+
+
+def shared(prefixes: Iterable[bytes]) -> int:
+    """Return how many bytes of some prompts an engine need not compute, if it still has all the others'."""
+    return sum(common(one, other) for one, other in pairwise(sorted(prefixes)))
+
+
+class InFlight(dict[str, int]):
+    """Requests in flight on each route."""
+
+    def in_flight_on(self, route: str) -> int:
+        return self[route]

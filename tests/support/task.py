@@ -1,0 +1,86 @@
+"""A task of a run in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyroaring import BitMap64
+
+from batchrunner.job.load import load_job
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
+from batchrunner.output.journal import Journal
+from batchrunner.output.parts import write_part
+from batchrunner.output.task_lock import TaskLock, TaskLockLostError, this_process
+from batchrunner.runner.cluster.join import join
+from batchrunner.runner.cluster.shard import joint_task
+from batchrunner.runner.control import Control, Sleeper
+from batchrunner.runner.prepare import prepare
+
+
+class Task:
+    """One task of a run in this process, that does its rows when it is told to."""
+
+    def __init__(self, job: dict[str, Any], name: str) -> None:
+        self.prepared = prepare(load_job(job), joint_task("host", name, {}))
+        self.run_dir = self.prepared.run_dir
+        self.run_dir.task_directory.mkdir(parents=True)
+        self.claim = TaskLock(self.run_dir.task_directory)
+        self.claim.take()
+        self.counts = RowCounts()
+        events = EventLog(self.run_dir.events)
+        sleeper = Sleeper(Control())
+        self.rows, _, _ = join(self.prepared, sleeper, self.counts, events, retry_failed=False)
+        self._batches = self.rows.batches()
+        self._parts = 0
+        self.read: list[int] = []
+
+    def work(self, batches: int, *, last: bool = False) -> None:
+        """Read some batches and write their rows to a part; those of the `last` work to a journal."""
+        items: list[int] = []
+        for batch in islice(self._batches, batches):
+            items += [item.ref.row for item in batch]
+            self.counts.ok += len(batch)
+        if items:
+            self.run_dir.parts.mkdir(exist_ok=True)
+            table = pa.table(
+                {
+                    "row": items,
+                    "error": pa.nulls(len(items), pa.string()),
+                    "attempts": [1] * len(items),
+                    "completion_tokens": items,
+                }
+            )
+            if last:
+                journal = Journal(self.run_dir.journal(self._parts, self.claim.token))
+                journal.append(table)
+                journal.close()
+            else:
+                write_part(self.run_dir, self._parts, [table], self.claim)
+                self._parts += 1
+                self.rows.committed(BitMap64(items))
+
+    def take_first(self) -> bool:
+        """Take the first lease."""
+        return self.rows.take_first(lambda _: None)
+
+    def end(self) -> None:
+        """End as a task that was told to stop."""
+        self.rows.give_back()
+        self.claim.release()
+
+    def come_back(self) -> None:
+        """Go on where it was stopped, as one that was taken for dead and is not."""
+        with pytest.raises(TaskLockLostError):
+            self.claim.verify()
+        self.rows.give_back()
+
+    def die(self) -> None:
+        """End as one that was killed: its name stays, of a process that is no more."""
+        self.work(1, last=True)
+        self.claim.release()
+        TaskLock(self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")).take()

@@ -1,0 +1,31 @@
+"""Requests as tokens of a small tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from batchrunner.core.types import Request, RowRef
+from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
+from batchrunner.input.tokenize.truncate import TokenBudget
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from batchrunner.core.errors import RowRefusedError
+
+
+def request(prompt: Any, kind: Any = "messages", arguments: Any = None, **sampling: Any) -> Request:
+    ref = RowRef(0, pa.record_batch({"a": [0]}), 0)
+    return Request(ref, kind, prompt, sampling, chat_template_kwargs=arguments)
+
+
+def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def ids_of(directory: Path, one: Request) -> list[int] | RowRefusedError:
+    """Return the ids of one request."""
+    (found,) = Encoder(Tokenizer(directory, one.kind), {}, TokenBudget(None), None).ids([one])
+    return found

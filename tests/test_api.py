@@ -1,0 +1,394 @@
+"""The library: the same runs as the command's, from scripts, notebooks and pipelines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchrunner
+from batchrunner.core.errors import (
+    BatchrunError,
+    EngineStartError,
+    InputError,
+    JobError,
+    OutputError,
+    ResumeError,
+)
+from tests.conftest import INSTANT, job_of, results_of, write_job
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+def attach(server: FakeSGLang) -> dict[str, Any]:
+    return {"kind": "attach", "urls": [server.url]}
+
+
+# --- run ---
+
+
+def test_a_job_may_be_a_path_a_mapping_or_a_job(tmp_path: Path) -> None:
+    """Whatever a caller has at hand as a job means the same."""
+    job = job_of(tmp_path)
+    sources = (write_job(job, tmp_path), str(tmp_path / "job.yaml"), job, batchrunner.Job(**job))
+    reports = [batchrunner.run(source, fresh=True) for source in sources]
+    assert [(report.rows_ok, report.exit_code) for report in reports] == [(10, 0)] * 4
+
+
+def test_overrides(tmp_path: Path) -> None:
+    """Overrides are those of the command."""
+    assert batchrunner.run(job_of(tmp_path), overrides=["input.limit=4"]).rows_ok == 4
+
+
+def test_failed_rows_are_reported_and_not_raised(tmp_path: Path, server: FakeSGLang) -> None:
+    """A caller decides himself what failed rows mean to him."""
+    server.script = lambda _: "too long"
+    report = batchrunner.run(job_of(tmp_path, server))
+    assert isinstance(report, batchrunner.Report)
+    assert (report.exit_code, report.rows_failed) == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"window": "wide"}, JobError),
+        ({"prompt": {"text": "{{ nothing }}"}}, JobError),
+        ({"input": {"path": "/no/such/file"}}, InputError),
+        ({"output": {"path": "/proc/run"}}, OutputError),
+        ({"input": {"filter": "id < 0"}}, InputError),
+        ({"engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}}, EngineStartError),
+    ],
+)
+def test_errors_are_types(tmp_path: Path, change: dict[str, Any], error: type[BatchrunError]) -> None:
+    """Each kind of mistake can be caught by its type, and all of them as BatchrunError with an exit code."""
+    with pytest.raises(error) as caught:
+        batchrunner.run(job_of(tmp_path, **change))
+    assert isinstance(caught.value, batchrunner.BatchrunError)
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_another_run_is_its_own_error(tmp_path: Path) -> None:
+    """A path that holds another run can be told from a broken one."""
+    job = job_of(tmp_path)
+    batchrunner.run(job)
+    with pytest.raises(ResumeError):
+        batchrunner.run({**job, "prompt": {"text": "Say {{ text }}"}})
+
+
+# --- event loops ---
+
+
+async def test_arun_in_a_running_loop(tmp_path: Path, server: FakeSGLang) -> None:
+    """A service awaits a run in its own loop, and its other tasks go on."""
+    server.script = lambda _: "hold"
+    running = asyncio.create_task(batchrunner.arun(job_of(tmp_path, server)))
+    await asyncio.to_thread(server.wait_for, 10)
+    assert not running.done()
+    server.answer_held()
+    assert (await running).rows_ok == 10
+
+
+async def test_run_in_a_running_loop(tmp_path: Path, server: FakeSGLang) -> None:
+    """A notebook, where a loop is always running, can use the blocking calls as they are."""
+    assert batchrunner.run(job_of(tmp_path, server)).rows_ok == 10
+    table = batchrunner.generate([{"a": 1}], prompt="{{ a }}", engine=attach(server))
+    assert table.num_rows == 1
+
+
+async def test_two_runs_at_once(tmp_path: Path, server: FakeSGLang) -> None:
+    """Runs share no state: two of them in one loop do not mix."""
+    jobs = [job_of(tmp_path / name, server, rows=50) for name in ("one", "two")]
+    reports = await asyncio.gather(*map(batchrunner.arun, jobs))
+    assert [report.rows_ok for report in reports] == [50, 50]
+    assert len(server.sent) == 100
+
+
+async def test_starts_that_share_a_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """Workers of a pipeline that say `join` do one run between them, in one process too."""
+    job = job_of(tmp_path, server, rows=4000, window=2)
+    server.script = lambda _: "hold"
+    reports = asyncio.gather(
+        batchrunner.arun(job, join=True), asyncio.to_thread(batchrunner.run, job, join=True)
+    )
+    try:  # two of each: not all 4,000 rows are taken when the second one comes
+        await asyncio.to_thread(server.wait_for, 4)
+    finally:
+        server.answer_held()
+    assert [report.exit_code for report in await reports] == [0, 0]
+    assert [row["row"] for row in results_of(job)] == list(range(4000))
+    assert len(server.sent) == 4000
+
+
+def test_a_shared_run_is_not_begun_anew(tmp_path: Path) -> None:
+    """A worker that says both is told so, before it discards what the others have done or taken."""
+    job = job_of(tmp_path)
+    batchrunner.run(job, join=True)
+    with pytest.raises(JobError, match="--fresh would discard"):
+        batchrunner.run(job, join=True, fresh=True)
+    assert len(results_of(job)) == 10
+
+
+def held_from(row: int) -> Callable[[Sent], Behaviour]:
+    return lambda sent: "hold" if int(sent.prompt.split()[1]) >= row else "answer"
+
+
+async def cancel_in_mid_run(server: FakeSGLang, job: dict[str, Any], **options: Any) -> None:
+    """Let rows 0 to 9 end and cancel while others are in flight."""
+    server.script = held_from(10)
+    running = asyncio.create_task(batchrunner.arun(job, **options))
+    await asyncio.to_thread(server.wait_for, 13)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    # a window of 3 and 13 requests: ten have been answered before
+    assert [row["row"] for row in results_of(job)] == list(range(10))
+
+
+async def finish(server: FakeSGLang, job: dict[str, Any], **options: Any) -> None:
+    server.script = lambda _: "answer"
+    server.forget()
+    report = await batchrunner.arun(job, **options)
+    assert (report.rows_ok, report.rows_resumed, len(server.sent)) == (20, 10, 10)
+
+
+async def test_cancelling_keeps_finished_rows(tmp_path: Path, server: FakeSGLang) -> None:
+    """Cancelling a run writes what has ended before it returns; running it again does the rest."""
+    job = job_of(tmp_path, server, rows=20, window=3)
+    await cancel_in_mid_run(server, job)
+    await finish(server, job)
+
+
+async def test_cancelling_on_an_open_engine(tmp_path: Path, server: FakeSGLang) -> None:
+    """The same holds on an engine that is shared, which stays open and usable."""
+    job = job_of(tmp_path, server, rows=20, window=3)
+    with batchrunner.open_engine(attach(server)) as engine:
+        await cancel_in_mid_run(server, job, engine=engine)
+        await finish(server, job, engine=engine)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_interrupt_keeps_finished_rows(tmp_path: Path, server: FakeSGLang, *, shared: bool) -> None:
+    """Ctrl-C in a script or notebook raises KeyboardInterrupt, after the finished rows were written."""
+    job = job_of(tmp_path, server, rows=20, window=3)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def script(sent: Sent) -> Behaviour:
+        if len(server.sent) == 13:
+            signal.pthread_kill(main, signal.SIGINT)
+        return held_from(10)(sent)
+
+    server.script = script
+    if shared:
+        with batchrunner.open_engine(attach(server)) as engine, pytest.raises(KeyboardInterrupt):
+            batchrunner.run(job, engine=engine)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            batchrunner.run(job)
+    assert [row["row"] for row in results_of(job)] == list(range(10))
+
+
+# --- open_engine ---
+
+
+def test_one_engine_serves_several_jobs(tmp_path: Path, server: FakeSGLang) -> None:
+    """An engine that takes minutes to load is opened once for all jobs of a script."""
+    with batchrunner.open_engine(attach(server)) as engine:
+        assert engine.info.model == "fake/model"
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            assert batchrunner.run(job_of(tmp_path / name, INSTANT), engine=engine).rows_ok == 10
+        table = batchrunner.generate([{"a": "hello"}], prompt={"text": "{{ a }}"}, engine=engine)
+    assert table.column("output").to_pylist() == ["answer 0 to hello"]
+    assert len(server.sent) == 21
+
+
+def test_an_engine_that_cannot_open(tmp_path: Path) -> None:
+    """`open_engine` raises what a run would."""
+    with (
+        pytest.raises(EngineStartError),
+        batchrunner.open_engine({"kind": "attach", "urls": ["http://127.0.0.1:9"]}),
+    ):
+        pass
+    with pytest.raises(JobError), batchrunner.open_engine({"kind": "attached"}):
+        pass
+
+
+def test_an_open_engine_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of its log is its own, and stays only where an error sends people there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with batchrunner.open_engine(INSTANT):
+        (logs,) = tmp_path.iterdir()
+        assert logs.stat().st_mode & 0o077 == 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError), batchrunner.open_engine(INSTANT):
+        raise KeyError
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- generate ---
+
+
+@settings(max_examples=20)
+@given(
+    fates=st.lists(st.sampled_from(["answer", "too long", "bad schema"]), min_size=1, max_size=40),
+    window=st.integers(1, 8),
+)
+def test_generate_is_in_input_order(fates: list[Behaviour], window: int) -> None:
+    """The table has one row for each row given, in its order, failed ones with their error."""
+    with FakeSGLang(lambda sent: fates[int(sent.prompt)], max_running=window) as server:
+        table = batchrunner.generate(
+            pa.table({"i": range(len(fates))}),
+            prompt={"text": "{{ i }}"},
+            engine=attach(server),
+            columns=["i"],
+            limits={"abort_failed_share": 1},
+        )
+    assert table.column("row").to_pylist() == table.column("i").to_pylist() == list(range(len(fates)))
+    assert [text is not None for text in table.column("output").to_pylist()] == [f == "answer" for f in fates]
+    assert [text is None for text in table.column("error").to_pylist()] == [f == "answer" for f in fates]
+
+
+def test_generate_takes_mappings(server: FakeSGLang) -> None:
+    """Rows may come as any iterable of mappings, and a prompt as one user template."""
+    rows = ({"name": name} for name in ("Ada", "Bob"))
+    table = batchrunner.generate(
+        rows, prompt="Hello {{ name }}", engine=attach(server), columns=["name"], sampling={"top_k": 1}
+    )
+    assert table.column("output").to_pylist() == ["answer 0 to Hello Ada", "answer 0 to Hello Bob"]
+    assert table.column("name").to_pylist() == ["Ada", "Bob"]
+    assert server.sent[0].body["top_k"] == 1
+
+
+def test_generate_takes_tables_of_others() -> None:
+    """Any table that speaks Arrow's interface will do, as those of pandas and polars do."""
+
+    class Foreign:
+        def __init__(self, table: pa.Table) -> None:
+            self.__arrow_c_stream__ = table.__arrow_c_stream__
+
+        def __iter__(self) -> Iterator[str]:  # a DataFrame iterates over its columns' names
+            return iter(["name"])
+
+    table = batchrunner.generate(Foreign(pa.table({"name": ["Ada"]})), prompt="{{ name }}", engine=INSTANT)
+    assert table.num_rows == 1
+
+
+def test_generate_takes_rows_of_different_keys() -> None:
+    """A row may have keys that the first one has not; those that are missing are null."""
+    rows: list[dict[str, object]] = [{"text": "a"}, {"text": "b", "x": 1}, {"x": 2}]
+    table = batchrunner.generate(rows, prompt="{{ text or x }}", engine=INSTANT, columns=["text", "x"])
+    assert table.column("text").to_pylist() == ["a", "b", None]
+    assert table.column("x").to_pylist() == [None, 1, 2]
+
+
+MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
+"""Of a type that Parquet has not."""
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: batchrunner.generate(["a"], prompt="x", engine=INSTANT), "a row of type str"),
+        (lambda: batchrunner.generate([{}, {}], prompt="x", engine=INSTANT), "2 rows without a column"),
+        (lambda: batchrunner.generate(7, prompt="x", engine=INSTANT), "got int"),
+        (
+            lambda: batchrunner.generate(MONTHS, prompt="x", engine=INSTANT),
+            "rows: cannot be written as Parquet",
+        ),
+        (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run(None), "job: give a path, a mapping or a Job"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run({}, overrides={"a": 1}), "overrides: give a list of texts"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run({}, overrides="a=1"), "overrides: give a list of texts"),
+        (lambda: batchrunner.run({}, engine=INSTANT), "engine: give one that `open_engine` opened"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run("."), "is a directory"),
+    ],
+)
+def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:
+    """A caller's slip is an error of ours in one line, and not an AttributeError from within."""
+    with pytest.raises(BatchrunError, match=re.escape(told)):
+        call()
+
+
+def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline that calls it a thousand times does not fill the disk."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert batchrunner.generate([{"a": 1}], prompt="{{ a }}", engine=INSTANT).num_rows == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_is_never_half_a_table(server: FakeSGLang) -> None:
+    """Where the run stops early there is an error and not a shorter table."""
+    server.script = lambda _: "too long"
+    with pytest.raises(BatchrunError, match="were not sent"):
+        batchrunner.generate([{"a": i} for i in range(2000)], prompt="{{ a }}", engine=attach(server))
+
+
+# --- a good guest ---
+
+
+def test_no_logging_setup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The library logs through `logging` and leaves handlers and levels to the program."""
+    names = ("", "batchrunner")
+    before = [(list(logging.getLogger(n).handlers), logging.getLogger(n).level) for n in names]
+    with caplog.at_level(logging.INFO, logger="batchrunner"):
+        batchrunner.run(job_of(tmp_path))
+    assert "rows to do" in caplog.text
+    assert [(list(logging.getLogger(n).handlers), logging.getLogger(n).level) for n in names] == before
+
+
+def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output and error belong to the program that uses the library."""
+    batchrunner.run(job_of(tmp_path))
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_signals_are_the_programs_own(tmp_path: Path) -> None:
+    """A library call takes no signal handler away."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    batchrunner.run(job_of(tmp_path))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_no_thread_stays(tmp_path: Path, server: FakeSGLang) -> None:
+    """A call that has returned has cleaned up after itself."""
+    before = set(threading.enumerate())
+    batchrunner.run(job_of(tmp_path, server))
+    left = {thread for thread in threading.enumerate() if not thread.daemon} - before
+    assert left == set()
+
+
+def test_a_script_ends(tmp_path: Path) -> None:
+    """A script that only calls `run` ends by itself, without a word on standard error."""
+    job = write_job(job_of(tmp_path), tmp_path)
+    code = f"import batchrunner; print(batchrunner.run({str(job)!r}).rows_ok)"
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "10\n", "")
+
+
+def test_a_table_without_rows(server: FakeSGLang) -> None:
+    """A pipeline's empty batch gives an empty table with the columns of any other; nothing is sent."""
+    rows = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})
+    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": attach(server), "columns": ["id"]}
+    empty = batchrunner.generate(rows, **options)
+    assert (empty.num_rows, server.sent) == (0, [])
+    full = batchrunner.generate(pa.table({"id": [1], "text": ["a"]}), **options)
+    assert empty.schema.equals(full.schema)
+    with pytest.raises(BatchrunError, match="unknown column 'txt'"):
+        batchrunner.generate(rows, prompt="{{ txt }}", engine=attach(server))

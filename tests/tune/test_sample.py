@@ -1,0 +1,87 @@
+"""The rows of the trials are like the whole input."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import batchrunner
+from batchrunner.job.load import load_job
+from batchrunner.runner.prepare import prepare
+from batchrunner.tune.sample import BLOCK_ROWS, chosen, spread, take
+from tests.conftest import job_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def sampled(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
+    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
+    job = load_job(job_of(tmp_path, rows=rows, **changes), environ={})
+    sample = take(prepare(job), tmp_path / "tune")
+    texts: list[str] = pq.read_table(sample.path)["text"].to_pylist()
+    assert sample.rows == len(texts)
+    return [int(text.split()[-1]) for text in texts]
+
+
+def test_the_sample_is_like_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made of blocks of neighbours from all over the input, and so is its first quarter."""
+    rows = sampled(tmp_path, 20_000, monkeypatch)
+    assert len(rows) == 512
+    assert len(set(rows)) == 512
+    blocks = [rows[at : at + BLOCK_ROWS] for at in range(0, 512, BLOCK_ROWS)]
+    assert all(block == list(range(block[0], block[0] + BLOCK_ROWS)) for block in blocks)
+    for part in (blocks, blocks[: len(blocks) // 4]):
+        places = sorted(block[0] / 20_000 for block in part)
+        gaps = [after - before for before, after in zip([0, *places], [*places, 1], strict=True)]
+        assert max(gaps) < 2.5 / len(part)
+
+
+def test_a_small_input_is_its_own_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows that the filter leaves, in order, where they are few."""
+    rows = sampled(tmp_path, 600, monkeypatch, input={"filter": "id >= 100", "limit": 300})
+    assert rows == list(range(100, 400))
+
+
+@pytest.mark.parametrize("rows", [10, 600])
+def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Rows that all ask the same are sampled too, few or many, and a job on the sample sends them."""
+    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
+    job = job_of(tmp_path, rows=rows, prompt={"user": "Tell me a story."}, sampling={"temperature": 1})
+    sample = take(prepare(load_job(job, environ={})), tmp_path / "tune")
+    assert sample.rows == min(rows, 512)
+    report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
+    assert report.rows_ok == sample.rows
+
+
+def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the job sorts its rows by prefix the blocks are taken from the sorted order."""
+    prompt = {"text": '{{ ("document %d " % (id % 40)) * 40 }}: row {{ id }}'}
+    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
+    job = load_job(job_of(tmp_path, rows=8000, prompt=prompt, order="prefix"), environ={})
+    sample = take(prepare(job), tmp_path / "tune")
+    documents = [row % 40 for row in pq.read_table(sample.path)["id"].to_pylist()]
+    assert len(set(documents)) > 10
+    assert sum(1 for _ in groupby(documents)) <= 2 * 512 / BLOCK_ROWS
+    assert sorted(path.name for path in (tmp_path / "tune").iterdir()) == ["sample.parquet"]
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=200))
+def test_blocks_are_chosen_by_length_too(sizes: list[int]) -> None:
+    """Every second candidate is taken, each once, and none of the order is lost in the spreading."""
+    taken = chosen(sizes)
+    assert len(taken) == -(-len(sizes) // 2)
+    assert sorted(set(taken)) == taken
+    assert sorted(spread(taken)) == taken
+
+
+def test_long_and_short_blocks_are_both_taken() -> None:
+    """Of a file that turns from short to long blocks in the middle the sample has as much of each."""
+    sizes = [10.0 + at % 7 for at in range(64)] + [500.0 + at % 11 for at in range(64)]
+    taken = [sizes[at] for at in chosen(sizes)]
+    assert sum(taken) / len(taken) == pytest.approx(sum(sizes) / len(sizes), rel=0.02)

@@ -1,0 +1,60 @@
+"""What is launched for a trial, and what its log tells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batchrunner.core.errors import JobError
+from batchrunner.job.load import load_job
+from batchrunner.tune.log_work import output_rate, signs_at_start, signs_of_work
+from batchrunner.tune.tuner import engine_to_tune
+from tests.conftest import job_of
+from tests.support.trial_log import LOG
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gateway one replica is tuned, with its own cards; an engine in process is tuned as a server."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    args = {"mem-fraction-static": 0.8}
+    gateway = {"kind": "gateway", "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}
+    replica = engine_to_tune(load_job(job_of(tmp_path, gateway), environ={}))
+    assert replica.args == {**args, "tp-size": 2}
+    assert replica.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
+    inside = {"kind": "inprocess", "model": "org/name", "args": args}
+    assert engine_to_tune(load_job(job_of(tmp_path, inside), environ={})).args == args
+    found = {"kind": "gateway", "url": "http://127.0.0.1:9"}
+    with pytest.raises(
+        JobError,
+        match=r"engine\.kind gateway: tuning starts SGLang with other flags, and this job starts none",
+    ):
+        engine_to_tune(load_job(job_of(tmp_path, found), environ={}))
+
+
+def test_the_log_tells_the_rest() -> None:
+    """Passes, graphs and the card's spare memory are read from the lines of SGLang's own guides."""
+    assert signs_at_start(LOG.splitlines()) == {
+        "spare_gb": 13.5,
+        "prefill_limit": 8192,
+        "mem_fraction": 0.83,
+        "attention_backend": "fa3",
+        "model": "LlamaForCausalLM",
+    }
+    work = signs_of_work(LOG.splitlines(), tokens=4200)
+    assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
+    several = signs_of_work([line for line in LOG.splitlines() if "Decode" in line] * 3, tokens=0)
+    assert (several["running"], several["usage"]) == (266.5, 0.82)
+    rates = [line for line in LOG.splitlines() if "Decode" in line] * 3
+    faster = [line.replace("4594.01", "9188.02") for line in rates]
+    idle = rates[0].replace("4594.01", "4.20")  # before the first rows there were none
+    assert output_rate([idle, *rates]) == 4594.01
+    assert output_rate([idle, *faster, *rates]) == pytest.approx(
+        4594.01 * 4 / 3, abs=0.1
+    )  # by time, not lines
+    assert output_rate(rates[:2]) is None
+    on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
+    assert on_cpu["graph_off_share"] is None
