@@ -27,8 +27,8 @@ from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.output.columns import result_schema
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import writing
-from batchrunner.runner.cluster.shard import this_start
 from batchrunner.runner.execute import execute
+from batchrunner.runner.shard import new_join_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -146,7 +146,7 @@ def run(
     (too many failed rows) or 1 (a deadline) is returned, not raised.
     """
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    part = this_start() if join else None
+    part = new_join_task() if join else None
     return _run(loaded, engine, fresh=fresh, retry_failed=retry_failed, part=part)
 
 
@@ -161,7 +161,7 @@ async def arun(
 ) -> Report:
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    part = this_start() if join else None
+    part = new_join_task() if join else None
     if engine is not None:
         return await engine.acall(loaded, fresh=fresh, retry_failed=retry_failed, part=part)
     return await execute(loaded, fresh=fresh, retry_failed=retry_failed, part=part)

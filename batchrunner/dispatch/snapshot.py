@@ -55,13 +55,7 @@ class Snapshot:
 
     def line(self) -> str:
         """Return the state in one line."""
-        left = "?" if self.time_left_s is None else duration(self.time_left_s)
-        waiting = f", {self.waiting} wait for a retry" if self.waiting else ""
-        return (
-            f"{'[simulated] ' if self.simulated else ''}{self.rows_done}/{self.rows_total} rows, "
-            f"{self.rows_per_s:.1f} rows/s, {self.output_tokens_per_s:,.0f} output tok/s, {self.load()}, "
-            f"{self.in_flight}/{self.window} in flight, {self.rows_failed} failed{waiting}, {left} left"
-        )
+        return f"{'[simulated] ' if self.simulated else ''}{sample_line(self.as_sample())}"
 
     def as_sample(self) -> dict[str, Any]:
         """Return the values of a `sample` event."""
@@ -80,6 +74,20 @@ class Snapshot:
             "signals": [asdict(load) | self.by_scheduler.get(load.scheduler, {}) for load in self.loads],
             "bands": self.bands,
         }
+
+
+def sample_line(sample: Mapping[str, Any]) -> str:
+    """Return a `sample` event in one line."""
+    loads = [(s["scheduler"], s["running"], s["queue"], s["token_usage"]) for s in sample["signals"]]
+    load = load_line(loads, sample["bands"], sample["retractions"])
+    rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
+    waiting = f", {sample['resting']} wait for a retry" if sample["resting"] else ""
+    return (
+        f"{sample['rows_done']}/{sample['rows_total']} rows, {rate:.1f} rows/s, "
+        f"{sample['output_tokens_per_s']:,.0f} output tok/s, {load}, "
+        f"{sample['in_flight']}/{sample['window']} in flight, "
+        f"{sample['rows_failed']} failed{waiting}, {duration(left / rate) if rate else '?'} left"
+    )
 
 
 def load_line(

@@ -1,1 +1,5 @@
-"""TODO run."""
+"""One attempt at a job: check, plan, build, run, report.
+
+Others import `execute` (the whole attempt), `prepare` (checks without an engine), `run_in_foreground` (with
+signals and display), `check`, `status`, and the tasks of `shard`.
+"""

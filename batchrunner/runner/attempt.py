@@ -14,8 +14,8 @@ from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
 from batchrunner.output.run_dir import see_anew, writing
 from batchrunner.output.task_lock import LOOK_S, HolderWatch, hold_task
 from batchrunner.runner.cluster.join import join
-from batchrunner.runner.cluster.shard import JoinTask, Shard
 from batchrunner.runner.prepare import find_done
+from batchrunner.runner.shard import JoinTask, Shard
 from batchrunner.runner.task_rows import FixedRows
 
 if TYPE_CHECKING:

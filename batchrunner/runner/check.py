@@ -1,4 +1,4 @@
-"""`batchrun check`: everything that can be validated without an engine, and what would be sent."""
+"""`batchrun check`: validates a job without an engine, and shows what would be sent."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _WITHOUT_JSON = {"inprocess", "simulated"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a start would do."""
+    """What an attempt would do."""
 
     files: int
     rows_in_input: int
     rows_total: int
-    """Rows that `filter` and `limit` select."""
+    """Rows that `input.filter` and `input.limit` select."""
     rows_done: int
     rows_failed: int
     rows_to_do: int
@@ -43,11 +43,11 @@ class Check:
     prompts: list[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for `--json`."""
+        """Return the result for `--json`."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return it for a person."""
+        """Return the result as lines for a person."""
         lines = [
             f"input: {self.rows_in_input} rows in {self.files} file(s), {self.rows_total} selected",
             f"done: {self.rows_done} ({self.rows_failed} failed); to do: {self.rows_to_do}",
@@ -65,7 +65,7 @@ class Check:
 
 
 def check(job: str, overrides: Sequence[str]) -> Check:
-    """Check a job file; raises BatchrunError, one clear line, where something is wrong."""
+    """Check a job file; raises BatchrunError, one clear line, if something is wrong."""
     loaded = load_job(job, overrides=overrides)
     model = launched_model(loaded.engine)
     if model is not None:
@@ -95,10 +95,10 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
 
 
 def _refusal(request: Request, engine: str) -> str | None:
-    """Say why a run would not send this row, as far as that is known without an engine."""
+    """Return why a run would not send this row, as far as that is known without an engine."""
     try:
         wire.refuse_deadly(request, None)
-        # within this process SGLang passes over what it does not know of a message, whatever its type
+        # SGLang in this process ignores unknown parts of a message, whatever their type
         wire.bytes_of(wire.body_of(request), default=str if engine in _WITHOUT_JSON else None)
     except RowRefusedError as failure:
         return str(failure)

@@ -1,4 +1,4 @@
-"""How a run is stopped from outside: by a signal, a deadline, a caller."""
+"""Stops a run: gently, so that requests in flight end, or at once."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ T = TypeVar("T")
 
 
 class Control:
-    """First gently, then at once; may be used before the run begins."""
+    """Takes requests to stop, from signals, limits or a caller; also before the run begins."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        """Why the run is to stop; None while it is not."""
         self.exit_code = EXIT_STOPPED
         self.at_once = False
+        """Whether requests in flight are to be cancelled."""
         self._listeners: list[Callable[[], object]] = []
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
-        """Send no row any more, let those in flight end; a second call changes nothing."""
+        """Send no more rows and let requests in flight end; a second call changes nothing."""
         if self.reason is None:
             self.reason, self.exit_code = reason, exit_code
         self._notify()
 
     def stop(self, reason: str, exit_code: int = EXIT_TERMINATED) -> None:
-        """End at once; rows in flight are done again at the next start."""
+        """End at once; the next attempt sends the rows in flight again."""
         self.drain(reason, exit_code)
         self.at_once = True
         self._notify()
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Call this at every change, and now if there was one: what is stopped is stopped when it returns."""
+        """Call `listener` at every change, and at once if the run is already to stop."""
         self._listeners.append(listener)
         if self.reason is not None:
             listener()
 
     def interrupted(self, when: str) -> BatchrunError:
-        """Return the error of a start that was stopped before its first row."""
+        """Return the error of an attempt that was stopped before its first row."""
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
-        # a task whose engine needs all of its time would be requeued for ever
+        # not EXIT_TIME_UP: Slurm would requeue for ever a task whose engine takes all of its time to start
         error.exit_code = EXIT_STOPPED if self.exit_code == EXIT_TIME_UP else self.exit_code
         return error
 
@@ -55,7 +57,7 @@ class Control:
 
 
 class Sleeper:
-    """Sleeps in threads; a stop ends that."""
+    """Sleeps in threads until the run is stopped."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -72,11 +74,11 @@ class Sleeper:
         self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do work that sleeps in a thread; where we are cancelled, wait for its end."""
+        """Run blocking `work` in a thread; if cancelled, wait for its end."""
         working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
             self._stopped.set()
-            await asyncio.wait([working])  # a thread that were left behind could still become the writer
+            await asyncio.wait([working])  # a thread left behind could still take the task lock
             raise

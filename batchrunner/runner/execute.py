@@ -20,11 +20,11 @@ from batchrunner.report.html.page import leave_page
 from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import check_nobody_works, plan_attempt
 from batchrunner.runner.build import build_run
-from batchrunner.runner.cluster.shard import JoinTask
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import check_resumes, prepare
 from batchrunner.runner.progress import NoDisplay
 from batchrunner.runner.run import give_back
+from batchrunner.runner.shard import JoinTask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from batchrunner.output.run_dir import RunDir
     from batchrunner.report.report import Report
     from batchrunner.runner.attempt import Attempt
-    from batchrunner.runner.cluster.shard import Shard
     from batchrunner.runner.prepare import PreparedJob
     from batchrunner.runner.progress import Display
+    from batchrunner.runner.shard import Shard
 
 GC_THRESHOLD = 10_000
 """New objects between two searches for garbage cycles. Python's 700 means a search every few rows, through

@@ -1,4 +1,4 @@
-"""A run in the foreground of a terminal or a batch job: signals and display around `execute`."""
+"""Runs a job in the foreground of a terminal or batch job, with signal handlers and a display."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import uvloop
 from batchrunner.core.errors import JobError
 from batchrunner.job.load import load_job
 from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
-from batchrunner.runner.cluster.shard import parse_shard, this_start
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
 from batchrunner.runner.progress import ProgressBar, make_display
+from batchrunner.runner.shard import new_join_task, parse_shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.report.report import Report
-    from batchrunner.runner.cluster.shard import JoinTask, Shard
     from batchrunner.runner.progress import Display
+    from batchrunner.runner.shard import JoinTask, Shard
 
 log = logging.getLogger(__name__)
 
 TERM_DRAIN_S = 15.0
-"""SIGTERM announces a SIGKILL, after 30 s by default with Slurm and Kubernetes: the engine has to end too."""
+"""Seconds that requests in flight get after SIGTERM. SIGKILL follows, after 30 s by default with Slurm and
+Kubernetes, and the engine has to end too."""
 
 _SIGNALS = {
     signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
@@ -50,10 +51,7 @@ def run_in_foreground(
     shard: str | None = None,
     join: bool = False,
 ) -> Report:
-    """Run a job file; a signal drains, a further SIGINT stops now.
-
-    Raises BatchrunError.
-    """
+    """Run a job file; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError."""
     loaded = load_job(job, overrides=overrides)
     part = _part_of(shard, join=join)
 
@@ -79,7 +77,7 @@ def run_in_foreground(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(supervised())
-    finally:  # uvloop leaves its own behind, and then nothing in this process hears a Ctrl-C
+    finally:  # uvloop leaves its own handlers behind, which would ignore a Ctrl-C
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -88,7 +86,7 @@ def _part_of(shard: str | None, *, join: bool) -> Shard | JoinTask | None:
     if shard and join:
         raise JobError("--shard and --join: a task has a share of its own or takes what is left, not both")
     if join:
-        return this_start()
+        return new_join_task()
     return parse_shard(shard, os.environ) if shard else None
 
 
@@ -102,7 +100,7 @@ def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
 
 
 def _on_signal(control: Control, number: signal.Signals, within_s: float | None) -> None:
-    """Drain; only a person's second signal means more: Slurm's comes twice, once through the script."""
+    """Drain; a second SIGINT stops at once. Slurm may send other signals twice."""
     reason, exit_code = _SIGNALS[number]
     again = control.reason is not None
     control.drain(reason, exit_code)

@@ -1,4 +1,4 @@
-"""What is checked and read before an engine is needed: the input, the templates, what earlier starts did."""
+"""Checks that need no engine: the input, the templates, the output directory, earlier attempts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from batchrunner.output.resume import (
 )
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.task_lock import TaskLock
-from batchrunner.runner.cluster.shard import Shard, parted
+from batchrunner.runner.shard import Shard, split_option
 
 if TYPE_CHECKING:
     from pyroaring import BitMap64
 
     from batchrunner.job.spec import Job
-    from batchrunner.runner.cluster.shard import JoinTask
+    from batchrunner.runner.shard import JoinTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PreparedJob(JobInput):
     part: Shard | JoinTask | None = None
 
     def share_of(self, selected: BitMap64) -> BitMap64:
-        """Return those of the selected rows that this task is to do."""
+        """Return the selected rows that this task may do: those of its shard, or all."""
         if not isinstance(self.part, Shard):
             return selected.copy()
         rows = self.part.rows(self.dataset.total_rows, self.dataset.row_group_ends())
@@ -53,7 +53,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
     Raises JobError, InputError or OutputError, each one clear line.
     """
     run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
-    dataset = _apart_from(run_dir, job.input.path)
+    dataset = _open_dataset(job.input.path, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
@@ -61,8 +61,8 @@ def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
     return PreparedJob(job, dataset, renderer, run_dir, part)
 
 
-def _apart_from(run_dir: RunDir, path: str | list[str]) -> Dataset:
-    """Open the input without the run's own results: the next start would read them as new rows."""
+def _open_dataset(path: str | list[str], run_dir: RunDir) -> Dataset:
+    """Open the input, which must not contain the run's own results: the next attempt would read them."""
     try:
         run = run_dir.path.resolve()
     except ValueError as failure:
@@ -76,16 +76,16 @@ def _apart_from(run_dir: RunDir, path: str | list[str]) -> Dataset:
     return dataset
 
 
-def _check_parting(run_dir: RunDir, *, begun: bool) -> None:
-    """Refuse a start that parts the rows in another way than those before: some would be done twice.
+def _check_split(run_dir: RunDir, *, begun: bool) -> None:
+    """Refuse an attempt that splits the rows in another way than earlier ones: some would be done twice.
 
-    A run in one piece may be joined: whoever makes the plan waits for its end, and leaves out what it did.
-    Those count that are at it now and, once it has `begun`, that came as far as to take rows: others failed
-    to start.
+    `--join` may follow a run of one task: whoever makes the plan waits for that task's end and leaves out
+    what it did. Earlier tasks count if they are at work now or, once run.json exists (`begun`), if they took
+    rows; others failed to start.
     """
-    mine = parted(run_dir.task)
+    mine = split_option(run_dir.task)
     for other in run_dir.all_tasks():
-        theirs = parted(other.task)
+        theirs = split_option(other.task)
         counts = TaskLock(other.task_directory).is_held() is not False or (
             begun and (other.events.exists() or other.own_parts() or other.journals())
         )
@@ -97,20 +97,20 @@ def _check_parting(run_dir: RunDir, *, begun: bool) -> None:
 
 
 def find_done(prepared: PreparedJob, model: str | None, *, without_failed: bool = False) -> DoneRows:
-    """Read what earlier starts of this run did; raises ResumeError as `check_resumes` does."""
+    """Read what earlier attempts of this task did; raises ResumeError as `check_resumes` does."""
     if not check_resumes(prepared, model):
         return DoneRows()
     return read_done(prepared.run_dir, without_failed=without_failed)
 
 
 def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
-    """Tell whether the run was started before; `model` None leaves the model out of the comparison.
+    """Tell whether there were earlier attempts; with `model` None the model is not compared.
 
-    Raises ResumeError where the output path holds another run, or parts of nobody knows what.
+    Raises ResumeError if the output path holds another run, or parts without a run.json.
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
-    _check_parting(run_dir, begun=old is not None)
+    _check_split(run_dir, begun=old is not None)
     if old is None:
         if run_dir.all_parts() or run_dir.journals():
             raise ResumeError(
@@ -124,7 +124,7 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
 
 
 def _check_partitions(prepared: PreparedJob) -> None:
-    """Refuse files that give a carried column of the paths another type: no merge takes both."""
+    """Refuse added files whose paths give a carried partition column another type: no merge takes both."""
     carried = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)
     in_paths = [(name, field) for name, field in carried if name in prepared.dataset.partition_types]
     before = schema_of_results(prepared.run_dir) if in_paths else None

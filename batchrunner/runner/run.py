@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from batchrunner.core.errors import BatchrunError, StorageError
 from batchrunner.output.resume import fingerprint, read_done, write_run_json
 from batchrunner.report.totals import make_report, verdict_of_done, versions
-from batchrunner.runner.cluster.shard import JoinTask
+from batchrunner.runner.shard import JoinTask
 
 if TYPE_CHECKING:
     from batchrunner.core.types import EngineInfo

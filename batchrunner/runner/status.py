@@ -1,4 +1,4 @@
-"""What a run in this or another process is at: read from its files only."""
+"""The state of a run, read from its files: it may be at work in another process, or over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.dispatch.snapshot import MOST_NAMED, load_line
+from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
 from batchrunner.output.events import last_sample
 from batchrunner.output.resume import facts_of, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SILENT_S = 300.0
-"""A task on another machine whose last sample is older, by this machine's clock, is shown as ended; one
-that is at work, and has an older sample, has it from an earlier start."""
+"""Age of the last sample, in seconds of this machine's clock, above which a task on another machine is shown
+as ended. The older sample of a task that is at work is one of an earlier attempt."""
 
 
 def status(run: str | Path) -> dict[str, Any]:
-    """Return the state of a run; raises OutputError where the path holds none."""
+    """Return the state of a run; raises OutputError if the path holds none."""
     run_dir = RunDir(run)
     facts = facts_of(run_dir)
     tasks = [_task(task) for task in run_dir.all_tasks()]
@@ -125,22 +125,7 @@ def _task_lines(task: dict[str, Any], held: int) -> list[str]:
         )
     if task["running"]:
         lines.append(f"running: {task['running']}")
-        lines += [_sample_line(task["last_sample"])] if task["last_sample"] else []
+        if sample := task["last_sample"]:
+            age_s = max(0.0, time.time() - sample["time"])
+            lines.append(f"{age_s:.0f} s ago: {sample_line(sample)}")
     return lines
-
-
-def _sample_line(sample: dict[str, Any]) -> str:
-    signals = sample["signals"]
-    load = load_line(
-        [(s["scheduler"], s["running"], s["queue"], s["token_usage"]) for s in signals],
-        sample["bands"],
-        sample["retractions"],
-    )
-    rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
-    return (
-        f"{max(0.0, time.time() - sample['time']):.0f} s ago: {sample['rows_done']} rows ended, "
-        f"{rate:.1f} rows/s, "
-        f"{sample['output_tokens_per_s']:,.0f} output tok/s, {load}, "
-        f"{sample['in_flight']}/{sample['window']} in flight, "
-        f"{duration(left / rate) if rate else '?'} left"
-    )

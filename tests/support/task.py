@@ -17,16 +17,16 @@ from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.task_lock import TaskLock, TaskLockLostError, this_process
 from batchrunner.runner.cluster.join import join
-from batchrunner.runner.cluster.shard import joint_task
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import prepare
+from batchrunner.runner.shard import join_task
 
 
 class Task:
     """One task of a run in this process, that does its rows when it is told to."""
 
     def __init__(self, job: dict[str, Any], name: str) -> None:
-        self.prepared = prepare(load_job(job), joint_task("host", name, {}))
+        self.prepared = prepare(load_job(job), join_task("host", name, {}))
         self.run_dir = self.prepared.run_dir
         self.run_dir.task_directory.mkdir(parents=True)
         self.claim = TaskLock(self.run_dir.task_directory)

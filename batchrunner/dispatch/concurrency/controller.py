@@ -28,8 +28,8 @@ band, not the middle, with W at the lower end of its dead band too: hence 0.75.
   with a delay, which does not overshoot while g ≤ 1/e. Above the band the step is taken whole; an empty queue
   is a new start. W shrinks no faster than rows end (4 s of them ahead), and grows only when 80 % of it is in
   use: else it is the input that is slow.
-- `pressure`: a 429, a 503, a timeout: 0.7 W, once a second at most and not under a quarter of the first
-  window; no growth for 5 s. Then `steady` goes on.
+- `pressure` (backpressure): after a 429, a 503 or a timeout W becomes 0.7 W, once a second at most and not
+  under a quarter of the first window; no growth for 5 s. Then `steady` goes on.
 - `blind`: no fresh sample for 5 s and four times τ: W is held, at most running + q* as last known.
 - `probe`: the engine tells no load. Each time two windows of rows have ended, W grows by half as long as
   that made rows/s grow by 5 %; otherwise the last step is taken back, and W stays: `settled`.
@@ -46,23 +46,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GAIN = 0.37
+"""Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""
 DEAD_BAND = 0.25
+"""Error, as a share of the set-point, that is left alone."""
 IN_USE = 0.8
+"""Share of the window that must be in use before it grows."""
 HALF_LIFE_S = 4.0
-"""Of the averages. Gauges can be seconds late: a window that has just moved must not look like an offset."""
+"""Half-life of the averages, in seconds. Gauges can be seconds late: a window that has just moved must not
+look like an offset."""
 DIP_HALF_LIFE_S = 10.0
 BACK_OFF = 0.7
+"""Factor of the window at a refusal or timeout."""
 BACK_OFF_EVERY_S = 1.0
 CALM_S = 5.0
-"""No growth for so long after pressure."""
+"""Seconds without growth after a refusal or timeout."""
 RETRACTION_CALM_S = 10.0
+"""Seconds after a retraction during which the set-point is low."""
 BLIND_AFTER_S = 5.0
 BLIND_AFTER_PERIODS = 4
+"""Silence after which a scheduler counts as silent: in seconds, and in usual sampling periods."""
 USUAL_MAX_RUNNING = 256
-"""Schedulers that run fewer have the band scaled down."""
+"""`max_running_requests` below which the band is scaled down."""
 LEAST_LOW = 8
+"""Lowest lower end of a scaled band, in requests."""
 PROBE_STEP, PROBE_GAIN = 1.5, 1.05
+"""Factor of a probing step, and the gain in rows/s that justifies the next one."""
 MOST_PROBED = 4096
+"""Largest window that probing tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +95,21 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at a scheduler: its gauges, and what is known here at the same moment."""
+    """One sample of a scheduler: its gauges, and what the client knows at the same moment."""
 
     running: int
     queue: int
     in_flight: int
-    """Our own requests at this scheduler."""
+    """This run's requests at the scheduler."""
     rate: float
-    """Rows that leave it a second."""
+    """Rows that end at the scheduler, per second."""
     burst: float = 0.0
-    """Rows that left it in the fullest tenth of a second of late."""
+    """Rows that ended in the fullest recent tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A change of a window, for the event log."""
+    """A change of a window, as the event log has it."""
 
     scheduler: str
     old: int
@@ -134,7 +144,7 @@ class Controller:
         self._best_rate = 0.0
 
     def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> Decision | None:
-        """Take a fresh sample; `may_grow` is false where another scheduler's queue forbids it."""
+        """Use a fresh sample; return the change. `may_grow` is false if another queue of the route is full."""
         self._learn(now, seen)
         if self.state in {"blind", "probe", "settled", "tail"}:
             self.state = "steady"
@@ -151,7 +161,7 @@ class Controller:
         return self._steer(now, seen, growing=growing)
 
     def tick(self, now: float) -> Decision | None:
-        """Let time pass without a fresh sample."""
+        """React to time that passes without a fresh sample."""
         if self._fresh_at is None:
             if self.state in {"start", "probe"} and now - self._began >= BLIND_AFTER_S:
                 return self._probe(now)
@@ -168,11 +178,11 @@ class Controller:
         )
 
     def ended(self, count: int = 1) -> None:
-        """Rows came to an end here."""
+        """Record rows that ended at the scheduler."""
         self._ended += count
 
     def backpressure(self, now: float, what: str) -> Decision | None:
-        """React to a refusal or a timeout."""
+        """Narrow the window after a refusal or a timeout."""
         if now - self._pressed_at < BACK_OFF_EVERY_S:
             return None
         self._pressed_at = now
@@ -181,11 +191,11 @@ class Controller:
         return self._move(max(min(self.window, least), round(self.window * BACK_OFF)), what)
 
     def retracted(self, now: float) -> None:
-        """Rows were retracted: the KV pool is full."""
+        """Record a retraction: the KV pool is full."""
         self._retracted_at = now
 
     def drain(self) -> None:
-        """Nothing is left to send."""
+        """Record that nothing is left to send."""
         self.state = "tail"
 
     def _is_retracting(self, now: float) -> bool:

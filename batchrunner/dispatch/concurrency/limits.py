@@ -1,9 +1,9 @@
-"""One controller a scheduler, and the windows of the routes that lead to them. Pure: no clock, no I/O.
+"""A controller for each scheduler, and the windows of the routes that lead to them. Pure: no clock, no I/O.
 
-A route that leads to one scheduler has that scheduler's window. Behind a gateway, or before a server with
-several DP ranks, somebody else chooses the scheduler: the route's window is the sum of theirs, the rows in
-flight are taken to lie where the schedulers' own running + waiting say, and while one queue of the route is
-over the band none of its windows grows: the worst queue limits.
+A route that leads to one scheduler has that scheduler's window. A gateway, or a server with several DP ranks,
+chooses the scheduler itself: then the route's window is the sum of the schedulers' windows, the requests in
+flight are assumed to be spread as the schedulers' own running + waiting say, and while one queue of the route
+is over the band none of its windows grows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from batchrunner.core.types import EngineInfo, SchedulerLoad
 
 BURST_S = 0.1
+"""Seconds over which the rows of a burst are counted."""
 BURST_HALF_LIFE_S = 10.0
 SILENT_AFTER_S = 5.0
-"""A route that has not told its load for so long gets none of the last rows."""
+"""Seconds without a load sample after which a route gets no more of the last rows."""
 GONE_AFTER_S = 15.0
-"""A scheduler of several that has not been heard of for so long is dead, and its window with it."""
+"""Seconds without a load sample after which one of several schedulers of a route counts as dead."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,17 +41,17 @@ class _Scheduler:
     rate: float = 0.0
 
     def is_silent(self, now: float) -> bool:
-        """Whether a scheduler that tells its load has not been heard of for long."""
+        """Tell whether a scheduler that has reported its load before does not do so any more."""
         return self.last is not None and now - self.heard_at > SILENT_AFTER_S
 
 
 @dataclass(slots=True)
 class _Ends:
-    """Rows that came to their end on a route."""
+    """Rows that ended on a route."""
 
     count: int = 0
     bucket: tuple[float, int] = (0.0, 0)
-    """When the present tenth of a second began, and the rows in it."""
+    """Beginning of the present tenth of a second, and the rows in it."""
     burst: float = 0.0
     decayed_at: float = 0.0
 
@@ -61,7 +62,7 @@ class _Ends:
         self.burst = max(self.burst, self.bucket[1])
 
     def recent_burst(self, now: float) -> float:
-        """Return the largest burst of late: it is forgotten by half every 10 s."""
+        """Return the largest recent burst, which halves every 10 s."""
         self.burst *= 0.5 ** ((now - self.decayed_at) / BURST_HALF_LIFE_S)
         self.decayed_at = now
         return self.burst
@@ -74,27 +75,27 @@ class ConcurrencyLimits:
     info: EngineInfo
     band: Band
     tokens_a_row: int
-    """Prompt and output tokens that a row is expected to hold on average while it runs."""
+    """KV tokens that a row is expected to hold on average while it runs."""
     most: int
-    """The largest window of a route: what its connections allow."""
+    """Largest window of a route, by its connections."""
     fixed: int | None = None
-    """A window that the job has set, over all routes; then nothing is ever changed."""
+    """Window that the job sets (`window`), over all routes; it is never changed."""
     _schedulers: dict[str, _Scheduler] = field(default_factory=dict)
     _on_route: defaultdict[str, list[_Scheduler]] = field(default_factory=lambda: defaultdict(list))
-    """The same by their route: looked up for every row that ends."""
+    """Schedulers by route, which is looked up for every row that ends."""
     _ends: defaultdict[str, _Ends] = field(default_factory=lambda: defaultdict(_Ends))
     _draining: bool = False
     _shares: Shares = field(init=False)
     _most_of_rest: dict[str, int] = field(default_factory=dict)
-    """What each route may hold of the rows that are left."""
+    """Share of each route in the rows that are left."""
 
     def __post_init__(self) -> None:
-        """Part what is left between the engine's routes."""
+        """Set up the shares of the engine's routes."""
         self._shares = Shares(self.info.routes)
 
-    def begin(self, signals: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
-        """Set the first windows, from the engine's limits."""
-        made = [self._add(signal, now) for signal in signals]
+    def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
+        """Set the first windows, from the engine's limits; return one decision for each scheduler."""
+        made = [self._add(load, now) for load in loads]
         silent = [route for route in self.info.routes if not self._on_route[route]]
         made += [self._add(None, now, route) for route in silent]
         self._share_out(unsent, now)
@@ -102,7 +103,7 @@ class ConcurrencyLimits:
 
     @property
     def windows(self) -> dict[str, int]:
-        """The window of each route."""
+        """Window of each route."""
         if self.fixed is not None:
             share = max(1, -(-self.fixed // len(self.info.routes)))
             return dict.fromkeys(self.info.routes, min(share, self.most))
@@ -113,7 +114,7 @@ class ConcurrencyLimits:
 
     @property
     def window(self) -> int:
-        """The windows of all routes together, as wide as they are while rows are plenty."""
+        """Sum of all routes' windows, without the limits on the last rows."""
         if self.fixed is not None:
             return sum(self.windows.values())
         return sum(map(self._wanted, self.info.routes))
@@ -123,39 +124,39 @@ class ConcurrencyLimits:
 
     @property
     def bands(self) -> dict[str, Band]:
-        """The band of each scheduler."""
+        """Queue band of each scheduler."""
         return {name: s.controller.band for name, s in self._schedulers.items()}
 
     @property
     def windows_of_schedulers(self) -> dict[str, int]:
-        """The window of each scheduler; empty where the job has set one."""
+        """Window of each scheduler; empty if the job sets one."""
         if self.fixed is not None:
             return {}
         windows = self.windows
         return {name: min(s.controller.window, windows[s.route]) for name, s in self._schedulers.items()}
 
     def only_scheduler_on(self, route: str) -> str | None:
-        """Return the scheduler that a route leads to; None where it leads to several."""
+        """Return the scheduler that a route leads to; None if it leads to several."""
         names = [name for name, scheduler in self._schedulers.items() if scheduler.route == route]
         return names[0] if len(names) == 1 else None
 
     @property
     def states(self) -> dict[str, str]:
-        """The controller's state of each scheduler."""
+        """State of each scheduler's controller."""
         if self.fixed is not None:
             return dict.fromkeys(self._schedulers, "tail" if self._draining else "fixed")
         return {name: s.controller.state for name, s in self._schedulers.items()}
 
     def observe(
-        self, signals: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
+        self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
     ) -> list[Decision]:
-        """Take what a poll brought (nothing, where it failed); return what changed.
+        """Use a poll's samples, none if it failed; return the changes.
 
-        `unsent` are the rows that are not in flight: those that wait for another try among them.
+        `unsent` counts the rows that are still to be sent, including those that wait for another attempt.
         """
-        decisions = [self._add(signal, now) for signal in signals if signal.scheduler not in self._schedulers]
-        for signal in signals:
-            self._schedulers[signal.scheduler].heard_at = now
+        decisions = [self._add(load, now) for load in loads if load.scheduler not in self._schedulers]
+        for load in loads:
+            self._schedulers[load.scheduler].heard_at = now
         self._draining = unsent == 0
         if self.fixed is not None:
             return []
@@ -163,29 +164,29 @@ class ConcurrencyLimits:
             for scheduler in self._schedulers.values():
                 scheduler.controller.drain()
             return decisions
-        decisions += self._forget(signals, now)
+        decisions += self._forget(loads, now)
         decisions += self._share_out(unsent + sum(in_flight.values()), now)
-        ours = self._located(signals, in_flight)
-        full = {s.route for s in signals if s.queue > self._schedulers[s.scheduler].controller.band.high}
-        for signal in signals:
-            scheduler = self._schedulers[signal.scheduler]
-            if _is_news(signal, scheduler.last):
-                scheduler.last = signal
+        ours = self._located(loads, in_flight)
+        full = {s.route for s in loads if s.queue > self._schedulers[s.scheduler].controller.band.high}
+        for load in loads:
+            scheduler = self._schedulers[load.scheduler]
+            if _is_news(load, scheduler.last):
+                scheduler.last = load
                 seen = Reading(
-                    signal.running,
-                    signal.queue,
-                    ours[signal.scheduler],
+                    load.running,
+                    load.queue,
+                    ours[load.scheduler],
                     self._rate(scheduler, now),
-                    self._ends[signal.route].recent_burst(now) / len(self._on_route[signal.route]),
+                    self._ends[load.route].recent_burst(now) / len(self._on_route[load.route]),
                 )
-                alone = len(self._on_route[signal.route]) == 1
-                moved = scheduler.controller.sample(now, seen, may_grow=alone or signal.route not in full)
+                alone = len(self._on_route[load.route]) == 1
+                moved = scheduler.controller.sample(now, seen, may_grow=alone or load.route not in full)
                 decisions += [moved] if moved else []
         moves = [scheduler.controller.tick(now) for scheduler in self._schedulers.values()]
         return decisions + [move for move in moves if move]
 
     def ended(self, route: str, retractions: int, now: float) -> None:
-        """Take note of a row that came to its end on a route."""
+        """Record a row that ended on a route."""
         self._ends[route].add(now)
         self._shares.ended(route)
         on = self._on_route[route]
@@ -196,18 +197,18 @@ class ConcurrencyLimits:
             on[0].controller.ended()
 
     def backpressure(self, route: str, what: str, now: float) -> list[Decision]:
-        """React to a route that refused a request or let it wait too long."""
+        """Narrow the windows of a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
         moves = [scheduler.controller.backpressure(now, what) for scheduler in self._on_route[route]]
         return [move for move in moves if move]
 
-    def _add(self, signal: SchedulerLoad | None, now: float, route: str = "") -> Decision:
+    def _add(self, load: SchedulerLoad | None, now: float, route: str = "") -> Decision:
         count = len(self.info.routes)
-        if signal is not None:
-            name, route, max_running = signal.scheduler, signal.route, signal.max_running
-            pool = signal.max_total_tokens
-        else:  # the engine tells no load: what it said of itself must do
+        if load is not None:
+            name, route, max_running = load.scheduler, load.route, load.max_running
+            pool = load.max_total_tokens
+        else:  # the engine reports no load: use the limits that it reported
             name, max_running, pool = route, _part(self.info.max_running, count), None
             pool = _part(self.info.max_total_tokens, count)
         band = self.band.scaled(max_running)
@@ -223,9 +224,9 @@ class ConcurrencyLimits:
             f"{why}; #queue-req {band.low}-{band.high} ({band.why})",
         )
 
-    def _forget(self, signals: Sequence[SchedulerLoad], now: float) -> list[Decision]:
-        """Take out the schedulers of a shared route that are silent while others speak."""
-        speaking = {signal.route for signal in signals}
+    def _forget(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision]:
+        """Remove the schedulers of a shared route that are silent while others report."""
+        speaking = {load.route for load in loads}
         gone = [
             (name, s)
             for name, s in self._schedulers.items()
@@ -235,14 +236,12 @@ class ConcurrencyLimits:
             del self._schedulers[name]
             self._on_route[scheduler.route].remove(scheduler)
         return [
-            Decision(
-                name, s.controller.window, 0, "gone", f"nothing heard of it for {now - s.heard_at:.0f} s"
-            )
+            Decision(name, s.controller.window, 0, "gone", f"no load sample for {now - s.heard_at:.0f} s")
             for name, s in gone
         ]
 
     def _share_out(self, left: int, now: float) -> list[Decision]:
-        """Let no route hold more than its share of what is left; tell of each when that begins to matter."""
+        """Limit each route to its share of what is left; return a decision when that begins to matter."""
         if len(self.info.routes) == 1:
             return []
         silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
@@ -253,22 +252,22 @@ class ConcurrencyLimits:
             if most < self._wanted(route) <= before.get(route, sys.maxsize)
         ]
 
-    def _located(self, signals: Sequence[SchedulerLoad], in_flight: Mapping[str, int]) -> dict[str, int]:
-        """Our requests at each scheduler: known where it has a route of its own, else estimated."""
+    def _located(self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int]) -> dict[str, int]:
+        """Return this run's requests at each scheduler: exact with a route of its own, else an estimate."""
         busy: defaultdict[str, int] = defaultdict(int)
-        for signal in signals:
-            busy[signal.route] += signal.running + signal.queue
+        for load in loads:
+            busy[load.route] += load.running + load.queue
         shares = {}
-        for signal in signals:
-            ours = in_flight.get(signal.route, 0)
-            count = len(self._on_route[signal.route])
-            total = busy[signal.route]
-            part = (signal.running + signal.queue) / total if total else 1 / count
-            shares[signal.scheduler] = ours if count == 1 else round(ours * part)
+        for load in loads:
+            ours = in_flight.get(load.route, 0)
+            count = len(self._on_route[load.route])
+            total = busy[load.route]
+            part = (load.running + load.queue) / total if total else 1 / count
+            shares[load.scheduler] = ours if count == 1 else round(ours * part)
         return shares
 
     def _rate(self, scheduler: _Scheduler, now: float) -> float:
-        """Rows a second that leave a scheduler, averaged; a shared route's are parted evenly."""
+        """Return rows per second that end at a scheduler; those of a shared route are split evenly."""
         on = len(self._on_route[scheduler.route])
         ended = self._ends[scheduler.route].count // on
         if scheduler.rated is not None and now > scheduler.rated[0]:
@@ -278,11 +277,11 @@ class ConcurrencyLimits:
         return scheduler.rate
 
 
-def _is_news(signal: SchedulerLoad, last: SchedulerLoad | None) -> bool:
-    """Tell a fresh sample from the old one told again: by its own time, or by any change."""
-    if last is None or signal.taken_at is None:
-        return signal != last
-    return signal.taken_at != last.taken_at
+def _is_news(load: SchedulerLoad, last: SchedulerLoad | None) -> bool:
+    """Tell whether a sample is new, by its own time or by any change."""
+    if last is None or load.taken_at is None:
+        return load != last
+    return load.taken_at != last.taken_at
 
 
 def _part(total: int | None, count: int) -> int | None:

@@ -1,9 +1,9 @@
-"""What is left, shared out: no replica is given more than it can do in the time of the others. Pure.
+"""Shares the last rows out between routes, so that all replicas end at the same time. Pure.
 
-A row that waits in a replica's queue cannot move to another one. As long as the input lasts that costs
-nothing: whoever is done first gets more. At its end the replica with the longest queue would work alone. So
-no route may hold more than its share of all rows that have not ended, in flight or unsent, by the rows that
-each route brought to an end of late. While the input is long the shares are larger than any window.
+A row that waits in a replica's queue cannot move to another one. While input is left that costs nothing: a
+replica that is done gets more. At the end the replica with the longest queue would work alone. So no route
+may hold more than its share of all rows that have not ended, in flight or unsent; shares are in proportion to the
+rows that each route ended recently. While much input is left, the shares are larger than any window.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 HALF_LIFE_S = 60.0
-"""Of what is known of a route's speed: rows of one length end in waves as long as one of them takes."""
+"""Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""
 PRIOR_ROWS = 10.0
-"""Rows that each route is taken to have ended before the first: at the start all are alike."""
+"""Rows that each route is assumed to have ended at the start, when all count as equally fast."""
 LEAST_ROWS = 1e-3
-"""What is left of them after a long silence, which makes all alike again."""
+"""Recent rows of a route after a long silence, which makes all routes equal again."""
 
 
 class Shares:
-    """How the rows that are left are parted between the routes."""
+    """The share of each route in the rows that are left."""
 
     def __init__(self, routes: Sequence[str]) -> None:
         self._ended = dict.fromkeys(routes, PRIOR_ROWS)
         self._decayed_at: float | None = None  # no clock begins at 0: an uptime is no silence
 
     def ended(self, route: str) -> None:
-        """Take note of a row that came to its end on a route."""
+        """Record a row that ended on a route."""
         self._ended[route] += 1
 
     def of(self, left: int, now: float, silent: Collection[str] = ()) -> dict[str, int]:
-        """Return the most rows of `left` that each route may hold; a silent one gets none but its last.
+        """Return how many of the `left` rows each route may hold at most; a `silent` route gets one.
 
-        Together they are at least `left`, so that no row is kept back.
+        Together they are at least `left`, so that no row waits for ever.
         """
         since = now if self._decayed_at is None else self._decayed_at
         self._decayed_at = now

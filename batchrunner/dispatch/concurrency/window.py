@@ -1,14 +1,16 @@
-"""How many requests a scheduler gets at the start: enough to fill it, few enough not to drown it."""
+"""The first window of a scheduler: enough requests to fill it, too few to flood its queue."""
 
 from __future__ import annotations
 
 UNKNOWN_ENGINE_WINDOW = 256
+"""First window for an engine that does not say how many requests it runs."""
 TYPICAL_PROMPT_TOKENS = 256
 TYPICAL_MAX_NEW_TOKENS = 512
+"""Assumed if the job sets no `max_new_tokens`, or takes it from a column."""
 
 
 def tokens_a_row(max_new_tokens: int | None) -> int:
-    """Return the KV tokens that a row holds on average while it runs: its prompt and half of its output."""
+    """Return the KV tokens that a row holds on average while it runs: its prompt and half its output."""
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     return TYPICAL_PROMPT_TOKENS + output // 2
 
@@ -16,11 +18,11 @@ def tokens_a_row(max_new_tokens: int | None) -> int:
 def first_window(
     max_running: int | None, max_total_tokens: int | None, row_tokens: int, low: int, high: int
 ) -> tuple[int, str]:
-    """Return the window and, in a sentence, where it comes from.
+    """Return the window and, in a sentence, where it comes from; `low` and `high` bound the queue band.
 
-    It is max_running_requests and `low` more, so that a place which becomes free is taken in the same
-    scheduler step. Where the KV pool decides, how many rows fit is a guess (their lengths are not known):
-    then half of `high` is added, which fills the scheduler if they are shorter and stays in the band if not.
+    The window is max_running_requests plus `low`, so that a slot which becomes free is filled in the same
+    scheduler step. If the KV pool holds fewer, their number is a guess, since lengths are not known: then
+    half of `high` is added, which fills the scheduler if rows are shorter and stays in the band if not.
     """
     if max_running is None:
         return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"

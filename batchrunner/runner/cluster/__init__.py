@@ -1,1 +1,4 @@
-"""TODO cluster."""
+"""Several tasks that do one run together: leases, takeover of dead tasks, Slurm arrays.
+
+The runner imports `join` and `Leases`; the command imports `slurm`.
+"""

@@ -1,4 +1,4 @@
-"""Joining a run that several tasks do together: whoever comes first plans it, the others find the plan."""
+"""Joins a run that several tasks do: the first task plans it, the others find the plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def join(
     with writing(run_dir.leases):
         leases.refresh()
         if not leases.is_done():
-            _leave_out_what_one_did(prepared, leases, sleeper)
+            _leave_out_done_alone(prepared, leases, sleeper)
         if leases.is_done():
             _in_turn(
                 prepared,
@@ -67,26 +67,26 @@ def join(
     return rows, plan.rows_total, OrderDecision(**plan.choice)
 
 
-def _leave_out_what_one_did(prepared: PreparedJob, leases: Leases, sleeper: Sleeper) -> None:
-    """Leave out of an old plan what a start has done that shares with nobody.
+def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleeper) -> None:
+    """Take rows out of the plan that an attempt without `--join` has done since.
 
-    It may have come after the plan, whose tasks had all failed to start. One that comes now finds us.
+    That is possible if all tasks of the plan failed to start. Such an attempt that begins now is refused.
     """
     main = RunDir(prepared.run_dir.path)
-    # whoever makes a plan holds it for a moment
+    # a task that makes a plan holds this lock for a moment
     if main.journals() or TaskLock(main.task_directory).is_held() is not False:
-        _in_turn(prepared, leases, sleeper, partial(_tidy, main, sleeper))
+        _in_turn(prepared, leases, sleeper, partial(_recover, main, sleeper))
     leases.leave_out(read_done(main).rows)
 
 
-def _tidy(task: RunDir, sleeper: Sleeper) -> None:
-    """Clear up after a task; raises HeldError where it is at work."""
+def _recover(task: RunDir, sleeper: Sleeper) -> None:
+    """Recover what a task left half done; raises HeldError if it is at work."""
     with hold_task(task, sleeper.sleep) as claim:
         tidy(task, claim)
 
 
 def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
-    """Do what one task at a time may; wait while another does, and leave it where that one made a plan."""
+    """Call `do` while no other task does so; skip it if another task makes a plan meanwhile."""
     known = len(leases.plans)
     told = False
     while len(leases.plans) == known:
@@ -132,7 +132,7 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
 
 
 def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> BitMap64:
-    """Return the rows in all parts; those that another host has just written may take a while to be seen."""
+    """Return the rows in all parts; parts that another host has just written may take a while to appear."""
     expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
     waited_s = 0.0
     while True:

@@ -1,15 +1,15 @@
-"""Ranges of rows that the tasks of a run take, one after the other: which are free, held or done.
+"""Leases: ranges of rows that the tasks of a run take one after the other; each is free, held or done.
 
-No file is ever changed, and each is made by a hard link, once, so that neither a cache that shows an old
-directory nor a reply that was lost lets two tasks have the same rows:
+No file is ever changed, and each is made once, by a hard link. So neither an old directory listing nor a
+lost reply of a file server gives two tasks the same rows:
 
-    plan-000000      the rows of the run and where its leases begin; the next one, of what was added later
-    order-….parquet  the rows in the order in which they are sent, where that is not the input's
-    000012.0         lease 12 was taken, by the task that is named in it
-    000012.0.end     it is over; what is left of its rows stands in it, and it is empty where nothing is …
-    000012.1         … and was taken again
+    plan-000000      the rows of the run and where its leases begin; plan-000001 has rows added later
+    order-….parquet  the rows in the order in which they are sent, if it is not the input's
+    000012.0         lease 12 was taken by the task named in it
+    000012.0.end     it has ended; the file holds the rows that are left, and is empty if none are
+    000012.1         it was taken again
 
-A task holds a lease as long as it holds its own directory (`claim`).
+A task holds its leases as long as it holds its task lock.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _PLAN = re.compile(r"plan-(\d{6})")
 
 @dataclass(frozen=True, slots=True)
 class LeasePlan:
-    """What the tasks do together."""
+    """Rows that the tasks do together, and how they are cut into leases."""
 
     rows: BitMap64
     cuts: list[int]
-    """The places that bound the leases."""
+    """Places at which leases begin, and the end of the last one; sorted."""
     rows_total: int
-    """Rows of the whole run, those that were done before among them."""
+    """Rows of the whole run, including those that were done before."""
     fingerprint: dict[str, Any]
     order: str | None
-    """Name of the copy in whose order the rows are sent; None for the input's. Cuts are places in it."""
+    """Name of the sorted copy in whose order the rows are sent; None for input order."""
     choice: dict[str, Any]
-    """Which order it is, and why."""
+    """The order decision, as `OrderDecision.as_dict` returns it."""
 
     def count(self, places: range) -> int:
-        """Count the rows at these places: a copy has no others."""
+        """Return the number of rows at these places; in a sorted copy every place has a row."""
         return len(places) if self.order else self.rows.range_cardinality(places.start, places.stop)
 
 
 class Leases:
-    """The leases of a run as one task sees them; `task` is its name. All methods block and raise OSError."""
+    """The leases of a run as one task sees them. All methods block and may raise OSError."""
 
     def __init__(self, directory: Path, task: str = "") -> None:
         self.directory = directory
@@ -66,12 +66,12 @@ class Leases:
         self._joined = False
         self._planned: list[tuple[LeasePlan, range]] = []  # the places of each lease
         self._copies: dict[str, SortedCopy] = {}
-        self._turns: dict[int, tuple[int, bool]] = {}  # of those that were taken: the last, and if it ended
-        self._lefts: dict[tuple[int, int], BitMap64] = {}  # of each lease and turn that ended
-        self._holders: dict[tuple[int, int], str] = {}  # of each lease and turn
+        self._turns: dict[int, tuple[int, bool]] = {}  # last turn of each taken lease, and whether it ended
+        self._lefts: dict[tuple[int, int], BitMap64] = {}  # rows left, by lease and turn
+        self._holders: dict[tuple[int, int], str] = {}  # task, by lease and turn
 
     def refresh(self) -> None:
-        """Look what others have taken and ended since."""
+        """Read which leases others have taken and ended since the last call."""
         try:
             names = sorted(entry.name for entry in os.scandir(self.directory))
         except FileNotFoundError:
@@ -88,15 +88,15 @@ class Leases:
         return self.plans[-1] if self.plans else None
 
     def is_done(self) -> bool:
-        """Tell whether nothing that was planned is left to be done."""
+        """Tell whether no lease is free or held."""
         return not self.free() and not self.held()
 
     def join(self) -> None:
-        """Keep to the plans that are there: a later one may have rows of files that we do not know."""
+        """Ignore later plans, which may have rows of files that this task does not know."""
         self._joined = True
 
     def make_plan(self, plan: LeasePlan) -> None:
-        """Write what is to be done from now on, unless another task has just done so."""
+        """Write a plan, unless another task has just written one."""
         make_directory(self.directory)
         text = {
             "rows": to_text(plan.rows),
@@ -111,45 +111,45 @@ class Leases:
         self._read_plan(number)  # ours, or the other's: its directory may be slow to show it
 
     def free(self) -> list[int]:
-        """Return the leases that nobody holds and of which rows are left."""
+        """Return the numbers of the leases that nobody holds and that have rows left."""
         return [number for number in range(len(self)) if self._is_free(number)]
 
     def held(self) -> dict[int, str]:
-        """Return the task that holds each lease that is held."""
+        """Return the task that holds each held lease, by the lease's number."""
         return {
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
 
     def rows_free(self) -> int:
-        """Count the rows that nobody has taken."""
+        """Return the number of rows in free leases."""
         return sum(self._count_left(number) for number in self.free())
 
     def held_by(self, task: str) -> list[Lease]:
-        """Return the leases that a task holds, with the rows that it was to do."""
+        """Return the leases that a task holds."""
         mine = [number for number, holder in self.held().items() if holder == task]
         return [self._lease(number, self._turns[number][0]) for number in mine]
 
     def __len__(self) -> int:
-        """Count them, whatever has become of them."""
+        """Return the number of leases, free, held and done."""
         return len(self._planned)
 
     def take(self, number: int) -> Lease | None:
-        """Take a free one; None where somebody else was faster."""
+        """Take a free lease; None if another task was faster."""
         turn = self._next_turn(number)
         mine = create_file(self._path(number, turn), orjson.dumps({"task": self._task}), self._task)
-        # a try before may have made it ours, and failed only then
+        # an earlier try may have created the file and then failed
         mine = mine or self._holder(number, turn) == self._task
         self._note(number, turn, ended=False)
         return self._lease(number, turn) if mine else None
 
     def end(self, lease: Lease, left: BitMap64) -> None:
-        """End a lease that we hold, or whose holder we have replaced; `left` is still to be done."""
+        """End a lease of this task, or of a dead one; the rows in `left` are still to be done."""
         content = orjson.dumps({"left": to_text(left)}) if left else b""
         create_file(self._end_path(lease.number, lease.turn), content, self._task)
         self._note(lease.number, lease.turn, ended=True)
 
     def leave_out(self, done: BitMap64) -> None:
-        """End the free leases with rows that were done without a lease; their other rows are left."""
+        """Take rows that were done without a lease out of the free leases."""
         if not any(plan.rows.intersect(done) for plan in self.plans):
             return
         for number in self.free():
@@ -168,7 +168,7 @@ class Leases:
         return self._turns.get(number, (-1, True))[1] and self._count_left(number) > 0
 
     def _count_left(self, number: int) -> int:
-        """Count what is left of one that nobody holds."""
+        """Return the number of rows left in a lease that nobody holds."""
         if number not in self._turns:
             plan, places = self._planned[number]
             return plan.count(places)
@@ -218,15 +218,15 @@ class Leases:
 
 
 def _left_in(end: Path) -> BitMap64:
-    """Return what an end leaves; most leave nothing, and are not opened: that takes a file server time."""
+    """Return the rows that an ended lease left; empty files are not opened, which would take time on NFS."""
     return from_text(orjson.loads(end.read_bytes())["left"]) if end.stat().st_size else BitMap64()
 
 
 def next_lease(free: Sequence[int], last: int | None) -> int | None:
-    """Choose one of the free leases (sorted), `last` being the one before.
+    """Choose one of the free leases, which are sorted; `last` is the one that this task had before.
 
-    The next one where it is free, so that a file is read on; else the middle of the longest free stretch,
-    so that tasks meet late. Nobody begins at 0 where others have been; the first does.
+    It is the next one if that is free, so that a file is read on; else the first lease if it is in the
+    longest free stretch; else the middle of that stretch, so that tasks meet late.
     """
     if not free:
         return None
@@ -237,7 +237,7 @@ def next_lease(free: Sequence[int], last: int | None) -> int | None:
 
 
 def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return begin and length of each run of consecutive numbers."""
+    """Return begin and length of each stretch of consecutive numbers."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and sum(found[-1]) == number:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 CLOSING_S = 20
-"""Of the grace period, kept for what follows the drain: the last part, and the end of the engine."""
+"""Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
 COMMENT_AT = 48
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::[1-9]\d*)?)?")
 _PLAIN = re.compile(r"[\w./:,=@%+-]+")
@@ -41,7 +41,7 @@ exit "$status"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmArray:
-    """Tasks that share a job's input and output path. Paths are absolute, so that any directory will do."""
+    """Tasks that share a job's input and output path. All paths are absolute."""
 
     job: Path
     run: Path
@@ -58,21 +58,21 @@ class SlurmArray:
     sbatch: Sequence[str] = ()
     """More options for the array, such as `qos=high`."""
     grace_s: int = 120
-    """So long before the time limit a task is told that its time is nearly up."""
+    """Seconds before the time limit at which Slurm signals a task that its time is nearly up."""
     preamble: str = ""
     """Shell lines that come first: modules, a container."""
     static: bool = False
-    """Each task does the share of its number, in place of rows that it takes as it goes."""
+    """Whether each task has a fixed shard (`--shard slurm`) instead of leases (`--join`)."""
 
     def __post_init__(self) -> None:
-        """Refuse what sbatch would not, or only in riddles; raises JobError."""
+        """Refuse arguments that sbatch accepts or refuses without a clear reason; raises JobError."""
         _check_array(self.array, static=self.static)
         if self.grace_s <= CLOSING_S:
             raise JobError(f"--grace {self.grace_s}: {CLOSING_S} s of it are needed for closing: give more")
 
     @property
     def logs(self) -> Path:
-        """Where the tasks log: beside the run, in a directory that Slurm does not make."""
+        """Directory of the tasks' logs, beside the run; Slurm does not make it."""
         return self.run.with_name(f"{self.run.name}.slurm")
 
     def script(self) -> str:
@@ -131,7 +131,7 @@ class SlurmArray:
 
 
 def plan_array(job: str, *, overrides: Sequence[str], preamble: str, **options: Any) -> SlurmArray:
-    """Read a job and say how it becomes an array; `options` are SlurmArray's. Raises JobError."""
+    """Return the array of a job; `options` are fields of SlurmArray. Raises JobError."""
     loaded = load_job(job, overrides=overrides)
     return SlurmArray(
         job=Path(job).absolute(),
@@ -160,7 +160,7 @@ def make_logs(array: SlurmArray) -> None:
 
 
 def submit(array: SlurmArray, *, merge: bool) -> list[str]:
-    """Submit the tasks, and what follows them; return what to tell the user. Raises SubmitError."""
+    """Submit the array and, with `merge`, a job after it; return lines for the user. Raises SubmitError."""
     array_id = _sbatch(array.script())
     lines = [f"array {array_id} submitted; logs: {array.logs}; see `batchrun status {array.run}`"]
     if merge:
@@ -169,7 +169,7 @@ def submit(array: SlurmArray, *, merge: bool) -> list[str]:
 
 
 def _sbatch(script: str) -> str:
-    """Give a script to sbatch; return the job's ID."""
+    """Submit a script; return the job's ID."""
     command = ["sbatch", "--parsable"]
     try:
         done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
@@ -184,7 +184,7 @@ def _sbatch(script: str) -> str:
 
 
 def task_name(environ: Mapping[str, str]) -> str | None:
-    """Return node, task and restart as log lines have them: `n1 12_3 restart 1`; None outside Slurm."""
+    """Return node, task and restart for log lines, such as `n1 12_3 restart 1`; None outside Slurm."""
     job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
     if job is None:
         return None

@@ -60,14 +60,14 @@ class Takeover:
         try:
             with hold_task(dead, _at_once, of_the_dead=self._watches[task].named) as claim:
                 tidy(dead, claim)
-                self._leases.refresh()  # its end may have come between, or somebody else
-                # its plan may be older than what a start did that shares with nobody, see `join`
+                self._leases.refresh()  # it may have ended its leases, or another task took over
+                # an attempt without --join may have done rows since the plan, see `join`
                 done = read_done(dead).rows | read_done(RunDir(dead.path)).rows
                 left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
                 claim.verify()
                 for lease, rows in left:
                     self._leases.end(lease, rows)
-        except (HeldError, TaskLockLostError):  # somebody else is at it
+        except (HeldError, TaskLockLostError):  # another task takes over
             return False
         if left:
             rows_left = sum(len(rows) for _, rows in left)
@@ -78,5 +78,5 @@ class Takeover:
 
 
 def _at_once(_: float) -> None:
-    """Wait for nobody who may have been faster: there will be another look."""
+    """Refuse to wait for another task that takes over: the next poll will tell."""
     raise HeldError("not waited for")

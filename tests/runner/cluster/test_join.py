@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrunner.runner.cluster.shard import joint_task
+from batchrunner.runner.shard import join_task
 from tests.conftest import eventually, job_of, parts_of
 from tests.support.task import Task
 
@@ -74,9 +74,9 @@ def test_few_rows_are_shared(tmp_path: Path) -> None:
 def test_names_of_tasks() -> None:
     """A task's name says host, job, array task and restart, in letters that a file may have."""
     slurm = {"SLURM_ARRAY_JOB_ID": "812", "SLURM_JOB_ID": "815", "SLURM_ARRAY_TASK_ID": "3"}
-    assert joint_task("gpu07.hpc", "ab12", slurm).task == "join-gpu07.hpc-812-t3-ab12"
+    assert join_task("gpu07.hpc", "ab12", slurm).task == "join-gpu07.hpc-812-t3-ab12"
     assert (
-        joint_task("gpu 07", "ab12", {**slurm, "SLURM_RESTART_COUNT": "1"}).task
+        join_task("gpu 07", "ab12", {**slurm, "SLURM_RESTART_COUNT": "1"}).task
         == "join-gpu_07-812-t3-r1-ab12"
     )
-    assert joint_task("laptop", "ab12", {}).task == "join-laptop-ab12"
+    assert join_task("laptop", "ab12", {}).task == "join-laptop-ab12"

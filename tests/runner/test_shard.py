@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.runner.cluster.shard import Shard
+from batchrunner.runner.shard import Shard
 from tests.conftest import batchrun, job_of, write_job
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What one of several tasks does: a share of the rows by its number, or what is left."""
+"""How a run is split among tasks: into fixed shards (`--shard`), or by leases (`--join`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from batchrunner.core.errors import JobError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-UNEVEN = 0.1
-"""A shard's end is moved to the end of a row group that is not farther away than this share of a shard: then
-each row group is read by one task only."""
+MOST_SHIFT = 0.1
+"""Largest distance, as a share of a shard, by which its end moves to the end of a row group: then only one
+task reads that row group."""
 
 _SLURM = ("ID", "MIN", "STEP", "COUNT")
 
@@ -35,7 +35,7 @@ class Shard:
         return f"shard-{self.index:05d}-of-{self.count:05d}"
 
     def rows(self, total: int, group_ends: Sequence[int]) -> range:
-        """Return the ordinals of this share of `total` rows; `group_ends`, sorted, end the row groups."""
+        """Return the ordinals of this shard's rows, of `total`; `group_ends` are the ends of row groups."""
         return range(self._cut(self.index, total, group_ends), self._cut(self.index + 1, total, group_ends))
 
     def _cut(self, number: int, total: int, group_ends: Sequence[int]) -> int:
@@ -44,18 +44,19 @@ class Shard:
             return even
         at = bisect_left(group_ends, even)
         near = min(group_ends[max(0, at - 1) : at + 1], key=lambda end: abs(end - even), default=even)
-        return near if abs(near - even) <= UNEVEN * total / self.count else even
+        return near if abs(near - even) <= MOST_SHIFT * total / self.count else even
 
 
 @dataclass(frozen=True, slots=True)
 class JoinTask:
-    """A task that takes leases; each start has a name of its own."""
+    """A task that takes leases; each attempt is a task of its own."""
 
     task: str
+    """Name of the task's directory and of its parts."""
 
 
-def joint_task(host: str, token: str, environ: Mapping[str, str]) -> JoinTask:
-    """Name a start by its host and, under Slurm, by job, array task and restart; `token` makes it its own."""
+def join_task(host: str, token: str, environ: Mapping[str, str]) -> JoinTask:
+    """Name a task by its host and, under Slurm, by job, array task and restart; `token` makes it unique."""
     job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
     index = environ.get("SLURM_ARRAY_TASK_ID")
     restart = environ.get("SLURM_RESTART_COUNT")
@@ -63,13 +64,13 @@ def joint_task(host: str, token: str, environ: Mapping[str, str]) -> JoinTask:
     return JoinTask("-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part))
 
 
-def this_start() -> JoinTask:
-    """Name the task that this process begins: one of its own each time."""
-    return joint_task(socket.gethostname(), secrets.token_hex(3), os.environ)
+def new_join_task() -> JoinTask:
+    """Return a task with a new name, for this process."""
+    return join_task(socket.gethostname(), secrets.token_hex(3), os.environ)
 
 
 def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
-    """Read `3/16`, or for `slurm` what Slurm tells the task of an array; raises JobError."""
+    """Parse `3/16`; for `slurm` read the number from the environment of an array task. Raises JobError."""
     if text == "slurm":
         try:
             index, first, step, count = (int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in _SLURM)
@@ -82,8 +83,8 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
     return Shard(int(match[1]), int(match[2]))
 
 
-def parted(task: str) -> str:
-    """Return how a run is parted that has a task of this name, as one says it on the command line."""
+def split_option(task: str) -> str:
+    """Return the command-line option of a task with this name; empty for a run of one task."""
     match = re.fullmatch(r"shard-\d+-of-(\d+)", task)
     if match:
         return f"--shard i/{int(match[1])}"
