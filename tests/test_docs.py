@@ -56,10 +56,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_docs_can_become_a_site(page: Path) -> None:
-    """A page in docs/ has one title, and its links stay in docs/."""
+    """A page in docs/ has one title, and its links stay in docs/ or lead to the package's source."""
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
     for link, path, _ in links(page):
-        assert path.parent == ROOT / "docs", link
+        assert path.parent == ROOT / "docs" or ROOT / "batchrunner" in path.parents, link
 
 
 def test_the_index_lists_every_page() -> None:

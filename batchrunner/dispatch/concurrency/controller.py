@@ -144,7 +144,7 @@ class Controller:
         self._best_rate = 0.0
 
     def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> Decision | None:
-        """Use a fresh sample; return the change. `may_grow` is false if another queue of the route is full."""
+        """Use a fresh sample; return the change. `may_grow` is false if a queue of the route is full."""
         self._learn(now, seen)
         if self.state in {"blind", "probe", "settled", "tail"}:
             self.state = "steady"

@@ -2,8 +2,8 @@
 
 A row that waits in a replica's queue cannot move to another one. While input is left that costs nothing: a
 replica that is done gets more. At the end the replica with the longest queue would work alone. So no route
-may hold more than its share of all rows that have not ended, in flight or unsent; shares are in proportion to the
-rows that each route ended recently. While much input is left, the shares are larger than any window.
+may hold more than its share of all rows that have not ended, in flight or unsent; shares are in proportion
+to the rows that each route ended recently. While much input is left, the shares are larger than any window.
 """
 
 from __future__ import annotations
