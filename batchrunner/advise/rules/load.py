@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.advise.situation import Finding, command_line
-from batchrunner.dispatch.concurrency.controller import Band
 from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, MOST_CONSERVATIVE, as_flag, in_effect
+from batchrunner.job.queue_band import QueueBand
 
 if TYPE_CHECKING:
     from batchrunner.advise.advice import Certainty
@@ -34,7 +34,7 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     """Find what in the client is too slow."""
     if not s.load.frequent("empty"):
         return None
-    band = Band(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.max_running)
+    band = QueueBand(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.max_running)
     keep = f"keep {band.low}-{band.high} requests waiting"
     if s.client is None:
         change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.task_holder import holder_of
 from batchrunner.report.report import tolerated
-from batchrunner.runner.status import holder_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
