@@ -16,6 +16,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Series, spread
 from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
 from batchrunner.output.resume import facts_of
 from batchrunner.output.run_dir import RunDir
@@ -168,7 +169,7 @@ def _lengths(run_dir: RunDir, client: Client) -> None:
     for path in run_dir.all_parts()[-MOST_PARTS:]:
         with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # a part that is damaged, or goes
             tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
-            found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
+            found.append(each_sample(tokens))
     if lengths := [chunk for column in found for chunk in column.chunks]:
         tokens = pa.chunked_array(lengths).drop_null()
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0

@@ -67,8 +67,8 @@ def _task(run_dir: RunDir) -> dict[str, Any]:
         "task": run_dir.task,
         "running": holder,
         "rows_on_disk": len(done.rows),
-        "rows_failed": done.failed,
-        "output_tokens": done.output_tokens,
+        "rows_failed": done.counts.failed,
+        "output_tokens": done.counts.output_tokens,
         "last_sample": sample if holder and sample and is_recent(sample) else None,
     }
 

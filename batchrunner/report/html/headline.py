@@ -57,10 +57,11 @@ def head_of(
 ) -> Head:
     """Return what the page of a run, or of one of its tasks, says first; `facts` are run.json's."""
     total = facts["rows_total"] if run_dir.task == MAIN_TASK else stories[0].rows_total if stories else 0
-    left = max(0, total - results.ok - results.failed)
+    counts = results.counts
+    left = max(0, total - counts.done)
     most_failed = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     kind, state, reason = _state(
-        run_dir, stories, left, too_many=results.failed > tolerated(most_failed, total)
+        run_dir, stories, left, too_many=counts.failed > tolerated(most_failed, total)
     )
     working_s = timeline.axis.length_s
     starts = sum(len(story.spans) for story in stories)
@@ -80,12 +81,12 @@ def head_of(
         rows_left=left,
         working_s=working_s,
         how_often=_how_often(starts, len(stories)),
-        output_tokens_per_s=results.output_tokens / working_s if working_s else 0.0,
-        prompt_tokens_per_s=results.prompt_tokens / working_s if working_s else 0.0,
-        cached_share=results.cached_tokens / results.prompt_tokens if results.prompt_tokens else None,
+        output_tokens_per_s=counts.output_tokens / working_s if working_s else 0.0,
+        prompt_tokens_per_s=counts.prompt_tokens / working_s if working_s else 0.0,
+        cached_share=counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
         done_share=(total - left) / total if total else 1.0,
-        ok_percent=100 * results.ok / total if total else 100.0,
-        failed_percent=100 * results.failed / total if total else 0.0,
+        ok_percent=100 * counts.ok / total if total else 100.0,
+        failed_percent=100 * counts.failed / total if total else 0.0,
         written=time.time(),
     )
 
