@@ -23,10 +23,10 @@ from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.slots import Slots
 from batchrunner.job.queue_band import QueueBand
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import H100_8B
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import SchedulerConfig
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 
