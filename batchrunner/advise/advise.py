@@ -24,7 +24,7 @@ WATCH_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class AdviceReport:
     """What was seen, and what follows from it."""
 
     source: str
@@ -99,7 +99,7 @@ def advise(
     span_s: float = WATCH_S,
     card: str | None = None,
     python: str | None = None,
-) -> Judgement:
+) -> AdviceReport:
     """Judge a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
 
     `card` is the GPU's name where the source does not tell it; `python` the interpreter that has SGLang.
@@ -111,10 +111,10 @@ def advise(
     situation.facts.card = card or situation.facts.card
     names_flags = any(found.args for found in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
-    return Judgement(source, situation, apply_all(situation, flags), flags)
+    return AdviceReport(source, situation, apply_all(situation, flags), flags)
 
 
-def advise_run(run: Path) -> Judgement:
+def advise_run(run: Path) -> AdviceReport:
     """Judge a run for its report; a simulated one gets no advice. Asks no installed SGLang.
 
     Raises OutputError where the path holds no run.
@@ -122,7 +122,7 @@ def advise_run(run: Path) -> Judgement:
     situation = read_run(run, Thresholds())
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
     simulated = situation.client is not None and situation.client.simulated
-    return Judgement(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
+    return AdviceReport(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
 
 
 def _look(source: str, limits: Thresholds, span_s: float) -> Situation:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.advise.situation import Client, Situation
+from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Series, spread
@@ -62,10 +62,10 @@ def read_run(run: Path, limits: Thresholds) -> Situation:
     return Situation(load if load.counted else log.series, log.series, server, client)
 
 
-def _client(facts: Mapping[str, Any]) -> Client:
+def _client(facts: Mapping[str, Any]) -> ClientActivity:
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
     most = sampling.get("max_new_tokens")
-    return Client(
+    return ClientActivity(
         window=job.get("window", "auto"),
         connections=facts["engine"].get("connections"),
         max_new_tokens=most if isinstance(most, int) else None,
@@ -79,7 +79,7 @@ def _client(facts: Mapping[str, Any]) -> Client:
 class _Task:
     """Adds what a task's events tell, since its servers have the flags of now, to the tasks before it."""
 
-    def __init__(self, name: str, load: Series, client: Client) -> None:
+    def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
         self.client = client
         """What our side did in all of these tasks."""
         self._name = name
@@ -163,7 +163,7 @@ def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return alike and start.get("args") == other.get("args")
 
 
-def _lengths(run_dir: RunDir, client: Client) -> None:
+def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
     """Look at the newest parts for how long outputs are."""
     found: list[pa.ChunkedArray] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:

@@ -34,7 +34,7 @@ class MemoryBand(NamedTuple):
 
 
 @dataclass(slots=True)
-class Client:
+class ClientActivity:
     """What our own run did, and above all what it did while the engine's queue was empty."""
 
     dry: int = 0
@@ -81,7 +81,7 @@ class Situation:
     log: Series
     """What only log lines tell: graphs, prefill passes, retractions. May be the same."""
     facts: Facts = field(default_factory=Facts)
-    client: Client | None = None
+    client: ClientActivity | None = None
 
     @property
     def limits(self) -> Thresholds:

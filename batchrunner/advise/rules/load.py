@@ -11,7 +11,7 @@ from batchrunner.job.queue_band import QueueBand
 
 if TYPE_CHECKING:
     from batchrunner.advise.advice import Certainty
-    from batchrunner.advise.situation import Client, Situation
+    from batchrunner.advise.situation import ClientActivity, Situation
     from batchrunner.engines.flags import Flags
 
 LESS_CONSERVATIVE = 0.3
@@ -58,7 +58,7 @@ def _more_workers(s: Situation, flags: Flags) -> dict[str, Any]:
     return flags.setting("tokenizer-worker-num", TOKENIZERS) if has_front and few else {}
 
 
-def _what_in_it(client: Client, keep: str) -> tuple[str, str]:
+def _what_in_it(client: ClientActivity, keep: str) -> tuple[str, str]:
     """Return what to change in our own client, and why; no change where it is the server that is slow."""
     if 2 * client.on_way > client.dry:
         remedy = "`tokenize: client`" if client.tokenize == "server" else ""
@@ -117,7 +117,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def _cause(share: float | None, client: Client | None, short: float) -> tuple[str, str, Certainty]:
+def _cause(share: float | None, client: ClientActivity | None, short: float) -> tuple[str, str, Certainty]:
     """Return why too few are taken in, what the job can do, and how sure that is."""
     tighter = "a max_new_tokens nearer to real outputs"
     if share is None:

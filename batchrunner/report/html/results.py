@@ -19,7 +19,7 @@ from batchrunner.input.render import values_of
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.journal import read_journal
 from batchrunner.output.resume import DoneRows, read_done
-from batchrunner.report.html.charts import Counts, round_step
+from batchrunner.report.html.charts import BinnedValues, round_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,7 +74,7 @@ class RunResults:
     """What the results on disk are, those in journals included."""
 
     counts: RowCounts = field(default_factory=RowCounts)
-    histograms: list[Counts] = field(default_factory=list)
+    histograms: list[BinnedValues] = field(default_factory=list)
     slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     """A few rows with the beginnings of their texts."""
@@ -145,7 +145,7 @@ def _read(
     )
 
 
-def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values: str) -> Counts | None:
+def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values: str) -> BinnedValues | None:
     """Count the values of a query; None where there are none."""
     facts = {
         "n": "count(*)", "mean": "avg(v)", "largest": "max(v)",
@@ -162,7 +162,7 @@ def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values:
     query = f"SELECT {column}, count(*) FROM ({values}) WHERE v IS NOT NULL GROUP BY bin"  # noqa: S608
     for at, rows in _rows(connection, query):
         bins[at] = rows
-    return Counts(title, unit, step, bins, whole=whole, **found)
+    return BinnedValues(title, unit, step, bins, whole=whole, **found)
 
 
 def _slowest(connection: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
