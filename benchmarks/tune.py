@@ -142,7 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    logging.getLogger("batchrunner.care.tune").setLevel(logging.INFO)
+    logging.getLogger("batchrunner.tune").setLevel(logging.INFO)
     report(measure(args.tokenizer, args.rows, args.pairs))
 
 
