@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.advise.situation import command_line
-from batchrunner.engines.flags import name_in
+from batchrunner.engines.flags import command_line, name_in
 from batchrunner.tune.measurement import Incumbent
 from batchrunner.tune.race import WORTH, compare, margin_to_stop, more_per_pass, same_work, trial_noise
 from batchrunner.tune.space import TUNED_FLAGS, TuningState

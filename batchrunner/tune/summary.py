@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from batchrunner.advise.situation import command_line
 from batchrunner.core.errors import EngineStartError
+from batchrunner.engines.flags import command_line
 from batchrunner.report.report import duration
 from batchrunner.tune.search import changes
 

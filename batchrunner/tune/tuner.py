@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
-from batchrunner.advise.situation import command_line
 from batchrunner.core.errors import JobError
 from batchrunner.engines.device import gpus
+from batchrunner.engines.flags import command_line
 from batchrunner.engines.model_files import check_model
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Duration, GatewayEngine, InprocessEngine, ServerEngine
