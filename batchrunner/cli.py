@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from batchrunner.core.errors import BatchrunError
     from batchrunner.report.report import Report
-    from batchrunner.tune.outcome import Tuned
+    from batchrunner.tune.summary import TuningSummary
 
 EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
 wrong · 3 done, but more rows failed than tolerated · 130/138/143 interrupted (run it again to resume)"""
@@ -222,8 +222,8 @@ def tune(
 
     _log_to_stderr(quiet=True)
     # what its trials' runs say is no news
-    logging.getLogger("batchrunner.care.tune").setLevel(logging.ERROR if quiet else logging.INFO)
-    found: Tuned = _or_exit(
+    logging.getLogger("batchrunner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
+    found: TuningSummary = _or_exit(
         tune_job,
         job,
         overrides=overrides or [],

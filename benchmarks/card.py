@@ -37,8 +37,8 @@ from batchrunner.engines.device import card_name, has_gpu
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.output.resume import read_run_json
 from batchrunner.output.run_dir import RunDir
+from batchrunner.report.html.limit_share import share_of_limit
 from batchrunner.report.html.results import read_results
-from batchrunner.report.html.share import share_of_limit
 from batchrunner.tune.tuner import tune
 from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
 from benchmarks.measure import RESULTS, save

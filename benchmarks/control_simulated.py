@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.types import EngineInfo, SchedulerLoad
-from batchrunner.dispatch.concurrency.controller import Band
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.slots import Slots
+from batchrunner.job.queue_band import QueueBand
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import H100_8B
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import SchedulerConfig
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 
@@ -129,7 +129,7 @@ class Fleet:
         fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
         self._admission = ConcurrencyLimits(
-            info, Band(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed
+            info, QueueBand(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed
         )
         self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=rows)
         self._gate = Slots(self._admission.windows)

@@ -30,7 +30,6 @@ from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import SchedulerConfig
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal
 from benchmarks.measure import save

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import Scheduler, SchedulerConfig
+from batchrunner.simulation.scheduler import Scheduler
 from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
 from benchmarks.measure import save
 from tests.support.tiny_model import make_tiny_llama

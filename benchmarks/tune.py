@@ -29,16 +29,16 @@ import pyarrow.parquet as pq
 
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
-from batchrunner.tune.sample import take
-from batchrunner.tune.search import Ask
-from batchrunner.tune.trial import Bench
+from batchrunner.tune.sample import write_sample
+from batchrunner.tune.search import TrialRequest
+from batchrunner.tune.trial import TrialRunner
 from batchrunner.tune.tuner import engine_to_tune, tune
 from benchmarks.engine import SERVER_ENVIRONMENT, VOCABULARY
 from benchmarks.measure import interval, save
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
-    from batchrunner.tune.measure import Result
+    from batchrunner.tune.measurement import TrialResult
     from batchrunner.tune.space import Args
 
 SEED = 13
@@ -74,9 +74,9 @@ def job_for(folder: Path, model: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trial(bench: Bench, args: Args, number: int) -> Result:
+def trial(bench: TrialRunner, args: Args, number: int) -> TrialResult:
     """Measure one setting as tune does, but for the rival that would stop it."""
-    result = asyncio.run(bench.run(Ask({**FIXED, **args}, "", 0), number, float("inf")))
+    result = asyncio.run(bench.run(TrialRequest({**FIXED, **args}, "", 0), number, float("inf")))
     print(
         f"  {args}: {result.tokens_per_s:,.0f} tok/s, {result.cost_s:.0f} s, {asdict(result.signs)}",
         file=sys.stderr, flush=True,
@@ -92,7 +92,9 @@ def measure(tokenizer: Path, rows: int, pairs: int) -> dict[str, Any]:
         path = folder / "job.yaml"
         path.write_text(json.dumps(job_for(folder, model)))
         job = load_job(path)
-        bench = Bench(job, engine_to_tune(job), take(prepare(job), folder / "grid"), folder / "grid")
+        bench = TrialRunner(
+            job, engine_to_tune(job), write_sample(prepare(job), folder / "grid"), folder / "grid"
+        )
         grid: list[dict[str, Any]] = []
         began = time.perf_counter()
         for number, (care, running) in enumerate(itertools.product(*GRID)):
@@ -140,7 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    logging.getLogger("batchrunner.care.tune").setLevel(logging.INFO)
+    logging.getLogger("batchrunner.tune").setLevel(logging.INFO)
     report(measure(args.tokenizer, args.rows, args.pairs))
 
 

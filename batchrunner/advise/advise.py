@@ -1,4 +1,4 @@
-"""`batchrun advise`: a log, a live server or a run → what its signs mean and what to change."""
+"""`batchrun advise`: read a log, watch a server or read a run, and apply the rules."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.thresholds import Thresholds
 
 if TYPE_CHECKING:
-    from batchrunner.advise.advice import Advice
+    from batchrunner.advise.rules.rule import Advice
 
 WATCH_S = 20.0
-"""How long a live server is watched."""
+"""Seconds for which a live server is watched."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What was seen, and what follows from it."""
+class AdviceReport:
+    """A situation and the advice that follows from it."""
 
     source: str
     situation: Situation
@@ -34,12 +34,12 @@ class Judgement:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is enough to go by and nothing is wrong."""
+        """Whether there are enough samples and nothing is wrong."""
         wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
         return self.situation.load.enough and not wrong
 
     def lines(self) -> list[str]:
-        """Return what a person reads."""
+        """Return the lines for the terminal."""
         lines = [f"{self.source}: {self.reading()}"]
         if self.healthy:
             lines.append(f"healthy: {self.figures()}")
@@ -49,7 +49,7 @@ class Judgement:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as `--json` has it."""
+        """Return the report as `--json` prints it."""
         load = self.situation.load
         return {
             "source": self.source,
@@ -68,21 +68,21 @@ class Judgement:
         }
 
     def reading(self) -> str:
-        """Say what it goes by; where that is too little for advice, what was seen, and how much it takes."""
+        """Describe the samples; where they are too few for advice, say how many advice needs."""
         load = self.situation.load
         if self.situation.facts.mute:
-            return "the server does not tell its load: neither /v1/loads nor /metrics (--enable-metrics) does"
+            return "the server does not tell its load by /v1/loads or by /metrics (--enable-metrics)"
         if not load.counted:
             return "no request was running"
         if load.enough:
             return load.over()
         return (
-            f"{self.figures()}. A reading, not advice: {load.over()}, and advice takes "
+            f"{self.figures()}. A reading, not advice: {load.over()}, and advice needs "
             f"{load.limits.samples:.0f} over {load.limits.span_s:.0f} s"
         )
 
     def figures(self) -> str:
-        """Say what is usual."""
+        """Return the usual figures: medians, and the retractions."""
         load = self.situation.load
         rate = load.median("rate")
         return (
@@ -99,33 +99,33 @@ def advise(
     span_s: float = WATCH_S,
     card: str | None = None,
     python: str | None = None,
-) -> Judgement:
-    """Judge a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
+) -> AdviceReport:
+    """Advise on a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
 
-    `card` is the GPU's name where the source does not tell it; `python` the interpreter that has SGLang.
-    Raises InputError or OutputError where the source is none of these, InputError for an unknown card.
+    `card` is the GPU's name where the source lacks it; `python` is the interpreter that has SGLang. Raises
+    InputError or OutputError where the source is none of these, InputError for an unknown card.
     """
     if card and architecture_of(card) is None:
         raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
-    situation = _look(source, limits or Thresholds(), span_s)
+    situation = _read(source, limits or Thresholds(), span_s)
     situation.facts.card = card or situation.facts.card
     names_flags = any(found.args for found in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
-    return Judgement(source, situation, apply_all(situation, flags), flags)
+    return AdviceReport(source, situation, apply_all(situation, flags), flags)
 
 
-def advise_run(run: Path) -> Judgement:
-    """Judge a run for its report; a simulated one gets no advice. Asks no installed SGLang.
+def advise_run(run: Path) -> AdviceReport:
+    """Advise on a run for its page, without asking an installed SGLang; a simulated run gets no advice.
 
     Raises OutputError where the path holds no run.
     """
     situation = read_run(run, Thresholds())
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
     simulated = situation.client is not None and situation.client.simulated
-    return Judgement(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
+    return AdviceReport(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
 
 
-def _look(source: str, limits: Thresholds, span_s: float) -> Situation:
+def _read(source: str, limits: Thresholds, span_s: float) -> Situation:
     if source.startswith(("http://", "https://")):
         return watch_server(source, limits, span_s)
     path = Path(source).expanduser()
@@ -140,7 +140,7 @@ def _look(source: str, limits: Thresholds, span_s: float) -> Situation:
 
 
 def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
-    """Return the flags of the server that was looked at; to `ask`, of the installed one if that may be it."""
+    """Return the server's flags; with `ask`, those of the installed SGLang where versions may agree."""
     facts = situation.facts
     if facts.arguments:
         return of_arguments(facts.version, facts.arguments)

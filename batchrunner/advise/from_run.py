@@ -1,4 +1,4 @@
-"""A run directory, of a run that ended, was interrupted or goes on: its samples and its engines' logs."""
+"""Read a run directory: the samples in its event logs and its engines' logs. The run may still be running."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.advise.situation import Client, Situation
+from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Series, spread
 from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
 from batchrunner.output.resume import facts_of
 from batchrunner.output.run_dir import RunDir
@@ -27,44 +28,44 @@ if TYPE_CHECKING:
     from batchrunner.engines.logs.thresholds import Thresholds
 
 MOST_PARTS = 20
-"""Of the newest, looked at for the lengths of outputs."""
+"""Newest parts that are read for the lengths of outputs."""
 FULL = 0.9
-"""Share of the window in flight from which it is full."""
-FLAGS = ("version", "card", "max_running", "prefill_tokens")
-"""What a start says of its engine that servers with the same flags have alike …"""
+"""Share of the window in flight from which the window counts as full."""
+SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
+"""Engine facts of the event `start` that are equal for servers with the same flags."""
 SAME_POOL = 0.02
-"""… and by which share their KV pools differ at most: each takes the memory that it finds."""
+"""Share by which the KV pools of such servers differ at most: each takes the memory that is free."""
 
 
 def read_run(run: Path, limits: Thresholds) -> Situation:
-    """Read what a run, or each of its tasks, tells; raises OutputError where the path holds none."""
+    """Read the situation of a run from all its tasks; raises OutputError where the path holds no run."""
     run_dir = RunDir(run)
     facts = facts_of(run_dir)
     client = _client(facts)
     load, log = Series(limits), LogReader(limits)
     for own in {task.own: task for task in (run_dir, *run_dir.all_tasks())}.values():
-        task = _Task(own.task, load, client)
+        task = _TaskReader(own.task, load, client)
         task.read(own.events)
         client = task.client
         for path in sorted(own.own.glob("engine*.log")):
             log.source = f"{own.task} {path.stem}"
-            with contextlib.suppress(InputError):  # the gateway's, or of one that never started
+            with contextlib.suppress(InputError):  # a gateway's log, or of a server that never started
                 log.read(path)
     load.settle()
     _lengths(run_dir, client)
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    seen = facts["engine"].get("gpus")
-    if seen and server.arguments:
-        server.idle_gpus = max(0, seen - server.gpus)
+    gpus = facts["engine"].get("gpus")
+    if gpus and server.arguments:
+        server.idle_gpus = max(0, gpus - server.gpus)
     return Situation(load if load.counted else log.series, log.series, server, client)
 
 
-def _client(facts: Mapping[str, Any]) -> Client:
+def _client(facts: Mapping[str, Any]) -> ClientActivity:
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
     most = sampling.get("max_new_tokens")
-    return Client(
+    return ClientActivity(
         window=job.get("window", "auto"),
         connections=facts["engine"].get("connections"),
         max_new_tokens=most if isinstance(most, int) else None,
@@ -75,24 +76,24 @@ def _client(facts: Mapping[str, Any]) -> Client:
     )
 
 
-class _Task:
-    """Adds what a task's events tell, since its servers have the flags of now, to the tasks before it."""
+class _TaskReader:
+    """Adds the load of one task to a series, from the time since its servers have their present flags."""
 
-    def __init__(self, name: str, load: Series, client: Client) -> None:
+    def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
         self.client = client
-        """What our side did in all of these tasks."""
+        """What the runner did in all tasks read so far."""
         self._name = name
         self._load = load
         self._before = dict(load.tracks), replace(client)
         self._start: Mapping[str, Any] | None = None
         self._learned: dict[str, Any] = {}
-        """Flags that the servers have over the job's."""
+        """Flags that the runner gave the servers beyond the job's."""
         self._tracks: dict[str, str] = {}
-        """Of this start's schedulers, by their place in it: a server of ours has a new port at each start."""
+        """Names of this attempt's schedulers, by order: launched servers have new ports in each attempt."""
         self._retractions: dict[str, int] = {}
-        """Of this start so far, by scheduler; "" for all."""
+        """Retractions of this attempt so far, by scheduler; "" for all of them."""
         self._unplaced = 0
-        """Retractions of which it is not known whose they were."""
+        """Retractions whose scheduler is not known."""
 
     def read(self, path: Path) -> None:
         """Read the task's event log to its end."""
@@ -100,21 +101,21 @@ class _Task:
             match event["event"]:
                 case "start":
                     if self._start and not _alike(self._start, event):
-                        self._begin_anew()
+                        self._restart()
                     self._start, self._tracks, self._retractions = event, {}, {}
                 case "engine_recalled" | "engine_healed" if not event["new"].items() <= self._learned.items():
                     self._learned |= event["new"]
-                    self._begin_anew()
+                    self._restart()
                 case "tokenize":
                     self.client.tokenize = event.get("where")
                 case "sample":
                     self._count_retractions(event)
                     self._add(event)
         tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
-        spread(max(0, self._unplaced), tracks)  # whose some were may be told only after a new beginning
+        spread(max(0, self._unplaced), tracks)  # their schedulers may be known only later
 
-    def _begin_anew(self) -> None:
-        """Forget what was seen: it was of servers with other flags."""
+    def _restart(self) -> None:
+        """Forget the load so far: it is of servers with other flags."""
         tracks, client = self._before
         self._load.tracks = dict(tracks)
         self.client = replace(client, tokenize=self.client.tokenize)
@@ -124,10 +125,10 @@ class _Task:
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
     def _count_retractions(self, sample: Mapping[str, Any]) -> None:
-        told = {s["scheduler"]: s["retractions"] for s in sample["signals"] if "retractions" in s}
-        told[""] = sample.get("retractions", 0)
-        new = {who: count - self._retractions.get(who, 0) for who, count in told.items()}
-        self._retractions |= told
+        counts = {s["scheduler"]: s["retractions"] for s in sample["signals"] if "retractions" in s}
+        counts[""] = sample.get("retractions", 0)
+        new = {who: count - self._retractions.get(who, 0) for who, count in counts.items()}
+        self._retractions |= counts
         self._unplaced += new.pop("") - sum(new.values())
         for who, count in new.items():
             if count:
@@ -140,35 +141,37 @@ class _Task:
         client.widest = max(client.widest, in_flight)
         if not in_flight or not signals:
             return
-        for told in signals:
-            look = LoadSample(
-                sample["time"], told["running"], told["queue"], told["token_usage"], told.get("max_running"),
+        for load in signals:
+            one = LoadSample(
+                sample["time"], load["running"], load["queue"], load["token_usage"], load.get("max_running"),
                 rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
             )  # fmt: skip
-            self._load.add(self._track(told["scheduler"]), look)
-        if unsent and not any(told["queue"] for told in signals):
-            client.dry += 1
+            self._load.add(self._track(load["scheduler"]), one)
+        if unsent and not any(load["queue"] for load in signals):
+            client.empty += 1
             full = in_flight >= FULL * window
             client.at_window += full
-            client.on_way += full and 2 * sum(told["running"] for told in signals) < in_flight
+            client.on_way += full and 2 * sum(load["running"] for load in signals) < in_flight
             client.resting += not full and sample.get("resting", 0) > 0
 
 
 def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell whether the servers of two starts had the same flags, by what is known of them."""
+    """Tell whether the servers of two attempts had the same flags, as far as is known."""
     one, two = start.get("engine") or {}, other.get("engine") or {}
     pools = [engine.get("max_total_tokens") or 0 for engine in (one, two)]
-    alike = all(one.get(name) == two.get(name) for name in FLAGS) and math.isclose(*pools, rel_tol=SAME_POOL)
+    alike = all(one.get(name) == two.get(name) for name in SAME_FLAGS) and math.isclose(
+        *pools, rel_tol=SAME_POOL
+    )
     return alike and start.get("args") == other.get("args")
 
 
-def _lengths(run_dir: RunDir, client: Client) -> None:
-    """Look at the newest parts for how long outputs are."""
+def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
+    """Read the lengths of outputs from the newest parts."""
     found: list[pa.ChunkedArray] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
-        with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # a part that is damaged, or goes
+        with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # damaged, or just removed
             tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
-            found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
+            found.append(each_sample(tokens))
     if lengths := [chunk for column in found for chunk in column.chunks]:
         tokens = pa.chunked_array(lengths).drop_null()
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0

@@ -1,4 +1,4 @@
-"""A live server, ours or not, watched for a while: its load, counters and arguments."""
+"""Watch a live server for a while: its load, counters and arguments."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from batchrunner.engines.logs.thresholds import Thresholds
 
 POLL_S = 0.25
-"""`/v1/loads` reads shared memory; a sample that was seen before is not counted again."""
+"""Seconds between two polls of `/v1/loads`, which reads shared memory; the same sample counts once."""
 METRICS_S = 1.5
-"""Between two looks at `/metrics`: a long text, whose gauges are seconds old."""
+"""Seconds between two polls of `/metrics`: a long text, whose gauges are seconds old."""
 TIMEOUT_S = 5.0
 MOST_BYTES = 8 << 20
-"""Of a reply; `/metrics` of a large server has a tenth of it. What says more is something else."""
+"""Size of a reply at most; `/metrics` of a large server has a tenth of it."""
 KEY_VARIABLE = "SGLANG_API_KEY"
 
 
 def watch_server(url: str, limits: Thresholds, span_s: float) -> Situation:
-    """Watch a server for `span_s` seconds, or until Ctrl-C, and return what was seen.
+    """Watch a server for `span_s` seconds, or until Ctrl-C, and return its situation.
 
-    Raises InputError where nobody answers there, or nobody who is SGLang.
+    Raises InputError where no server answers, or one that is not SGLang.
     """
     return asyncio.run(_watch(url.rstrip("/"), limits, span_s))
 
@@ -56,7 +56,7 @@ async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
         await server.ask_arguments()
         end = time.monotonic() + span_s
         while not enough.is_set() and time.monotonic() < end:
-            await server.look()
+            await server.poll()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(enough.wait(), POLL_S)
         return server.situation()
@@ -74,11 +74,11 @@ class _Server:
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._summed = 1
-        """Schedulers whose counters these are."""
+        """Schedulers over which the counters are summed."""
         self._next_metrics = 0.0
 
     async def ask_arguments(self) -> None:
-        """Read what the server says of itself; raises InputError."""
+        """Read the server's arguments and limits; raises InputError."""
         try:
             info = await self._json("/server_info") or await self._json("/get_server_info")
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
@@ -97,12 +97,12 @@ class _Server:
         self._facts.ready = _limits(info, state, memory)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # one can do without
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # the model's class is optional
             about = await self._json("/model_info") or {}
             self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
 
-    async def look(self) -> None:
-        """Take one sample of each scheduler; a poll that fails is left out."""
+    async def poll(self) -> None:
+        """Record one sample of each scheduler; a poll that fails is skipped."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
             metrics: Sequence[SchedulerLoad] = []
             if time.monotonic() >= self._next_metrics:
@@ -110,7 +110,7 @@ class _Server:
             self._add(await self._loads(metrics))
 
     def situation(self) -> Situation:
-        """Return what was seen, with the counters' growth."""
+        """Return the situation, with the growth of the counters."""
         grown = {name: max(0.0, value - self._first.get(name, 0.0)) for name, value in self._last.items()}
         prefills, prompt = self._series.prefills, grown.get("prompt_tokens_total", 0.0)
         prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
@@ -123,7 +123,7 @@ class _Server:
         return Situation(self._series, self._series, self._facts)
 
     async def _metrics(self) -> list[SchedulerLoad]:
-        """Take the counters of `/metrics`; return the load that it tells, if it is there."""
+        """Record the counters of `/metrics`; return the load that it has, if the server has it."""
         self._next_metrics = time.monotonic() + METRICS_S
         text = await self._text("/metrics")
         self._facts.metrics = text is not None and "sglang:" in text
@@ -145,16 +145,16 @@ class _Server:
 
     def _add(self, signals: Sequence[SchedulerLoad]) -> None:
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
-        for told in signals:
-            new = told.taken_at is None or self._seen.get(told.scheduler) != told.taken_at
-            self._seen[told.scheduler] = told.taken_at
-            if new and told.has_work:
+        for load in signals:
+            new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
+            self._seen[load.scheduler] = load.taken_at
+            if new and load.has_work:
                 sample = LoadSample(
-                    time.monotonic(), told.running, told.queue, told.token_usage, told.max_running,
-                    None if graph is None or not told.running else bool(graph),
+                    time.monotonic(), load.running, load.queue, load.token_usage, load.max_running,
+                    None if graph is None or not load.running else bool(graph),
                     rate and rate / self._summed,
                 )  # fmt: skip
-                self._series.add(told.scheduler, sample)
+                self._series.add(load.scheduler, sample)
 
     async def _json(self, path: str) -> dict[str, Any] | None:
         text = await self._text(path)
@@ -164,7 +164,7 @@ class _Server:
         return None
 
     async def _text(self, path: str) -> str | None:
-        """Return what a path answers, None where it is not there; raises InputError without the key."""
+        """Return the reply of a path, None where there is none; raises InputError for a wrong API key."""
         async with self._session.get(self._url + path) as response:
             if response.status in {401, 403}:
                 raise InputError(f"{self._url}: refuses the API key: set {KEY_VARIABLE}")
@@ -177,23 +177,23 @@ class _Server:
 
 
 def _free_at_first(memory: dict[str, Any]) -> float | None:
-    """Return what a card had free before the weights were loaded: what became of it, in GB."""
+    """Return the GPU memory in GB that was free before the weights were loaded: the sum of its uses."""
     graphs = memory.get("graph")
     parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
     parts += graphs.values() if isinstance(graphs, dict) else []
-    told = [part for part in map(number, parts) if part is not None]
-    return sum(told) if len(told) == len(parts) else None
+    known = [part for part in map(number, parts) if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
-    """Return the first scheduler's limits: its own numbers are resolved, the arguments may be null."""
-    told = {**info, **{name: value for name, value in state.items() if value}}
-    told["max_running_requests"] = state.get("effective_max_running_requests_per_dp") or told.get(
+    """Return the first scheduler's limits: its state has numbers where arguments may be null."""
+    merged = {**info, **{name: value for name, value in state.items() if value}}
+    merged["max_running_requests"] = state.get("effective_max_running_requests_per_dp") or merged.get(
         "max_running_requests"
     )
     names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
     pool, chunk, running, context = (
-        None if (limit := number(told.get(name))) is None else int(limit) for name in names
+        None if (limit := number(merged.get(name))) is None else int(limit) for name in names
     )
     left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
     return ServerReady(pool, chunk, running, context, left)

@@ -1,12 +1,12 @@
-"""What a card could do at most with the rows that were done: T_roof and T_seq, from data sheets and lengths.
+"""The least time that a GPU needs for the rows of a run: T_roof and T_seq, from data sheets and lengths.
 
-`F` FLOP/s and `BW` bytes/s are the card's peaks, `P` parameters that a token passes, `W` bytes of weights,
-`M` bytes of the KV pool, `κ` bytes of KV a token, `L` layers, `H` width of attention; a row has a prompt of
-`p` tokens, `c` of them cached, and an output of `d`:
+`F` FLOP/s and `BW` bytes/s are the peaks of the GPU, `P` the parameters that a token passes, `W` the bytes
+of all weights, `M` those of the KV pool, `κ` those of a token in it, `L` the layers, `H` the width of
+attention. A row has a prompt of `p` tokens, `c` of them cached, and an output of `d`:
 
     T_comp = Σ[2P(p-c+d) + 2LH(p²-c²) + 4LH(pd+d²/2)] / F
     T_kv   = κ·Σ(pd + d²/2) / BW
-    Iters  = max(κΣ(pd+d²/2)/M, Σd/max_running, max d)      passes that decode needs at least
+    Iters  = max(κΣ(pd+d²/2)/M, Σd/max_running, max d)      decode passes that are needed at least
     T_mem  = T_kv + W·Iters/BW
     T_roof = max(T_comp, T_mem)                             all overlaps: nothing can be faster
     T_seq  = T_comp + T_mem                                 nothing overlaps: stock SGLang at its best
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CardSpec:
-    """A card's peaks, dense (without sparsity), as its maker states them."""
+    """Peaks of a GPU, dense (without sparsity), by its data sheet."""
 
     bf16_flops: float
     fp8_flops: float | None
-    """None where its tensor cores have no FP8."""
+    """FLOP/s in FP8; None where its tensor cores lack FP8."""
     bandwidth: float
-    """Of its memory, bytes/s."""
+    """Memory bandwidth in bytes/s."""
 
 
 CARDS = {
@@ -47,8 +47,8 @@ CARDS = {
     "NVIDIA L4": CardSpec(121e12, 242e12, 0.3e12),
     "NVIDIA A10": CardSpec(125e12, None, 0.6e12),
 }
-"""By the name that `nvidia-smi` gives. Source: NVIDIA's data sheet of each; where it states a figure "with
-sparsity", half of it is dense. A card that is not here is not guessed at."""
+"""GPUs by the name that `nvidia-smi` prints. Source: NVIDIA's data sheets, "with sparsity" halved.
+The limit of a GPU that is not here is unknown."""
 
 
 class UnknownLimitError(ValueError):
@@ -57,7 +57,7 @@ class UnknownLimitError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model decides how long its passes take."""
+    """The figures of a model that decide how long its passes take."""
 
     layers: int
     attention: int
@@ -66,49 +66,49 @@ class ModelShape:
     head_dim: int
     parameters: float
     active: float
-    """`P`: parameters that one token passes; fewer than all in a mixture of experts."""
+    """`P`: parameters that one token passes; in a mixture of experts fewer than all."""
 
     def kv_bytes(self, width: float) -> float:
-        """Return `κ`, the bytes of KV a token, at so many bytes a number."""
+        """Return `κ`, the bytes of KV cache a token; `width` is the bytes of one number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
 @dataclass(frozen=True, slots=True)
 class TokenWork:
-    """The rows that an engine did, as sums over them; tokens."""
+    """Sums over the rows that an engine answered, in tokens."""
 
     passed: int = 0
-    """Σ(p - c + d): what went through the model."""
+    """Σ(p - c + d): tokens that went through the model."""
     squares: int = 0
-    """Σ(p² - c²)."""
+    """Σ(p² - c²): for attention in prefill."""
     read: float = 0.0
-    """Σ(pd + d²/2): KV that decode read."""
+    """Σ(pd + d²/2): cached tokens that decode read."""
     outputs: int = 0
-    """Σd."""
+    """Σd: output tokens."""
     longest: int = 0
-    """max d."""
+    """max d: the longest output."""
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineSetting:
-    """How the engine was set up."""
+    """The setup of the engine."""
 
     card: CardSpec
     cards: int
-    """A replica has so many (`tp`)."""
+    """GPUs of one replica (`tp`)."""
     replicas: int
     pool_tokens: int
-    """KV pool of one replica."""
+    """KV pool of one replica, in tokens."""
     max_running: int
     """Requests that one replica runs at most."""
     weight_width: float = 2.0
-    """Bytes a parameter; 1 computes in FP8."""
+    """Bytes of a parameter; 1 means FP8."""
     kv_width: float = 2.0
-    """Bytes a number of the KV pool."""
+    """Bytes of a number in the KV pool."""
 
     @property
     def flops(self) -> float:
-        """One card's peak for these weights; raises UnknownLimitError where it has none."""
+        """Peak FLOP/s of one GPU for these weights; raises UnknownLimitError where it has none."""
         peak = self.card.bf16_flops if self.weight_width > 1 else self.card.fp8_flops
         if peak is None:
             raise UnknownLimitError("the card does not compute in FP8")
@@ -117,7 +117,7 @@ class RooflineSetting:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The shortest times for some work, in seconds, and the tokens that it puts out."""
+    """The least times for some work, in seconds, and its output tokens."""
 
     compute_s: float
     memory_s: float
@@ -125,17 +125,17 @@ class Limit:
 
     @property
     def roof_s(self) -> float:
-        """Nothing can be faster: computing and reading memory overlap wholly."""
+        """Seconds when computing and reading memory overlap fully: nothing can be faster."""
         return max(self.compute_s, self.memory_s)
 
     @property
     def sequential_s(self) -> float:
-        """Operations one after the other, each at the card's peak: stock SGLang."""
+        """Seconds when nothing overlaps and each operation runs at the peak: stock SGLang at its best."""
         return self.compute_s + self.memory_s
 
     @property
     def roof_tokens_per_s(self) -> float:
-        """Output tokens a second at the roof."""
+        """Output tokens a second with full overlap."""
         return self.outputs / self.roof_s
 
     @property
@@ -147,7 +147,7 @@ class Limit:
 def limit(work: TokenWork, model: ModelShape, setting: RooflineSetting) -> Limit:
     """Return the limit for work that is spread evenly over the replicas.
 
-    Raises UnknownLimitError where nothing was put out, or the card has no peak for these weights.
+    Raises UnknownLimitError where there is no output, or the GPU has no peak for these weights.
     """
     if not work.outputs:
         raise UnknownLimitError("no output tokens are known")
@@ -170,7 +170,7 @@ def limit(work: TokenWork, model: ModelShape, setting: RooflineSetting) -> Limit
     )
 
 
-_OTHERWISE = {
+_NOT_COVERED = {
     "kv_lora_rank": "attention with a compressed KV cache (MLA)",
     "layer_types": "layers of several kinds",
     "sliding_window": "attention in a sliding window",
@@ -178,7 +178,7 @@ _OTHERWISE = {
     "mamba_d_state": "Mamba layers",
     "encoder_layers": "an encoder",
 }
-"""What a config.json has whose model the formulas do not describe."""
+"""Fields of a config.json whose model the formulas do not describe."""
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
 
@@ -190,7 +190,7 @@ def model_of_config(config: Mapping[str, Any]) -> ModelShape:
     """
     _refuse_others(config)
     if missing := [name for name in _NEEDED if not isinstance(config.get(name), int)]:
-        raise UnknownLimitError(f"config.json does not tell {missing[0]}")
+        raise UnknownLimitError(f"config.json lacks {missing[0]}")
     layers, hidden, heads, vocabulary, inner = (config[name] for name in _NEEDED)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
@@ -208,7 +208,7 @@ def model_of_config(config: Mapping[str, Any]) -> ModelShape:
 
 def _refuse_others(config: Mapping[str, Any]) -> None:
     kinds = set(config.get("layer_types") or []) - {"full_attention"}
-    for name, what in _OTHERWISE.items():
+    for name, what in _NOT_COVERED.items():
         of_window = name == "sliding_window" and config.get("use_sliding_window") is False
         if config.get(name) and not of_window and (name != "layer_types" or kinds):
             raise UnknownLimitError(f"the formulas do not cover {what} ({name} in config.json)")
@@ -217,7 +217,7 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
 
 
 def _experts(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the experts of a layer, those that a token passes, and the parameters that all share."""
+    """Return the experts of a layer, those that a token passes, and the parameters of shared experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((int(config[name]) for name in names if config.get(name)), 0)
     chosen = int(config.get("num_experts_per_tok") or 0)

@@ -1,4 +1,4 @@
-"""All that the rules of advice look at: the load, the server, and where it is a run of ours, the client."""
+"""All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from batchrunner.engines.logs.facts import Facts
 from batchrunner.engines.recovery.safer_args import in_effect
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from batchrunner.advise.advice import Certainty
     from batchrunner.engines.logs.series import Series
     from batchrunner.engines.logs.thresholds import Thresholds
 
 WHOLE_CARD_GB = 40.0
-"""The guides' figures are for cards from here on: a smaller one has smaller batches to leave memory for."""
+"""GPU memory from which the guides' figures hold; a smaller card has smaller batches, and needs less."""
 USUAL_CHUNK = 8192
-"""Their `--chunked-prefill-size`, in tokens: a larger one takes more memory."""
+"""Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
-"""What SGLang's memory_hook reserves for activations of a prefill chunk."""
-LONGEST = 160
-"""Characters of a log's line that are shown."""
+"""Memory for activations of a prefill chunk, in GB a token (SGLang's memory_hook)."""
+LONGEST_LINE = 160
+"""Characters of a log line that advice shows."""
 
 
 class MemoryBand(NamedTuple):
-    """What is to be left of a card when the server is ready, GB."""
+    """GPU memory that should be free when the server is ready, in GB."""
 
     low: float
     good: float
@@ -34,39 +31,42 @@ class MemoryBand(NamedTuple):
 
 
 @dataclass(slots=True)
-class Client:
-    """What our own run did, and above all what it did while the engine's queue was empty."""
+class ClientActivity:
+    """What the runner did, above all while the engine's queue was empty."""
 
-    dry: int = 0
-    """Samples with an empty queue while rows were left to send; of these …"""
+    empty: int = 0
+    """Samples with an empty queue while rows were left to send."""
     at_window: int = 0
-    """… the window was full (90 %),"""
+    """Samples of `empty` in which the window was full (90 %)."""
     on_way: int = 0
-    """… and most of what was in flight was neither running nor waiting at the scheduler,"""
+    """Samples of `at_window` in which most requests had not arrived at the scheduler."""
     resting: int = 0
-    """… or the window was not full, and rows waited for another try."""
+    """Samples of `empty` in which the window was not full and rows waited for a retry."""
     window: str | int = "auto"
-    """The job's."""
+    """The job's `window`."""
     connections: int | None = None
+    """Most connections that the limit of open files allows."""
     widest: int = 0
-    """Most requests in flight."""
+    """Most requests that were in flight at once."""
     tokenize: str | None = None
-    """Where prompts become tokens: `client` or `server`."""
+    """Where prompts are tokenized: `client` or `server`."""
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     """Whether every output has `max_new_tokens`."""
     output_tokens: int = 0
+    """Tokens of the outputs that were read."""
     outputs: int = 0
+    """Outputs whose lengths were read."""
     order: str = "auto"
     kind: str = "attach"
     """The job's `engine.kind`."""
     simulated: bool = False
     longest_output: int | None = None
-    """99 of 100 outputs are no longer, in tokens."""
+    """99th percentile of the outputs' lengths, in tokens."""
 
     @property
     def output_share(self) -> float | None:
-        """Mean output as a share of `max_new_tokens`, 0-1; None where one of them is not known."""
+        """Mean output as a share of `max_new_tokens`, from 0 to 1; None where one of them is not known."""
         if not self.outputs or not self.max_new_tokens:
             return None
         return self.output_tokens / self.outputs / self.max_new_tokens
@@ -74,57 +74,57 @@ class Client:
 
 @dataclass(slots=True)
 class Situation:
-    """What there is to judge."""
+    """What is known of a server and its load."""
 
     load: Series
     """Queue, running and token usage over time."""
     log: Series
-    """What only log lines tell: graphs, prefill passes, retractions. May be the same."""
+    """What only log lines have: graphs, prefill passes, retractions. It may be the same object as `load`."""
     facts: Facts = field(default_factory=Facts)
-    client: Client | None = None
+    client: ClientActivity | None = None
 
     @property
     def limits(self) -> Thresholds:
-        """The thresholds."""
+        """Thresholds that the rules use."""
         return self.load.limits
 
     @property
     def max_running(self) -> int | None:
-        """`max_running_requests` of a scheduler."""
+        """`max_running_requests` of one scheduler."""
         return self.facts.max_running or self.load.largest("max_running") or None
 
     @property
     def memory_band(self) -> MemoryBand:
-        """The guides' figures for this card and its prefill chunk."""
+        """Memory that the guides leave free on this card with its prefill chunk."""
         return memory_band(self.facts, self.limits)
 
     @property
     def fills_up(self) -> bool:
-        """Whether the KV pool is full again and again, be it in waves."""
+        """Whether the KV pool is full repeatedly, though perhaps not all the time."""
         return self.load.share("full") >= self.limits.peaks
 
     @property
     def retractions(self) -> int:
-        """How often the pool was full; requests taken back, where no log tells it."""
+        """Number of retractions by the log, else by the samples."""
         return max(self.log.retractions, self.load.retractions)
 
     @property
     def retractions_per_min(self) -> float:
-        """A minute of work, of the scheduler that has most."""
-        told = self.log if self.log.retractions else self.load
-        return told.retractions_per_min
+        """Retractions a minute of work, of the scheduler that has most."""
+        series = self.log if self.log.retractions else self.load
+        return series.retractions_per_min
 
     @property
     def retracts_often(self) -> bool:
-        """Whether it is more than the guides call fine."""
+        """Whether there are more retractions than the guides call fine."""
         return self.load.enough and self.retractions_per_min > self.limits.retractions_per_min
 
     def often(self, sign: str) -> str:
-        """Say how often a sign was seen."""
+        """Describe how often a sign was seen."""
         return f"in {self.load.share(sign):.0%} of {self.load.over()}"
 
     def evidence(self, *signs: str) -> dict[str, Any]:
-        """Return the figures behind signs, for machines."""
+        """Return the figures behind signs, for `--json`."""
         shares = {f"{sign}_share": round(self.load.share(sign), 4) for sign in signs}
         return {
             "samples": self.load.counted,
@@ -136,35 +136,8 @@ class Situation:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a rule found: a sign with its figures, and what is to be changed."""
-
-    sign: str
-    args: dict[str, Any] = field(default_factory=dict)
-    """Server flags, as `engine.args` has them; a rule on flags that the version lacks says nothing."""
-    change: str = ""
-    """In words; of flags where it is more than they say."""
-    evidence: dict[str, Any] = field(default_factory=dict)
-    certainty: Certainty | None = None
-    """Where it is not the rule's own."""
-    fine: bool = False
-    """It is as it should be."""
-
-
-def command_line(args: Mapping[str, Any]) -> str:
-    """Write `engine.args` as a person types it."""
-    return " ".join(_option(name, value) for name, value in args.items())
-
-
-def _option(name: str, value: Any) -> str:
-    if value is None:
-        return f"without --{name}"
-    return f"--{name}" if value is True else f"--{name} {value}"
-
-
 def memory_band(facts: Facts, limits: Thresholds) -> MemoryBand:
-    """Return the guides' figures for a card and a prefill chunk."""
+    """Return the memory that the guides leave free on a card with a prefill chunk."""
     chunk = in_effect(facts, "chunked-prefill-size") or 0
     scale = min(1.0, (facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
     more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN

@@ -86,6 +86,17 @@ def name_in(args: Mapping[str, Any], name: str) -> str:
     return next((spelling for spelling in _spellings(name) if spelling in args), name)
 
 
+def command_line(args: Mapping[str, Any]) -> str:
+    """Write `engine.args` as a person types it."""
+    return " ".join(_option(name, value) for name, value in args.items())
+
+
+def _option(name: str, value: Any) -> str:
+    if value is None:
+        return f"without --{name}"
+    return f"--{name}" if value is True else f"--{name} {value}"
+
+
 def installed(python: str | None = None, environ: Mapping[str, str] | None = None) -> Flags:
     """Ask the SGLang that this interpreter has, once; Flags without names where it has none.
 

@@ -15,10 +15,10 @@ from zlib import crc32
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, EngineInfo, SchedulerLoad
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

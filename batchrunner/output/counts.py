@@ -1,4 +1,4 @@
-"""What became of the rows, in numbers of bounded size."""
+"""Counts of finished rows, in memory that does not grow with them: the one place that counts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 if TYPE_CHECKING:
     from batchrunner.core.types import Outcome
 
+COUNTED_COLUMNS = [
+    *("row", "error", "attempts", "finish_reason"),
+    *("prompt_tokens", "cached_tokens", "completion_tokens"),
+]
+"""Columns of a part that RowCounts.add_table reads."""
 MOST_GROUPS = 50
+"""Failure groups that are kept; further ones are counted as OTHER."""
 OTHER = "other reasons"
 UNKNOWN = "unknown"
 """The finish reason of an answer that has none."""
@@ -57,15 +66,16 @@ class Failures:
 
 @dataclass(slots=True)
 class RowCounts:
-    """Counts over the rows that this start finished."""
+    """Counts over finished rows: of outcomes one by one, or of tables of a part."""
 
     ok: int = 0
     failed: int = 0
     output_tokens: int = 0
+    """Tokens that the engine computed; rows with a duplicate's answer add none, here and below."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    twins: int = 0
-    """Rows that have an equal row's answer: no tokens were computed for them."""
+    duplicates: int = 0
+    """Rows that have the answer of an equal row; they were not sent."""
     retries: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
@@ -76,7 +86,7 @@ class RowCounts:
         return self.ok + self.failed
 
     def add(self, outcome: Outcome) -> None:
-        """Count one row's end."""
+        """Count the end of one row."""
         self.retries += max(outcome.attempts - 1, 0)
         completion = outcome.completion
         if completion is None:
@@ -86,8 +96,44 @@ class RowCounts:
         self.ok += 1
         self.finish_reasons.update(reason or UNKNOWN for reason in completion.finish_reasons)
         if outcome.attempts == 0:
-            self.twins += 1
+            self.duplicates += 1
             return
         self.output_tokens += sum(tokens or 0 for tokens in completion.completion_tokens)
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
+
+    def add_table(self, rows: pa.Table) -> None:
+        """Count the rows of a table that has COUNTED_COLUMNS."""
+        failed = rows.filter(pc.is_valid(rows.column("error")))
+        for row, error in zip(
+            failed.column("row").to_pylist(), failed.column("error").to_pylist(), strict=True
+        ):
+            self.failures.add(row, error)
+        ok = rows.filter(pc.is_null(rows.column("error")))
+        sent = rows.filter(pc.greater(rows.column("attempts"), 0))
+        self.failed += failed.num_rows
+        self.ok += ok.num_rows
+        self.duplicates += pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0
+        self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
+        self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
+        self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0
+        self.output_tokens += pc.sum(each_sample(sent.column("completion_tokens"))).as_py() or 0
+        for found in pc.value_counts(each_sample(ok.column("finish_reason"))).to_pylist():
+            self.finish_reasons[found["values"] or UNKNOWN] += found["counts"]
+
+    def include(self, other: RowCounts) -> None:
+        """Add the counts of other rows."""
+        self.ok += other.ok
+        self.failed += other.failed
+        self.output_tokens += other.output_tokens
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.duplicates += other.duplicates
+        self.retries += other.retries
+        self.finish_reasons.update(other.finish_reasons)
+        self.failures = self.failures.merged(other.failures)
+
+
+def each_sample(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a result's column with a value for each sample: lists of several samples are flattened."""
+    return pc.list_flatten(column) if pa.types.is_list(column.type) else column

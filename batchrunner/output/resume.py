@@ -18,7 +18,7 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import OutputError, ResumeError
 from batchrunner.core.row_set import from_column
 from batchrunner.output.columns import arrow_array
-from batchrunner.output.counts import Failures
+from batchrunner.output.counts import COUNTED_COLUMNS, RowCounts
 from batchrunner.output.journal import read_journal
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import whole_file, write_json, writing
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from batchrunner.job.spec import Job
     from batchrunner.output.run_dir import RunDir
 
-_COUNTED = ["row", "error", "attempts", "completion_tokens"]
 FORMAT = 1
 """Version of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
@@ -49,36 +48,24 @@ class DoneRows:
     """The rows that the parts hold."""
 
     rows: BitMap64 = field(default_factory=BitMap64)
-    failed: int = 0
-    failures: Failures = field(default_factory=Failures)
-    output_tokens: int = 0
-    twins: int = 0
-    """Rows that have an equal row's answer."""
+    counts: RowCounts = field(default_factory=RowCounts)
+
+    @property
+    def ok(self) -> int:
+        """Rows with an answer; a row that two parts hold counts once."""
+        return len(self.rows) - self.counts.failed
 
     def add(self, results: pa.Table, *, without_failed: bool) -> None:
-        """Count the rows of a table."""
+        """Count the rows of a table that has COUNTED_COLUMNS."""
         if without_failed:
             results = results.filter(pc.is_null(results.column("error")))
         self.rows |= from_column(results.column("row"))
-        bad = results.filter(pc.is_valid(results.column("error")))
-        self.failed += bad.num_rows
-        for row, error in zip(bad.column("row").to_pylist(), bad.column("error").to_pylist(), strict=True):
-            self.failures.add(row, error)
-        sent = results.filter(pc.greater(results.column("attempts"), 0))  # others have an equal row's end
-        unsent = results.filter(pc.equal(results.column("attempts"), 0))
-        self.twins += unsent.column("error").null_count
-        tokens = sent.column("completion_tokens")
-        if pa.types.is_list(tokens.type):
-            tokens = pc.list_flatten(tokens)
-        self.output_tokens += pc.sum(tokens).as_py() or 0
+        self.counts.add_table(results)
 
     def include(self, other: DoneRows) -> None:
-        """Count what others have counted."""
+        """Add the rows and counts of other parts."""
         self.rows |= other.rows
-        self.failed += other.failed
-        self.failures = self.failures.merged(other.failures)
-        self.output_tokens += other.output_tokens
-        self.twins += other.twins
+        self.counts.include(other.counts)
 
 
 def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
@@ -103,7 +90,7 @@ def _read_part(path: Path, *, without_failed: bool) -> DoneRows:
     done = DoneRows()
     # one that was discarded or moved away since it was listed: its rows are not done
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
-        done.add(part.read(_COUNTED, use_threads=False), without_failed=without_failed)
+        done.add(part.read(COUNTED_COLUMNS, use_threads=False), without_failed=without_failed)
     return done
 
 
@@ -129,7 +116,7 @@ def _read_journals(run_dir: RunDir) -> list[pa.Table]:
     found: list[pa.Table] = []
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):
-            found += [table.select(_COUNTED).sort_by("row") for table in read_journal(path)]
+            found += [table.select(COUNTED_COLUMNS).sort_by("row") for table in read_journal(path)]
     return found
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING
 
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.output.counts import UNKNOWN, RowCounts
+from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import earlier_wall_s, span
 from batchrunner.output.resume import done_by_all, facts_of
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
@@ -26,33 +21,30 @@ if TYPE_CHECKING:
     from batchrunner.output.resume import DoneRows
 
 
-_SUMMED = ["prompt_tokens", "cached_tokens", "attempts", "finish_reason", "error"]
-
-
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
     """Sum up the rows; what ended the run, its times and its engine are still to be filled in."""
-    failures = done.failures.merged(tally.failures)
+    earlier = done.counts
     return Report(
         path=str(run_dir.path),
         exit_code=EXIT_DONE,
         reason="",
         rows_total=total,
-        rows_ok=len(done.rows) - done.failed + tally.ok,
-        rows_failed=done.failed + tally.failed,
+        rows_ok=done.ok + tally.ok,
+        rows_failed=earlier.failed + tally.failed,
         rows_resumed=len(done.rows),
         wall_s=0.0,
         wall_s_all_starts=0.0,
         starts=1,
         output_tokens=tally.output_tokens,
-        output_tokens_all_starts=done.output_tokens + tally.output_tokens,
+        output_tokens_all_starts=earlier.output_tokens + tally.output_tokens,
         output_tokens_per_s=0.0,
         rows_per_s=0.0,
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
-        rows_deduplicated=done.twins + tally.twins,
+        rows_deduplicated=earlier.duplicates + tally.duplicates,
         retries=tally.retries,
         finish_reasons=dict(tally.finish_reasons),
-        failures=failures.summary(),
+        failures=earlier.failures.merged(tally.failures).summary(),
     )
 
 
@@ -74,17 +66,19 @@ def report_of_all(run: str | Path) -> Report:
     tasks = run_dir.all_tasks()
     spans = [found for task in tasks if (found := span(task.events))]
     wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
-    report = make_report(run_dir, done_by_all(run_dir), facts["rows_total"], RowCounts())
+    done = done_by_all(run_dir)
+    report = make_report(run_dir, done, facts["rows_total"], RowCounts())
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     exit_code, reason = verdict_of_done(report, limit)
     if report.rows_left:
         exit_code, reason = EXIT_STOPPED, "not finished"
     report = replace(
         report,
-        **_sums(run_dir.all_parts()),
         exit_code=exit_code, reason=reason, rows_resumed=0,
         wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
         starts=sum(earlier_wall_s(task.events)[0] for task in tasks),
+        prompt_tokens=done.counts.prompt_tokens, cached_tokens=done.counts.cached_tokens,
+        retries=done.counts.retries, finish_reasons=dict(done.counts.finish_reasons),
         output_tokens=report.output_tokens_all_starts,
         output_tokens_per_s=round(report.output_tokens_all_starts / max(wall_s, 1e-3), 1),
         rows_per_s=round(report.rows_resumed / max(wall_s, 1e-3), 2),
@@ -93,22 +87,6 @@ def report_of_all(run: str | Path) -> Report:
     if any(task.task != MAIN_TASK for task in tasks):
         report.save(run_dir.report_json)
     return report
-
-
-def _sums(parts: list[Path]) -> dict[str, Any]:
-    """Add up what parts say of their rows beyond their number."""
-    names = ("prompt_tokens", "cached_tokens", "retries")
-    sums, reasons = dict.fromkeys(names, 0), Counter[str]()
-    for path in parts:
-        table = pq.read_table(path, columns=_SUMMED)
-        sent = table.filter(pc.greater(table.column("attempts"), 0))
-        for name in ("prompt_tokens", "cached_tokens"):
-            sums[name] += pc.sum(sent.column(name)).as_py() or 0
-        sums["retries"] += pc.sum(pc.subtract(sent.column("attempts"), 1)).as_py() or 0
-        column = table.filter(pc.is_null(table.column("error"))).column("finish_reason")
-        found = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-        reasons.update(reason or UNKNOWN for reason in found.to_pylist())
-    return {**sums, "finish_reasons": dict(reasons)}
 
 
 def versions(info: EngineInfo) -> dict[str, str | None]:

@@ -80,7 +80,7 @@ def check(job: str, overrides: Sequence[str]) -> Check:
         rows_in_input=prepared.dataset.total_rows,
         rows_total=len(selected),
         rows_done=len(done.rows),
-        rows_failed=done.failed,
+        rows_failed=done.counts.failed,
         rows_to_do=len(todo),
         order=choice_for(prepared, todo),
         prompts=[_shown(item, loaded.engine.kind) for item in islice(items, PROMPTS_SHOWN)],

@@ -10,7 +10,7 @@ from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
 from batchrunner.output.events import last_sample
 from batchrunner.output.resume import facts_of, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
-from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.task_holder import holder_of, is_recent
 from batchrunner.report.report import duration
 from batchrunner.runner.cluster.leases import Leases
 
@@ -67,23 +67,10 @@ def _task(run_dir: RunDir) -> dict[str, Any]:
         "task": run_dir.task,
         "running": holder,
         "rows_on_disk": len(done.rows),
-        "rows_failed": done.failed,
-        "output_tokens": done.output_tokens,
-        "last_sample": sample if holder and sample and _is_recent(sample) else None,
+        "rows_failed": done.counts.failed,
+        "output_tokens": done.counts.output_tokens,
+        "last_sample": sample if holder and sample and is_recent(sample) else None,
     }
-
-
-def holder_of(run_dir: RunDir, sample: dict[str, Any] | None) -> str | None:
-    """Return who is at a task, whose newest sample is this one; None where nobody is."""
-    claim = TaskLock(run_dir.task_directory)
-    held = claim.is_held()
-    if held is None and sample:  # of another machine: its heartbeat tells with time, its log at once
-        held = _is_recent(sample)
-    return None if held is False else str(claim.holder())
-
-
-def _is_recent(sample: dict[str, Any]) -> bool:
-    return bool(time.time() - sample["time"] < SILENT_S)
 
 
 def status_lines(state: dict[str, Any]) -> list[str]:

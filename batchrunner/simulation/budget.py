@@ -1,4 +1,4 @@
-"""What one admission pass may still take: `PrefillAdder` and `PrefillBudget` of SGLang 0.5.23."""
+"""How much one prefill pass may still take in: `PrefillAdder` and `PrefillBudget` of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 from dataclasses import dataclass
 
 PAGE_TOKENS = 1
-"""Reserved for each admitted sample beside its tokens: flashinfer's and fa3's default page."""
+"""Tokens reserved for each admitted sample beside its own: the default page of flashinfer and fa3."""
 
 
 @dataclass(slots=True)
-class Budget:
-    """The limits of a pass, less what it admitted."""
+class PrefillBudget:
+    """The limits of a prefill pass, less what it has admitted."""
 
     input_tokens: int
-    """Left of `--max-prefill-tokens`."""
+    """Tokens left of `--max-prefill-tokens`."""
     chunk_tokens: int | None
-    """Left of `--chunked-prefill-size`; None: prompts are never cut."""
+    """Tokens left of `--chunked-prefill-size`; None: prompts are never cut."""
     expected_tokens: float
-    """Tokens of the pool that running and admitted samples will take beyond what they hold."""
+    """Tokens of the pool that running and admitted samples are expected to take beyond what they hold."""
 
     @property
     def spent(self) -> bool:
-        """Whether the pass is as large as it may be, however much of the pool is left."""
+        """Whether the pass is as large as it may be, whatever is left of the pool."""
         return self.input_tokens <= 0 or (self.chunk_tokens is not None and self.chunk_tokens <= 0)
 
     def cut(self, tokens: int) -> int:
@@ -30,14 +30,14 @@ class Budget:
         return tokens if self.chunk_tokens is None else min(tokens, self.chunk_tokens)
 
     def cut_next_chunk(self, tokens: int, free_tokens: int) -> int:
-        """Return how many tokens of a prompt that was begun are next: it goes on even without room."""
+        """Return how many tokens of a prompt that was begun come next; it continues even without room."""
         room_tokens = math.floor(free_tokens - self.expected_tokens)
         assert self.chunk_tokens is not None
         limit = min(self.chunk_tokens, room_tokens) if room_tokens > 0 else self.chunk_tokens
         return min(tokens, limit)
 
     def charge(self, prefill_tokens: int, new_tokens: int) -> None:
-        """Count an admitted sample; one that is cut is charged for its outputs only with its last chunk."""
+        """Count an admitted sample; a prompt in chunks pays for its outputs with the last chunk only."""
         self.expected_tokens += prefill_tokens + PAGE_TOKENS + new_tokens
         self.input_tokens -= prefill_tokens
         if self.chunk_tokens is not None:

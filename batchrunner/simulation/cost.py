@@ -11,32 +11,32 @@ if TYPE_CHECKING:
     from batchrunner.simulation.scheduler import StepResult
 
 
-class Pass(NamedTuple):
-    """What was in a pass, and the seconds that it took: what a model is fitted to."""
+class MeasuredPass(NamedTuple):
+    """The content of a measured pass and the seconds that it took; a cost model is fitted to these."""
 
     samples: int
-    """Samples that put out a token, or that are prefilled."""
+    """Samples that are decoded or prefilled."""
     kv_tokens: float
-    """Context that attention reads."""
+    """Context tokens that attention reads."""
     prefill_tokens: int
-    """Tokens that are computed in a prefill."""
+    """Prompt tokens that the pass computes."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a pass, linear in what is in it."""
+    """Seconds of a forward pass, linear in its content."""
 
     base_s: float
-    """Reading the weights, launching the kernels, the scheduler's own work."""
+    """Seconds to read the weights, launch the kernels and run the scheduler."""
     sample_s: float
-    """A sample: its row in the matrix products, its sampling, its part of the scheduler's lists."""
+    """Seconds for each sample: its row in the matrix products, sampling, and the scheduler's bookkeeping."""
     kv_token_s: float
-    """A token of context that attention reads."""
+    """Seconds for each context token that attention reads."""
     prefill_token_s: float
-    """A token of a prompt that is computed."""
+    """Seconds for each prompt token that is computed."""
 
-    def of_pass(self, samples: float, kv_tokens: float, prefill_tokens: float) -> float:
+    def pass_s(self, samples: float, kv_tokens: float, prefill_tokens: float) -> float:
         """Return the seconds of one pass."""
         return (
             self.base_s
@@ -45,23 +45,23 @@ class CostModel:
             + self.prefill_token_s * prefill_tokens
         )
 
-    def of_step(self, step: StepResult) -> float:
-        """Return the seconds of all the passes of a scheduler's step."""
+    def step_s(self, step: StepResult) -> float:
+        """Return the seconds of all passes of a scheduler's step."""
         samples = step.admitted if step.kind == "prefill" else step.running
-        return step.steps * self.of_pass(samples, step.kv_tokens, step.prefill_tokens)
+        return step.steps * self.pass_s(samples, step.kv_tokens, step.prefill_tokens)
 
     def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
-        """Return how many decode passes end within so many seconds, each reading `samples` tokens more.
+        """Return how many decode passes end within `seconds`; each reads `samples` tokens more than the last.
 
         `kv_tokens` is the context before the first of them.
         """
         if seconds <= 0:
             return 0
-        low, high = 0, int(seconds / max(self.of_pass(samples, kv_tokens + samples, 0), 1e-9))
+        low, high = 0, int(seconds / max(self.pass_s(samples, kv_tokens + samples, 0), 1e-9))
         while low < high:  # later passes take longer, so `high` is an upper bound
             middle = (low + high + 1) // 2
             mean_kv_tokens = kv_tokens + samples * (middle + 1) / 2
-            if middle * self.of_pass(samples, mean_kv_tokens, 0) <= seconds:
+            if middle * self.pass_s(samples, mean_kv_tokens, 0) <= seconds:
                 low = middle
             else:
                 high = middle - 1
@@ -80,14 +80,14 @@ The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). 
 """
 
 
-def fit(passes: Iterable[Pass]) -> CostModel:
+def fit(passes: Iterable[MeasuredPass]) -> CostModel:
     """Fit a model to measured passes by least squares.
 
-    Raises ValueError where they do not tell the four parts apart: give it prefills and decodes of several
-    sizes. Parts may come out negative where the passes are not linear; that is for the caller to judge.
+    Raises ValueError where the four parts cannot be told apart: give it prefills and decodes of several
+    sizes. Parts come out negative where passes are not linear; the caller has to check that.
     """
     rows = [((1.0, p.samples, p.kv_tokens, p.prefill_tokens), p.seconds) for p in passes]
-    # columns differ by six orders of magnitude: each is scaled to at most 1
+    # columns differ by six orders of magnitude, so each is scaled to at most 1
     scales = [max((abs(x[column]) for x, _ in rows), default=0.0) or 1.0 for column in range(4)]
     scaled = [([value / scale for value, scale in zip(x, scales, strict=True)], y) for x, y in rows]
     matrix = [[sum(x[i] * x[j] for x, _ in scaled) for j in range(4)] for i in range(4)]
@@ -104,7 +104,7 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
     for column in range(size):
         pivot = max(range(column, size), key=lambda at: abs(rows[at][column]))
         if abs(rows[pivot][column]) <= 1e-12 * largest:
-            raise ValueError("the passes do not tell the parts of their cost apart")
+            raise ValueError("the passes are too alike to tell the parts of their cost apart")
         rows[column], rows[pivot] = rows[pivot], rows[column]
         for at in range(column + 1, size):
             factor = rows[at][column] / rows[column][column]

@@ -1,11 +1,11 @@
-"""The prefix cache of SGLang with names instead of tokens: match, insert, lock, evict the least recent.
+"""SGLang's prefix cache with names instead of tokens: match, insert, lock, evict the least recently used.
 
-A context is a path of segments (name, tokens): what two samples share has the same name. A node holds a
-piece of one segment. The real tree compresses runs of segments into one node, so it frees in larger bites;
-which tokens are found and which go first is the same.
+A context is a path of segments (name, tokens); segments that samples share have the same name. A node holds
+a piece of one segment. The real tree joins runs of segments into one node, so it frees more at a time; which
+tokens are found, and which are evicted first, is the same.
 
-Read from SGLang 0.5.23: `mem_cache/unified_cache/unified_tree_core.py`, `components/full.py` (leaves without
-a lock are evicted by their last access, parents become leaves then) and `mem_cache/common.py`.
+Source: SGLang 0.5.23, `mem_cache/unified_cache/unified_tree_core.py`, `components/full.py` (unlocked leaves
+are evicted by last access; their parents become leaves then) and `mem_cache/common.py`.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
 Path = tuple[tuple["Hashable", int], ...]
 
 
-class Node:
+class CacheNode:
     """A piece of a segment; the path of its parents is the context before it."""
 
     __slots__ = ("children", "key", "locks", "parent", "queued", "tokens", "touched")
 
-    def __init__(self, parent: Node | None, key: tuple[Hashable, int], tokens: int) -> None:
+    def __init__(self, parent: CacheNode | None, key: tuple[Hashable, int], tokens: int) -> None:
         self.parent = parent
         self.key = key
-        """Name of the segment and where in it the piece begins."""
+        """Name of the segment, and the token of it at which the piece begins."""
         self.tokens = tokens
-        self.children: dict[tuple[Hashable, int], Node] = {}
+        self.children: dict[tuple[Hashable, int], CacheNode] = {}
         self.locks = 0
         self.touched = 0
         self.queued = False
-        """An entry of the eviction heap stands for it, perhaps with an older time."""
+        """Whether the eviction heap has an entry for the node, perhaps with an older access time."""
 
 
 class RadixCache:
-    """The tree and the count of tokens in it that could be evicted now."""
+    """The tree of cached contexts, and how many of its tokens could be evicted now."""
 
     def __init__(self) -> None:
-        self.root = Node(None, ("", 0), 0)
+        self.root = CacheNode(None, ("", 0), 0)
         self.evictable_tokens = 0
         self._time = 0
-        self._leaves: list[tuple[int, int, Node]] = []  # (touched, serial number, node)
+        self._leaves: list[tuple[int, int, CacheNode]] = []  # (touched, serial number, node)
         self._serial = 0
 
-    def match(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[Node, int]:
-        """Walk down as far as the context is cached, at most `limit` tokens: the last node and the tokens.
+    def match(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
+        """Return the last cached node of a context and its cached tokens, `limit` at most.
 
-        All that was walked is touched. A node that is matched in part is split, so that the part can be
-        locked on its own.
+        All nodes on the way count as accessed. A node that matches in part is split, so that the part can
+        be locked on its own.
         """
         self._time += 1
         node, matched = self.root, 0
@@ -69,11 +69,11 @@ class RadixCache:
                 node = child
         return node, matched
 
-    def insert(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[Node, int]:
+    def insert(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
         """Put the first `limit` tokens of a context into the tree.
 
-        Return the last node, and how many of the tokens had been there already. The new ones are without
-        a lock, so they count as evictable until they get one.
+        Return the last node, and how many of the tokens were there already. New nodes are not locked, so
+        their tokens count as evictable until they are.
         """
         self._time += 1
         node, at_tokens, known = self.root, 0, 0
@@ -94,26 +94,26 @@ class RadixCache:
             at_tokens += end
         return node, known
 
-    def extend(self, node: Node, key: tuple[Hashable, int], tokens: int) -> None:
-        """Hang a leaf that nobody else has, what a sample put out, under a node; touch the path."""
+    def extend(self, node: CacheNode, key: tuple[Hashable, int], tokens: int) -> None:
+        """Add the outputs of a sample as a leaf under a node; all nodes above count as accessed."""
         self._time += 1
         leaf = self._add(node, key, tokens)
         leaf.touched = self._time
         self._offer(leaf)
-        above: Node | None = node
+        above: CacheNode | None = node
         while above is not None:
             above.touched = self._time
             above = above.parent
 
-    def lock(self, node: Node) -> None:
-        """Keep a node and all above it from eviction."""
+    def lock(self, node: CacheNode) -> None:
+        """Protect a node and all nodes above it from eviction."""
         while node.parent is not None:
             if node.locks == 0:
                 self.evictable_tokens -= node.tokens
             node.locks += 1
             node = node.parent
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: CacheNode) -> None:
         """Undo one `lock`."""
         while node.parent is not None:
             node.locks -= 1
@@ -123,7 +123,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, tokens: int) -> int:
-        """Drop the least recently touched leaves until at least `tokens` are free; return how many were."""
+        """Drop the least recently used leaves until `tokens` are freed; return how many were."""
         freed = 0
         leaves = self._leaves
         while freed < tokens and leaves:
@@ -132,7 +132,7 @@ class RadixCache:
             parent = node.parent
             if parent is None or node.locks or node.children:
                 continue
-            if node.touched > touched:  # used again since it was queued
+            if node.touched > touched:  # accessed since it was queued
                 self._offer(node)
                 continue
             del parent.children[node.key]
@@ -142,17 +142,17 @@ class RadixCache:
             self._offer(parent)
         return freed
 
-    def _add(self, parent: Node, key: tuple[Hashable, int], tokens: int) -> Node:
-        node = Node(parent, key, tokens)
+    def _add(self, parent: CacheNode, key: tuple[Hashable, int], tokens: int) -> CacheNode:
+        node = CacheNode(parent, key, tokens)
         parent.children[key] = node
         self.evictable_tokens += tokens
         return node
 
-    def _split(self, node: Node, tokens: int) -> Node:
+    def _split(self, node: CacheNode, tokens: int) -> CacheNode:
         """Cut a node in two; return the upper one, which has the first `tokens`."""
         assert node.parent is not None
         name, at = node.key
-        upper = Node(node.parent, node.key, tokens)
+        upper = CacheNode(node.parent, node.key, tokens)
         upper.locks, upper.touched = node.locks, node.touched
         node.parent.children[node.key] = upper
         node.key = (name, at + tokens)
@@ -160,11 +160,11 @@ class RadixCache:
         node.tokens -= tokens
         upper.children[node.key] = node
         self._time += 1
-        node.touched = self._time  # SGLang does so too
+        node.touched = self._time  # as in SGLang
         return upper
 
-    def _offer(self, node: Node) -> None:
-        """Queue a node for eviction if it is a leaf without a lock."""
+    def _offer(self, node: CacheNode) -> None:
+        """Queue a node for eviction if it is an unlocked leaf."""
         if node.parent is not None and not (node.locks or node.children or node.queued):
             node.queued = True
             self._serial += 1

@@ -1,4 +1,4 @@
-"""A server in virtual time: a scheduler, the seconds of its passes, and gauges as stale as the real ones."""
+"""A server in virtual time: a scheduler, the time that its passes take, and gauges as late as real ones."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from batchrunner.simulation.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from batchrunner.simulation.config import SchedulerConfig
     from batchrunner.simulation.cost import CostModel
     from batchrunner.simulation.sample import SimulatedRequest
-    from batchrunner.simulation.scheduler import SchedulerConfig, StepResult
+    from batchrunner.simulation.scheduler import StepResult
 
 INTERVAL_STEPS: Mapping[str, int] = {"loads": 15, "metrics": 40}
-"""Both are written at each prefill, else when so many decode passes are over: SGLang's defaults of
-`--load-snapshot-publish-interval` for `/v1/loads` and of `--decode-log-interval` for `/metrics`."""
+"""Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's defaults
+of `--load-snapshot-publish-interval` for `/v1/loads` and of `--decode-log-interval` for `/metrics`."""
 UNLIMITED = sys.maxsize
 
 
-class Ended(NamedTuple):
-    """A sample that left the replica, and when."""
+class EndedRequest(NamedTuple):
+    """A sample that left the replica, with the time in seconds."""
 
     at_s: float
     sample: SimulatedRequest
@@ -31,12 +32,13 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """The load as the server last wrote it down."""
+    """The load that the server last published."""
 
     at_s: float
-    """When: what was published before says nothing of the load since."""
+    """Time of publication in seconds; the load may have changed since."""
     running: int
-    """As SGLang counts: samples in their prefill are in neither number, a pass's ended ones in `running`."""
+    """Samples that decode, those that ended with the pass included, as SGLang counts. Samples in a prefill
+    are neither here nor in `queue`."""
     queue: int
     used_tokens: int
     max_total_tokens: int
@@ -52,8 +54,8 @@ class Gauges:
 class Replica:
     """One server with one scheduler on a virtual clock that the caller moves.
 
-    Submit and drop take effect at the replica's next pass: move the clock to the moment first. A dropped
-    sample that waited is gone without a word; one that decoded is told of when its last pass ends.
+    Submit and drop take effect at the replica's next pass: move the clock to that time first. A sample that
+    is dropped while it waits is not reported; one that decodes is reported when its last pass ends.
     """
 
     def __init__(
@@ -64,24 +66,24 @@ class Replica:
         source: Literal["loads", "metrics"] = "loads",
         interval_steps: int | None = None,
     ) -> None:
-        """`source` is what is polled for the gauges, `interval_steps` the server's flag for it."""
+        """`source` is the endpoint that the gauges stand for, `interval_steps` the server's flag for it."""
         self.scheduler = Scheduler(config)
         self.cost = cost
         self.now_s = 0.0
         self.busy_s = 0.0
         """Seconds spent in passes."""
         self._interval_steps = interval_steps or INTERVAL_STEPS[source]
-        self._seen_when_idle = source == "loads"  # `/metrics` keeps what it had
+        self._publishes_when_idle = source == "loads"  # `/metrics` keeps its last values
         self._unpublished_steps = 0
-        self._free_at_s = 0.0  # when the pass under way ends
-        self._ended: list[Ended] = []  # with the pass under way
-        self._next_gauges: Gauges | None = None  # written with the pass under way
+        self._free_at_s = 0.0  # when the current pass ends
+        self._ended: list[EndedRequest] = []  # with the current pass
+        self._next_gauges: Gauges | None = None  # published with the current pass
         self.gauges = self._gauges(0.0, 0, 0, 0)
 
     @property
     def busy(self) -> bool:
-        """Whether something waits, runs, or has still to be told of."""
-        return bool(self.scheduler.in_flight or self._ended) or not self._is_idle_told
+        """Whether a sample waits or runs, or something is still to be reported."""
+        return bool(self.scheduler.in_flight or self._ended) or not self._shows_idle
 
     def submit(self, sample: SimulatedRequest) -> None:
         """Send a sample now. Raises ValueError where the server would refuse it."""
@@ -91,12 +93,12 @@ class Replica:
         """Abort a sample now."""
         self.scheduler.drop(sample)
 
-    def advance(self, until_s: float) -> list[Ended]:
-        """Let the clock run to a moment; return what ended by then, in order.
+    def advance(self, until_s: float) -> list[EndedRequest]:
+        """Let the clock run to a time; return the samples that ended by then, in order.
 
-        A pass that has begun by then goes on beyond; what it brings is told once the clock is there.
+        A pass that has begun by then continues; its results are reported once the clock reaches its end.
         """
-        ended: list[Ended] = []
+        ended: list[EndedRequest] = []
         while self._free_at_s <= until_s:
             ended += self._deliver()
             if self._free_at_s == until_s or not self._step(until_s):
@@ -104,10 +106,10 @@ class Replica:
         self.now_s = max(self.now_s, until_s)
         return ended
 
-    def advance_to_end(self, until_s: float = math.inf) -> list[Ended]:
-        """Let the clock run until a sample ends, at most to a moment; return all that ended with that pass.
+    def advance_to_end(self, until_s: float = math.inf) -> list[EndedRequest]:
+        """Let the clock run until a sample ends, at most to a time; return all that ended with that pass.
 
-        For a loop with one replica in which each end brings the next sample at once.
+        For a loop with one replica in which each sample that ends is followed by the next at once.
         """
         while self._free_at_s <= until_s:
             ended = self._deliver()
@@ -121,27 +123,27 @@ class Replica:
         return []
 
     def _step(self, until_s: float) -> bool:
-        """Run the passes that end by the moment, or else the one that goes on beyond; False when idle."""
+        """Run the passes that end by that time, or the one that ends after it; return False when idle."""
         scheduler, began_s = self.scheduler, self._free_at_s
         within = UNLIMITED
         if until_s < math.inf:
             within = self.cost.steps_within(until_s - began_s, scheduler.running, scheduler.context_tokens)
         step = scheduler.step(max(1, within))
         if step is None:
-            if self._seen_when_idle and not self._is_idle_told:
+            if self._publishes_when_idle and not self._shows_idle:
                 self.gauges = self._gauges(began_s, 0, 0, 0)
             if until_s < math.inf:
                 self._free_at_s = until_s
             return False
-        took_s = self.cost.of_step(step)
+        took_s = self.cost.step_s(step)
         self.busy_s += took_s
         self._free_at_s = began_s + took_s
-        self._ended = [Ended(self._free_at_s, sample) for sample in step.finished]
+        self._ended = [EndedRequest(self._free_at_s, sample) for sample in step.finished]
         self._publish(step, began_s)
         return True
 
     def _publish(self, step: StepResult, began_s: float) -> None:
-        """Write the gauges down at a prefill, or with the last pass whose turn it is."""
+        """Publish the gauges at a prefill, or with the last pass that is due."""
         if step.kind == "prefill":
             self._unpublished_steps = 0
             self._next_gauges = self._gauges(self._free_at_s, step.running, step.queue, step.used_tokens)
@@ -162,11 +164,11 @@ class Replica:
         )
 
     @property
-    def _is_idle_told(self) -> bool:
+    def _shows_idle(self) -> bool:
         return not (self.gauges.running or self.gauges.queue or self.gauges.used_tokens)
 
-    def _deliver(self) -> list[Ended]:
-        """Make visible what the pass that is over brought."""
+    def _deliver(self) -> list[EndedRequest]:
+        """Return the samples of the pass that ended, and show its gauges."""
         ended, self._ended = self._ended, []
         if self._next_gauges is not None:
             self.gauges, self._next_gauges = self._next_gauges, None

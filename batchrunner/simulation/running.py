@@ -1,4 +1,4 @@
-"""The samples that decode together, as running sums: a step costs the same however many they are."""
+"""The samples that decode together, as running sums: a step costs the same however many there are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from batchrunner.simulation.sample import SimulatedRequest
 
 CLIP_TOKENS = 4096
-"""The scheduler expects no more of a request (`CLIP_MAX_NEW_TOKENS`, schedule_policy.py)."""
+"""The most output tokens that the scheduler expects of a request (`CLIP_MAX_NEW_TOKENS`,
+schedule_policy.py)."""
 
 
-class Remaining:
+class RemainingTokens:
     """The sum over samples of min(tokens still allowed, CLIP_TOKENS), which falls as they decode."""
 
     __slots__ = ("_base", "_clipped", "_due", "_serial", "_unclipped")
@@ -27,7 +28,7 @@ class Remaining:
         self._serial = 0
 
     def add(self, sample: SimulatedRequest, tick: int) -> None:
-        """Count a sample that joined, or that is not clipped any more."""
+        """Count a sample that joined, or whose remaining tokens fell to CLIP_TOKENS."""
         base = sample.asked_tokens - sample.outputs_base
         sample.clipped = base - tick > CLIP_TOKENS
         if sample.clipped:
@@ -48,7 +49,7 @@ class Remaining:
             self._base -= sample.asked_tokens - sample.outputs_base
 
     def tokens(self, tick: int) -> int:
-        """Return the sum after so many decode steps."""
+        """Return the sum after `tick` decode steps."""
         while self._due and self._due[0][0] <= tick:
             due, _, sample = heapq.heappop(self._due)
             if sample.clipped and sample.asked_tokens - sample.outputs_base - CLIP_TOKENS == due:
@@ -58,10 +59,10 @@ class Remaining:
 
 
 class RunningBatch:
-    """Who decodes, in the order in which they joined; `tick` counts the decode steps.
+    """The samples that decode, in the order in which they joined; `tick` counts the decode steps.
 
-    A sample that joined with `o` outputs at tick `t` has `o - t + tick` now, so the sums need no update
-    when a step gives everyone a token.
+    A sample that joined with `o` outputs at tick `t` has `o - t + tick` now, so a step, which gives each
+    sample one token, changes no sum.
     """
 
     def __init__(self) -> None:
@@ -70,18 +71,18 @@ class RunningBatch:
         self._outputs_base = 0
         self._context_base = 0
         self._asked_tokens = 0
-        self._remaining = (Remaining(), Remaining())  # by ignore_eos
+        self._remaining = (RemainingTokens(), RemainingTokens())  # by ignore_eos
         self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (tick, serial number, sample)
         self._serial = 0
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that attention reads: a prefix counts for each sample that shares it."""
+        """Tokens that attention reads: a shared prefix counts once for each of its samples."""
         return self._context_base + self.tick * len(self.samples)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that the running samples have put out."""
+        """Tokens that the running samples have generated."""
         return self._outputs_base + self.tick * len(self.samples)
 
     @property
@@ -90,20 +91,20 @@ class RunningBatch:
         return self._asked_tokens
 
     def outputs_of(self, sample: SimulatedRequest) -> int:
-        """Tokens that one running sample has put out."""
+        """Tokens that one running sample has generated."""
         return sample.outputs_base + self.tick
 
     def context_of(self, sample: SimulatedRequest) -> int:
-        """Tokens of one running sample's context that the pool holds; all of its outputs but the last."""
+        """Tokens of one running sample that the pool holds: its context without the last output."""
         return sample.context_base + self.tick
 
     def expected_tokens(self, ratio: float) -> float:
-        """Tokens of the pool that the scheduler expects the batch to take still."""
+        """Return how many more tokens of the pool the scheduler expects the batch to take."""
         estimated, fixed = self._remaining
         return estimated.tokens(self.tick) * ratio + fixed.tokens(self.tick)
 
     def join(self, sample: SimulatedRequest) -> None:
-        """Take in a sample whose prefill put out a token, the last of `sample.outputs`."""
+        """Add a sample whose prefill generated a token, the last of `sample.outputs`."""
         tick = self.tick
         sample.outputs_base = sample.outputs - tick
         sample.context_base = sample.fill_tokens - 1 - tick
@@ -115,7 +116,7 @@ class RunningBatch:
         self._end_at(sample, sample.target_tokens)
 
     def leave(self, sample: SimulatedRequest) -> None:
-        """Let a sample go, with its outputs counted."""
+        """Remove a sample; its outputs are counted."""
         del self.samples[sample]
         self._outputs_base -= sample.outputs_base
         self._context_base -= sample.context_base
@@ -136,7 +137,7 @@ class RunningBatch:
         return self._ends[0][0] - self.tick
 
     def advance(self, steps: int) -> list[SimulatedRequest]:
-        """Give everyone a token `steps` times; return who has all of them now, still in the batch."""
+        """Give each sample `steps` tokens; return those that are complete, which are still in the batch."""
         self.tick += steps
         ended = []
         while self._ends and self._ends[0][0] <= self.tick:
@@ -145,8 +146,8 @@ class RunningBatch:
                 ended.append(entry[2])
         return ended
 
-    def victims(self) -> list[SimulatedRequest]:
-        """All samples, who is retracted first last: shortest output, longest prompt, youngest."""
+    def retraction_order(self) -> list[SimulatedRequest]:
+        """Return all samples; the last is retracted first: shortest output, longest prompt, youngest."""
         return sorted(self.samples, key=lambda s: (-s.outputs_base, s.prompt_tokens))
 
     def _end_at(self, sample: SimulatedRequest, outputs: int) -> None:
@@ -156,6 +157,6 @@ class RunningBatch:
         heapq.heappush(self._ends, (outputs - sample.outputs_base, self._serial, sample))
 
     def _is_end(self, entry: tuple[int, int, SimulatedRequest]) -> bool:
-        """Tell whether an entry still holds: its sample was not retracted or told to end earlier."""
+        """Tell whether an entry is current: its sample was neither retracted nor set to end earlier."""
         _, serial, sample = entry
         return serial == sample.end_serial and sample in self.samples

@@ -1,4 +1,4 @@
-"""`engine.args` written into a job file: the values that change, and not a character beside them."""
+"""Edit `engine.args` in a job file: only the changed values, and no other character."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 def apply_args(path: Path, args: Mapping[str, Any]) -> None:
     """Set arguments in the `engine.args` of a job file; comments and layout stay.
 
-    What was written is read again before it takes the file's place. Raises JobError where the file is
-    written in a way that this cannot edit (an anchor, a merge, two documents): it is as it was then.
+    The edited text is parsed and compared before it replaces the file. Raises JobError where the file cannot
+    be edited this way (an anchor, a merge, two documents); the file is unchanged then.
     """
-    path = path.resolve()  # a link stays one
-    text = path.read_bytes().decode()  # with the ends of its lines
+    path = path.resolve()  # a link stays a link
+    text = path.read_bytes().decode()  # keeps the line ends
     wanted = yaml.safe_load(text)
     engine = wanted.get("engine") if isinstance(wanted, dict) else None
     new = edited(text, args)
@@ -38,13 +38,13 @@ def apply_args(path: Path, args: Mapping[str, Any]) -> None:
 
 
 def own_engine(path: Path) -> EngineSpec:
-    """Return the engine that a job file says by itself; raises JobError where it says none that is valid."""
+    """Return the engine that a job file defines without overrides; raises JobError where it is not valid."""
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     return parse_engine(tree.get("engine"))
 
 
 def edited(text: str, args: Mapping[str, Any]) -> str | None:
-    """Return the text of a job with these arguments; None where there is no mapping to put them into."""
+    """Return the text of a job with these arguments; None where it has no mapping to put them into."""
     engine = _below(yaml.compose(text, Loader=yaml.SafeLoader), "engine")
     if not isinstance(engine, yaml.MappingNode):
         return None
@@ -71,7 +71,7 @@ def _loaded(text: str) -> object:
 
 
 def _added(text: str, node: yaml.MappingNode, items: dict[str, Any]) -> str:
-    """Put items behind the last one of a mapping, in its style."""
+    """Append items to a mapping, in its style."""
     if node.flow_style or not node.value:
         at = text.rindex("}", 0, node.end_mark.index)
         inner = ", ".join(f"{_scalar(name)}: {_scalar(value)}" for name, value in items.items())
@@ -85,7 +85,7 @@ def _added(text: str, node: yaml.MappingNode, items: dict[str, Any]) -> str:
 
 
 def _last(node: yaml.Node) -> yaml.Node:
-    """Return the last value in a mapping that is written in lines: its own end is where the next begins."""
+    """Return the last value of a block mapping: YAML ends the mapping itself where the next token begins."""
     while isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and not node.flow_style and node.value:
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last
@@ -93,15 +93,15 @@ def _last(node: yaml.Node) -> yaml.Node:
 
 
 def _end_of_line(text: str, at: int) -> int:
-    """Return where the next line begins, from a place in this one or at the next one's beginning."""
-    if at and text[at - 1] == "\n":  # a text of several lines ends behind its last
+    """Return where the next line begins, for a place in a line or at the beginning of the next."""
+    if at and text[at - 1] == "\n":  # a block text ends after its last line
         return at
     found = text.find("\n", at)
     return len(text) if found < 0 else found + 1
 
 
 def _below(node: yaml.Node | None, name: str) -> yaml.Node | None:
-    """Return the value of a key of a mapping; arguments may be written with _ or with dashes before them."""
+    """Return the value of a key of a mapping; a key may have underscores, or dashes before it."""
     if not isinstance(node, yaml.MappingNode):
         return None
     return next((value for key, value in node.value if _name(key.value) == name), None)
@@ -112,11 +112,11 @@ def _name(key: object) -> str:
 
 
 def _merged(old: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with some set, each under the name that the file has for it."""
+    """Return the old arguments with the new values, each under the name that the file uses."""
     names = {_name(name): name for name in old}
     return {**old, **{names.get(name, name): value for name, value in args.items()}}
 
 
 def _scalar(value: object) -> str:
-    """Write a value on one line, so that it can stand in any mapping."""
+    """Write a value on one line, as it may stand in any mapping."""
     return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**6).strip()[1:-1]

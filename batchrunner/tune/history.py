@@ -1,4 +1,4 @@
-"""The trials that were finished, a JSON line each: what a second start of the same command goes on from."""
+"""The finished trials, one JSON line each, from which the same command resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from batchrunner.output.run_dir import writing
-from batchrunner.tune.measure import Result
+from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.search import changes, key_of
 
 if TYPE_CHECKING:
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from batchrunner.tune.space import Args
 
 
-class History:
+class TrialHistory:
     """The finished trials of one job on one machine."""
 
     def __init__(self, path: Path, about: str, base: Args) -> None:
-        """Read those in a file that are about the same: a digest of rows, job, engine and machine.
+        """Read the trials with the digest `about`, which covers rows, job, engine and machine.
 
-        `base` are the job's own flags: what a trial has beyond them is written down, and no secret among
-        them. Raises StorageError.
+        `base` are the job's own flags. Only flags that differ from them are written, so no secret of the
+        job is. Raises StorageError.
         """
         self._path = path
         self._about = about
         self._base = base
-        self._found: defaultdict[bytes, list[Result]] = defaultdict(list)
+        self._found: defaultdict[bytes, list[TrialResult]] = defaultdict(list)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines() if path.exists() else []
         for line in lines:
-            self._take(line)
+            self._read_line(line)
 
-    def find(self, args: Args, turn: int) -> Result | None:
-        """Return the result of a trial that was finished."""
+    def find(self, args: Args, turn: int) -> TrialResult | None:
+        """Return the result of a finished trial; `turn` counts the trials of the same flags from 0."""
         found = self._found[self._key(args)]
         return found[turn] if turn < len(found) else None
 
-    def add(self, args: Args, result: Result) -> None:
-        """Keep a result; raises StorageError."""
+    def add(self, args: Args, result: TrialResult) -> None:
+        """Write a result; raises StorageError."""
         own = changes(args, self._base)
         record = {"about": self._about, "args": own, "result": asdict(result)}
         with writing(self._path), self._path.open("ab") as file:
@@ -54,14 +54,14 @@ class History:
     def _key(self, args: Args) -> bytes:
         return key_of(changes(args, self._base))
 
-    def _take(self, line: bytes) -> None:
+    def _read_line(self, line: bytes) -> None:
         try:
             record = orjson.loads(line)
             if record["about"] == self._about:
-                result = msgspec.convert(record["result"], Result)
+                result = msgspec.convert(record["result"], TrialResult)
                 self._found[key_of(record["args"])].append(result)
         except (orjson.JSONDecodeError, msgspec.ValidationError, KeyError, TypeError):
-            return  # torn by a crash
+            return  # cut short by a crash
 
     def _is_torn(self) -> bool:
         """Tell whether the last line was cut short."""

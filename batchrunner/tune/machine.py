@@ -1,30 +1,57 @@
-"""What there is to tune on: the installed version's flags, the device, its memory."""
+"""The machine to tune on: the flags of the installed SGLang, the device and its memory."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchrunner.advise.roofline import UnknownLimitError, model_of_config
 from batchrunner.core.jsonfile import read_json
 from batchrunner.engines.device import cards, gpus, on_cpu
-from batchrunner.engines.flags import installed
+from batchrunner.engines.flags import Flags, installed
+from batchrunner.engines.logs.facts import architecture_of
 from batchrunner.engines.model_files import model_directory
 from batchrunner.engines.recovery.host import free_bytes
-from batchrunner.tune.space import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from batchrunner.engines.logs.facts import Architecture
     from batchrunner.job.spec import Job, ServerEngine
 
 POOL_SHARE = 4
-"""Of the memory that is free, a CPU's KV pool may take one part in so many: others use the machine too."""
+"""A CPU's KV pool may take one part in this many of the free memory: others use the machine too."""
 FLOAT32_BYTES = 4
-"""A CPU's KV pool has it (`engines.device`)."""
+"""Bytes of a number in a CPU's KV pool (`engines.device`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a search may change, and what it has to know of the device."""
+
+    flags: Flags
+    cpu: bool = True
+    cards: int = 0
+    card: str | None = None
+    """Name of the GPU, as `nvidia-smi` prints it."""
+    card_gb: float = 0.0
+    most_pool_tokens: int = 0
+    """Tokens of the largest KV pool that a CPU's memory allows; 0 where that is not known."""
+    ignores_eos: bool = False
+    """Whether the job's outputs have exactly `max_new_tokens`."""
+    allowed: frozenset[str] = frozenset()
+    """What the user allowed of `ALLOWABLE` (space.py)."""
+    one_of_several: bool = False
+    """Whether the server is one replica of a gateway, which decides how many there are."""
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The GPU's generation; None where its name is not known."""
+        return architecture_of(self.card or "")
 
 
 def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_of_several: bool) -> Machine:
-    """Look at the machine; asks the installed SGLang for its flags, which takes some 6 s."""
+    """Describe this machine; asks the installed SGLang for its flags, which takes about 6 s."""
     cpu = on_cpu(engine.device)
     card = None if cpu else next(iter(cards()), None)
     return Machine(
@@ -41,7 +68,7 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
 
 
 def _pool_tokens(engine: ServerEngine) -> int:
-    """Return how many tokens a quarter of the free memory holds; 0 where model or memory do not tell."""
+    """Return how many tokens a quarter of the free memory holds; 0 where model or memory are not known."""
     try:
         config = read_json(model_directory(engine.model, engine.args.get("revision")) / "config.json")
         token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)

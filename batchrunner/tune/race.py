@@ -1,9 +1,9 @@
-"""Which of two settings is faster, where times are noisy. Pure.
+"""Decide which of two settings is faster although times are noisy. Pure.
 
-A race after Maron and Moore (Hoeffding races, NIPS 1994): whoever cannot be the best any more is dropped,
-and what is left is measured again, in turn with the best, until an interval parts the two. The interval is
-Student's, of the mean log ratio, one-sided 95 %; its variance is pooled over all settings that were measured
-more than once and starts from a guess, since two trials of one setting say little of it.
+A race after Maron and Moore (Hoeffding races, NIPS 1994): a challenger that cannot be the best any more is
+dropped; else both are measured again, in turn, until a confidence interval separates them. The interval is
+Student's, one-sided 95 %, of the mean log ratio. Its variance is pooled over all settings that were measured
+more than once, and starts from a guess, since two trials of one setting say little about it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from batchrunner.tune.measure import Signs
+    from batchrunner.tune.measurement import TrialSigns
 
 GUESS, GUESS_WEIGHT = 0.05, 4
-"""Standard deviation of a trial's log speed before any was repeated, and how many repetitions it counts for:
-5 % is what a shared 2-core machine shows; a machine of one's own about 1 %, which is soon known."""
+"""Assumed standard deviation of a trial's log speed, and how many repetitions it counts as. A shared 2-core
+machine shows 5 %; a machine without other users about 1 %, which repetitions soon show."""
 WORTH = 0.02
-"""A gain of less is not worth a further trial."""
+"""A smaller gain, as a share, is not worth a further trial."""
 MOST_TURNS = 3
-"""Trials of each of the two."""
+"""Trials of each of the two settings at most."""
 SAME_WORK = 0.01
-"""Passes and batches that differ by less are the same work, which takes the same time."""
+"""Trials whose passes and batches differ by a smaller share do the same work, in the same time."""
 _T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761)
-"""Student's quantiles for 4, 5, … 14 degrees of freedom; the last is taken for more too: the safe side."""
+"""Student's 95 % quantiles for 4, 5, … 14 degrees of freedom; the last serves for more, on the safe side."""
 
-Verdict = Literal["faster", "no faster", "again"]
+RaceVerdict = Literal["faster", "no faster", "again"]
 
 
 def compare(
@@ -37,14 +37,14 @@ def compare(
     best: Sequence[float],
     spread: tuple[float, int],
     *,
-    more_a_pass: bool = False,
+    more_per_pass: bool = False,
     worth: float = WORTH,
-) -> tuple[Verdict, str]:
-    """Say whether a challenger's speeds are above the best's, and by which interval of the ratio.
+) -> tuple[RaceVerdict, str]:
+    """Return whether a challenger is faster than the best, and the interval of their ratio as text.
 
-    `spread` is what `spread_of` returned. "again" until both were measured three times; then what is not
-    shown to be faster is not. With `more_a_pass` the scheduler's own count says already that it does more
-    in each pass: then the times have only to agree, to be ahead by `worth`, and get a second turn else.
+    `spread` is the result of `trial_noise`. The verdict is "again" until both were measured MOST_TURNS times;
+    a challenger that is not shown to be faster by then is "no faster". With `more_per_pass` the scheduler's
+    own count shows more output in each pass: then a gain above `worth` is enough, within two turns.
     """
     deviation, freedom = spread
     gain = fmean(map(math.log, mine)) - fmean(map(math.log, best))
@@ -52,17 +52,17 @@ def compare(
     text = f"{math.exp(gain):.3f} [{math.exp(gain - half):.3f}, {math.exp(gain + half):.3f}] x the best"
     if gain - half > 0:
         return "faster", text
-    if more_a_pass and gain > worth:
+    if more_per_pass and gain > worth:
         return "faster", f"{text}, and more output tokens a pass"
-    if gain + half < 0 or (gain < worth and not more_a_pass):
+    if gain + half < 0 or (gain < worth and not more_per_pass):
         return "no faster", text
     turns = min(len(mine), len(best))
-    if turns >= MOST_TURNS or (more_a_pass and turns > 1):
+    if turns >= MOST_TURNS or (more_per_pass and turns > 1):
         return "no faster", f"{text}: no real difference in {turns} turns"
     return "again", text
 
 
-def spread_of(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
+def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
     """Return the standard deviation of one trial's log speed and its degrees of freedom.
 
     `settings` are the speeds of each setting's trials; those of one trial say nothing.
@@ -76,28 +76,28 @@ def spread_of(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
     return math.sqrt(total / freedom), freedom
 
 
-def margin_of(spread: tuple[float, int]) -> float:
-    """Return by which share a trial has to be behind the best to be given up: thrice the noise of a ratio.
+def margin_to_stop(spread: tuple[float, int]) -> float:
+    """Return the share by which a trial is behind the best when it is stopped: three times the noise.
 
-    Curves count rows that ended, which is a rougher measure than a whole trial's: a fifth at least.
+    It is at least a fifth, since a curve of finished rows is a rougher measure than a whole trial.
     """
     return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
 
 
-def same_work(mine: Signs, best: Signs) -> bool:
-    """Tell whether two trials gave the engine the same passes and batches; False where it is not known."""
+def same_work(mine: TrialSigns, best: TrialSigns) -> bool:
+    """Tell whether two trials had the same passes and batches; False where that is not known."""
     more = _more(mine.tokens_per_pass, best.tokens_per_pass)
     apart = (more, _more(mine.running, best.running), mine.cached_share - best.cached_share)
     return more is not None and all(abs(difference or 0.0) <= SAME_WORK for difference in apart)
 
 
-def more_a_pass(mine: Signs, best: Signs) -> bool:
-    """Tell whether a trial put out more tokens in each forward pass; False where it is not known."""
+def more_per_pass(mine: TrialSigns, best: TrialSigns) -> bool:
+    """Tell whether a trial generated more tokens in each forward pass; False where that is not known."""
     return (_more(mine.tokens_per_pass, best.tokens_per_pass) or 0.0) > SAME_WORK
 
 
 def _more(mine: float | None, best: float | None) -> float | None:
-    """Return by which share one is more than the other."""
+    """Return the share by which the first is more than the second."""
     return mine / best - 1 if mine is not None and best else None
 
 

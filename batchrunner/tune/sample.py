@@ -1,9 +1,9 @@
-"""The rows of the trials: blocks of the job's own, so chosen that every beginning of the sample is like all.
+"""The rows of the trials: blocks of the job's own rows, chosen so that any first part represents the whole.
 
-A block keeps together what stands together: rows that share a beginning meet in the cache as in the job.
-Blocks are taken evenly by place and, among neighbours, by length (implicit stratification: a systematic
-sample of a list that is sorted by both). They are sent in van der Corput's order, in which any first few lie
-spread over the whole: a trial that is stopped early has seen the file's end too.
+A block keeps neighbouring rows together: rows with a common prefix meet in the cache as in the job. Blocks
+are chosen evenly by position and, among neighbours, by length (implicit stratification: a systematic sample
+of a list that is sorted by both). They are sent in van der Corput's order, in which any first few are spread
+over the whole input: a trial that is stopped early has rows from the end of the input too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from batchrunner.runner.prepare import PreparedJob
 
 MOST_ROWS = 16_384
-"""Four generations of the most that SGLang runs at once by default (4096): a trial sends what it needs."""
+"""Rows of a sample at most: four times what SGLang runs at once by default (4096)."""
 BLOCK_ROWS = 32
+"""Rows of a block."""
 CANDIDATES = 2
-"""Blocks that are looked at for each that is taken."""
+"""Candidate blocks that are read for each block that is chosen."""
 STRATUM = 8
-"""Neighbouring candidates that are put in order of length."""
+"""Neighbouring candidates that are sorted by length."""
 MOST_BYTES = 256 << 20
-"""Of candidates, roughly: they are in memory at once."""
+"""Approximate size of all candidates, which are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +56,23 @@ class TuningSample:
         return f"{self.rows} of {self.of_rows} rows, {blocks} blocks of {BLOCK_ROWS} from all over the input"
 
 
-def take(prepared: PreparedJob, directory: Path) -> TuningSample:
-    """Write the sample into a directory of ours; raises InputError or StorageError.
+def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
+    """Write the sample into a directory; raises InputError or StorageError.
 
-    Reads the columns that the job needs once at most, and sorts where the job's order is by prefix.
+    Reads the columns that the job needs at most once, and sorts where the job's order is by prefix.
     """
     rows = prepared.selected()
     schema = pa.schema([prepared.dataset.schema.field(name) for name in prepared.renderer.columns])
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         wanted = min(MOST_ROWS, _affordable(prepared))
-        if not schema.names:  # its rows are all alike, but a table without a column has none
+        if not schema.names:  # a table without columns would have no rows
             schema = pa.schema({"row": pa.int64()})
             data = [pa.record_batch([arrow_array(list(rows[:wanted]), pa.int64())], schema=schema)]
         elif len(rows) > wanted:
             blocks = _blocks(prepared, rows, candidates(len(rows), wanted // BLOCK_ROWS), directory)
             sizes = [_size(prepared, block) for block in blocks]
-            data = [blocks[at] for at in spread(chosen(sizes))]
+            data = [blocks[at] for at in van_der_corput(choose_blocks(sizes))]
         else:
             data = [batch.data for batch in prepared.dataset.read(rows, schema.names)]
         table = pa.concat_tables(_table(batch, schema) for batch in data)
@@ -82,13 +83,16 @@ def take(prepared: PreparedJob, directory: Path) -> TuningSample:
 
 
 def candidates(rows: int, blocks: int) -> list[int]:
-    """Return the places where the candidates for so many blocks begin: evenly spread, none overlapping."""
+    """Return where the candidates for so many blocks begin: evenly spread, without overlap."""
     count = min(CANDIDATES * blocks, rows // BLOCK_ROWS)
     return [(rows - BLOCK_ROWS) * at // max(count - 1, 1) for at in range(count)]
 
 
-def chosen(sizes: Sequence[float]) -> list[int]:
-    """Return which candidates are taken: every second one, by place and then by size, to and fro."""
+def choose_blocks(sizes: Sequence[float]) -> list[int]:
+    """Return which candidates are chosen: every second one of a list sorted by position, then by size.
+
+    The order of size alternates from stratum to stratum.
+    """
     listed: list[int] = []
     for number, begin in enumerate(range(0, len(sizes), STRATUM)):
         stratum = range(begin, min(begin + STRATUM, len(sizes)))
@@ -96,15 +100,15 @@ def chosen(sizes: Sequence[float]) -> list[int]:
     return sorted(listed[::CANDIDATES])
 
 
-def spread(items: Sequence[int]) -> list[int]:
-    """Return items in van der Corput's order: any first few lie evenly over all."""
+def van_der_corput(items: Sequence[int]) -> list[int]:
+    """Return items in van der Corput's order: any first few are spread evenly over all."""
     bits = max(1, (len(items) - 1).bit_length())
     places = (int(f"{at:0{bits}b}"[::-1], 2) for at in range(1 << bits))
     return [items[place] for place in places if place < len(items)]
 
 
 def _affordable(prepared: PreparedJob) -> int:
-    """Return how many rows may be taken, by what a row of the input has."""
+    """Return how many rows fit into MOST_BYTES, by the mean size of a row."""
     size = prepared.dataset.bytes_of(prepared.renderer.columns)
     row_bytes: int = max(1, size // prepared.dataset.total_rows)
     return max(BLOCK_ROWS, MOST_BYTES // CANDIDATES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
@@ -113,12 +117,12 @@ def _affordable(prepared: PreparedJob) -> int:
 def _blocks(
     prepared: PreparedJob, rows: BitMap64, places: Sequence[int], directory: Path
 ) -> list[pa.RecordBatch]:
-    """Return the blocks that begin at these places of the order in which the job sends its rows."""
+    """Return the blocks that begin at these positions of the job's order of rows."""
     path = None
     if choice_for(prepared, rows).order == "prefix":
         path, _ = arrange(prepared, rows, directory, "tune", lambda: None)
     wanted = rows
-    if path is None:  # only they need be read
+    if path is None:  # input order: only these rows are read
         wanted = BitMap64().union(*(rows[place : place + BLOCK_ROWS] for place in places))
         places = range(0, len(wanted), BLOCK_ROWS)
     with contextlib.closing(order_at(prepared, path)) as order:
@@ -128,7 +132,7 @@ def _blocks(
 
 
 def _cut(batches: Iterable[RowBatch], places: Sequence[int]) -> Iterator[pa.RecordBatch]:
-    """Yield 32 rows from each of these places on, in order; the rows come in batches."""
+    """Yield a block from each of these positions, in order; blocks may span batches."""
     waiting = iter(places)
     place, begin = next(waiting, None), 0
     kept: list[pa.RecordBatch] = []
@@ -151,5 +155,5 @@ def _size(prepared: PreparedJob, block: pa.RecordBatch) -> float:
 
 
 def _table(data: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    """Return rows as a table; files may differ in what they say of a column beyond its type."""
+    """Return rows as a table with this schema; the metadata of columns may differ between files."""
     return pa.Table.from_arrays([data.column(name) for name in schema.names], schema=schema)

@@ -1,7 +1,7 @@
-"""Which trial comes next, and why: a walk over the flags that keeps the best setting. Pure.
+"""Choose the next trial: a hill climb over the flags, one flag at a time. Pure.
 
-The search asks for trials and is sent their results; the same results bring the same questions, so a search
-goes on where it was when it is sent what was kept.
+The search asks for trials and is sent their results. The same results bring the same requests, so a search
+resumes when it is sent the results that were kept.
 """
 
 from __future__ import annotations
@@ -11,69 +11,69 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.advise.situation import command_line
-from batchrunner.engines.flags import name_in
-from batchrunner.tune.measure import Rival
-from batchrunner.tune.race import WORTH, compare, margin_of, more_a_pass, same_work, spread_of
-from batchrunner.tune.space import KNOBS, Now
+from batchrunner.engines.flags import command_line, name_in
+from batchrunner.tune.measurement import Incumbent
+from batchrunner.tune.race import WORTH, compare, margin_to_stop, more_per_pass, same_work, trial_noise
+from batchrunner.tune.space import TUNED_FLAGS, TuningState
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from batchrunner.tune.measure import Result
-    from batchrunner.tune.space import Args, Knob, Machine, Move
+    from batchrunner.tune.machine import Machine
+    from batchrunner.tune.measurement import TrialResult
+    from batchrunner.tune.space import Args, FlagChange, TunedFlag
 
 FAILED_MORE = 0.01
-"""Of the rows, that may fail beyond what fails anyway: trials end with different rows."""
+"""Share of rows by which failures may exceed those of the best: trials end with different rows."""
 
 
 @dataclass(slots=True)
 class FlagSetting:
-    """Flags, and what their trials showed."""
+    """A set of flags with the results of its trials."""
 
     args: Args
-    results: list[Result] = field(default_factory=list)
+    results: list[TrialResult] = field(default_factory=list)
     verdict: str = ""
 
     @property
     def speeds(self) -> list[float]:
-        """Output tokens a second of each trial that was measured and had any."""
+        """Output tokens a second of each trial that was measured to the end."""
         return [result.tokens_per_s for result in self.results if result.is_speed]
 
     @property
-    def newest(self) -> Result:
-        """Its last trial."""
+    def newest(self) -> TrialResult:
+        """The last trial's result."""
         return self.results[-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A trial that is wanted."""
+class TrialRequest:
+    """A trial that the search asks for."""
 
     args: Args
     why: str
     turn: int
-    """Counts the trials of these flags, from 0."""
-    rival: Rival | None = None
+    """Number of earlier trials of these flags."""
+    incumbent: Incumbent | None = None
 
 
 class Search:
-    """The search; `best` is always the best setting that is known."""
+    """The search; `best` is the best setting so far."""
 
-    def __init__(self, args: Args, machine: Machine, knobs: Sequence[Knob] = KNOBS) -> None:
+    def __init__(self, args: Args, machine: Machine, knobs: Sequence[TunedFlag] = TUNED_FLAGS) -> None:
         """`args` are the job's own flags, which are tried first."""
         self.best = FlagSetting(args)
         self.settings = {key_of(args): self.best}
         self.notes: dict[str, str] = {}
-        """Of each flag: why it was left alone, or what came of it."""
+        """For each flag: what came of it, or why it was not tried."""
         self.reason = ""
-        """Why it ended."""
+        """Why the search ended."""
         self._machine = machine
         self._knobs = knobs
         self._moved: set[str] = set()
 
-    def steps(self) -> Generator[Ask, Result, None]:
-        """Ask for trials, be sent their results, until no flag brings more."""
+    def steps(self) -> Generator[TrialRequest, TrialResult, None]:
+        """Yield requests and receive results until no flag brings more."""
         yield from self._try(self.best, "the job's own flags", None)
         if not self.best.newest.is_speed:
             self.reason = f"the job's own flags cannot be measured: {self.best.newest.why}"
@@ -85,8 +85,8 @@ class Search:
                 moved |= yield from self._turn(knob)
         self.reason = "no flag brings more"
 
-    def _turn(self, knob: Knob) -> Generator[Ask, Result, bool]:
-        """Move one flag for as long as that wins."""
+    def _turn(self, knob: TunedFlag) -> Generator[TrialRequest, TrialResult, bool]:
+        """Change one flag for as long as that is faster; return whether the best changed."""
         moved = False
         while (move := self._next_move(knob)) is not None:
             setting = FlagSetting(self._moved_to(move))
@@ -98,8 +98,8 @@ class Search:
             self.notes[knob.name] = f"{tried}: {setting.verdict}"
         return moved
 
-    def _next_move(self, knob: Knob) -> Move | None:
-        moves = knob.moves(Now(self.best.args, self.best.newest.signs, self._machine))
+    def _next_move(self, knob: TunedFlag) -> FlagChange | None:
+        moves = knob.moves(TuningState(self.best.args, self.best.newest.signs, self._machine))
         if isinstance(moves, str):
             if knob.name not in self._moved:
                 self.notes[knob.name] = moves
@@ -111,22 +111,24 @@ class Search:
                 return move
         return None
 
-    def _moved_to(self, move: Move) -> Args:
-        """Return the best's flags with a change, under the names that the job, or else the version, has."""
+    def _moved_to(self, move: FlagChange) -> Args:
+        """Return the best flags with a change, under the job's names or else the version's."""
         args = dict(self.best.args)
         for name, value in move.args.items():
             own = name_in(args, name)
             args |= {own: value} if own in args else self._machine.flags.setting(name, value)
         return args
 
-    def _missing(self, move: Move) -> str:
-        """Return what of a change this version lacks, as on its command line; empty where it has all."""
+    def _missing(self, move: FlagChange) -> str:
+        """Return the first flag of a change that this version lacks, as typed; empty where it has all."""
         flags = self._machine.flags
         return next((command_line({n: v}) for n, v in move.args.items() if not flags.setting(n, v)), "")
 
-    def _race(self, setting: FlagSetting, move: Move, knob: Knob) -> Generator[Ask, Result, bool]:
-        """Try a setting, then the best and it in turns until it is plain which is faster."""
-        before = len(self.best.speeds) - 1  # its last trial is the first of its turns
+    def _race(
+        self, setting: FlagSetting, move: FlagChange, knob: TunedFlag
+    ) -> Generator[TrialRequest, TrialResult, bool]:
+        """Try a setting, then the best and it in turn; return whether the setting is faster."""
+        before = len(self.best.speeds) - 1  # the best's last trial counts as its first turn
         yield from self._try(setting, move.why, self._rival())
         while (verdict := self._verdict(setting, move, knob, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
@@ -138,19 +140,21 @@ class Search:
             self.best = setting
         return won
 
-    def _try(self, setting: FlagSetting, why: str, rival: Rival | None) -> Generator[Ask, Result, None]:
-        setting.results.append((yield Ask(setting.args, why, len(setting.results), rival)))
+    def _try(
+        self, setting: FlagSetting, why: str, incumbent: Incumbent | None
+    ) -> Generator[TrialRequest, TrialResult, None]:
+        setting.results.append((yield TrialRequest(setting.args, why, len(setting.results), incumbent)))
 
-    def _rival(self) -> Rival:
-        return Rival(self.best.newest.curve, margin_of(self._spread()))
+    def _rival(self) -> Incumbent:
+        return Incumbent(self.best.newest.curve, margin_to_stop(self._spread()))
 
     def _spread(self) -> tuple[float, int]:
-        return spread_of(setting.speeds for setting in self.settings.values() if setting.speeds)
+        return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)
 
     def _verdict(
-        self, setting: FlagSetting, move: Move, knob: Knob, theirs: Sequence[float]
+        self, setting: FlagSetting, move: FlagChange, knob: TunedFlag, theirs: Sequence[float]
     ) -> tuple[bool, str] | None:
-        """Say whether a challenger is better, and why; None while that is open."""
+        """Return whether a challenger is better, and why; None while that is open."""
         newest, best = setting.newest, self.best.newest
         if newest.ended == "died":
             return False, f"unsafe: {newest.why}"
@@ -162,20 +166,20 @@ class Search:
                 f"unsafe: {newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before",
             )
         if not best.is_speed:
-            return True, f"safer: what was best failed when it was tried again: {best.why}"
+            return True, f"safer: the best failed when it was tried again: {best.why}"
         if knob.schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
-        fuller = knob.schedules and more_a_pass(newest.signs, best.signs)
+        fuller = knob.schedules and more_per_pass(newest.signs, best.signs)
         worth = -WORTH if move.is_small else WORTH
-        verdict, text = compare(setting.speeds, theirs, self._spread(), more_a_pass=fuller, worth=worth)
+        verdict, text = compare(setting.speeds, theirs, self._spread(), more_per_pass=fuller, worth=worth)
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 
 
 def key_of(args: Args) -> bytes:
-    """Return what two equal settings have in common."""
+    """Return a key that is the same for equal settings."""
     return orjson.dumps(args, option=orjson.OPT_SORT_KEYS, default=str)
 
 
 def changes(args: Args, base: Args) -> Args:
-    """Return what of some flags differs from others."""
+    """Return the flags whose values differ from those in `base`."""
     return {name: value for name, value in args.items() if base.get(name, ...) != value}

@@ -1,7 +1,7 @@
-"""Which flags are tried, in the guides' order, and when: each by the signs of the best trial so far. Pure.
+"""The flags that tuning tries, in the order of SGLang's tuning guides. Pure.
 
-A flag is tried only where the signs say that it can matter, and the table tells why it was not. The queue
-comes first in the guides and is no flag: the runner's own controller holds it.
+A flag is tried only where the signs of the best trial show that it can matter; else a note says why not. The
+queue comes first in the guides, but is no flag: the runner's own controller holds it.
 """
 
 from __future__ import annotations
@@ -15,155 +15,134 @@ from batchrunner.advise.rules.memory import STEP
 from batchrunner.advise.rules.passes import LARGEST_CHUNK
 from batchrunner.advise.rules.setup import best_backends
 from batchrunner.advise.situation import memory_band
-from batchrunner.engines.flags import Flags, name_in
-from batchrunner.engines.logs.facts import FP8, Facts, architecture_of
+from batchrunner.engines.flags import name_in
+from batchrunner.engines.logs.facts import FP8, Facts
 from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, MOST_CONSERVATIVE
-from batchrunner.tune.measure import GUIDES
+from batchrunner.tune.measurement import GUIDES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchrunner.engines.logs.facts import Architecture
-    from batchrunner.tune.measure import Signs
+    from batchrunner.tune.machine import Machine
+    from batchrunner.tune.measurement import TrialSigns
 
 Args = dict[str, Any]
 QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"
 ALLOWABLE = (QUANTIZATION, TORCH_COMPILE)
-"""What is tried only with leave: the first changes answers, the second takes minutes at each start."""
+"""Flags that need `--allow`: the first changes answers, the second takes minutes at each launch."""
 LEAST_CONSERVATIVE, NORMAL = 0.1, 1.0
-"""Schedule-conservativeness: bolder than the guides' value for a server that is too careful, and SGLang's
-default."""
+"""Values of `--schedule-conservativeness`: below the guides' value, for a server that admits too few, and the
+default of SGLang."""
 PASS_IS_FULL = 0.7
-"""Mean share of the limit from which prefill passes are held to it (the last of a prompt is short)."""
+"""Mean share of the limit from which it bounds the prefill passes; the last pass of a prompt is short."""
 GRAPH_SIZES = (256, 512, 768, 1024)
+"""Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH_OFF_OFTEN = 0.1
+"""Share of the decode passes without a graph from which larger graphs are tried."""
 MOST_RAISE = 32
-"""Of max-running-requests, at once."""
+"""Largest factor by which max-running-requests is raised at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What there is to tune on."""
-
-    flags: Flags
-    cpu: bool = True
-    cards: int = 0
-    card: str | None = None
-    """The GPU by its maker's name."""
-    card_gb: float = 0.0
-    most_pool_tokens: int = 0
-    """On a CPU: the KV pool that memory allows; 0 where that is not known."""
-    ignores_eos: bool = False
-    """The job's outputs have exactly max_new_tokens."""
-    allowed: frozenset[str] = frozenset()
-    one_of_several: bool = False
-    """A replica of a gateway: how many there are is the gateway's business."""
-
-    @property
-    def architecture(self) -> Architecture | None:
-        """The card's generation, where its name is known."""
-        return architecture_of(self.card or "")
-
-
-@dataclass(frozen=True, slots=True)
-class Now:
-    """The best setting so far."""
+class TuningState:
+    """The best setting so far, with its signs."""
 
     args: Args
-    signs: Signs
+    signs: TrialSigns
     machine: Machine
 
     def value(self, name: str, default: Any) -> Any:
-        """Return what a flag is set to, under any of its names; the default of one that is null."""
+        """Return a flag's value, under any of its names; the default where it is unset or null."""
         found = self.args.get(name_in(self.args, name))
         return default if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class FlagChange:
     """A change to try."""
 
     args: Args
     why: str
     is_small: bool = False
-    """Too small a step for times to show: the scheduler's count of passes decides, if they do not deny it."""
+    """Whether the step is too small for noisy times to show it: then the scheduler's count of passes decides,
+    unless times contradict it."""
 
 
-Moves = list[Move] | str
-"""Changes, best first; or why none is tried."""
+Moves = list[FlagChange] | str
+"""Changes, the most promising first; or a text that says why none is tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
-    """One flag, or a few that go together."""
+class TunedFlag:
+    """A flag that is tuned, or a few that belong together."""
 
     name: str
-    moves: Callable[[Now], Moves]
+    moves: Callable[[TuningState], Moves]
     schedules: bool = False
-    """It only changes which rows run when: the scheduler's own count of passes tells as much as the time."""
+    """Whether it changes only which rows run when; the scheduler's count of passes shows its effect then."""
 
 
-def _conservativeness(now: Now) -> Moves:
+def _conservativeness(now: TuningState) -> Moves:
     signs, value = now.signs, float(now.value("schedule-conservativeness", NORMAL))
     if now.machine.ignores_eos:
-        return "with ignore_eos SGLang reserves all of max_new_tokens whatever it is"
+        return "with ignore_eos SGLang reserves all of max_new_tokens, whatever its value"
     if signs.at_limit or not signs.waits:
         return _not_admission(signs)
     if signs.retractions_per_min > GUIDES.retractions_per_min and signs.full:
         why = f"{signs.retractions_per_min:.0f} retractions a minute at token usage {signs.usage:.2f}"
         higher = [v for v in (MORE_CONSERVATIVE, round(MOST_CONSERVATIVE, 2)) if v > value]
-        moves = [Move({"schedule-conservativeness": v}, why) for v in higher]
+        moves = [FlagChange({"schedule-conservativeness": v}, why) for v in higher]
         return moves or f"{value:g} reserves all of max_new_tokens already"
     if signs.full:
-        return f"token usage {signs.usage:.2f}: the pool is filled"
-    why = f"token usage {signs.usage:.2f} and {signs.queue:.0f} waiting: it is too careful"
+        return f"token usage {signs.usage:.2f}: the pool is full"
+    why = f"token usage {signs.usage:.2f} and {signs.queue:.0f} waiting: too few requests are admitted"
     bolder = LESS_CONSERVATIVE if value > LESS_CONSERVATIVE else LEAST_CONSERVATIVE
     lower = [v for v in (bolder, NORMAL) if v < value]
-    return [Move({"schedule-conservativeness": v}, why) for v in lower] or f"{value:g} is bold enough"
+    return [FlagChange({"schedule-conservativeness": v}, why) for v in lower] or f"{value:g} is bold enough"
 
 
-def _memory(now: Now) -> Moves:
-    """Where rows wait and fewer run than may, it is the pool that they wait for, full or held back."""
+def _memory(now: TuningState) -> Moves:
+    """Enlarge the pool where requests wait although fewer run than max-running-requests allows."""
     if not now.signs.waits or now.signs.at_limit:
         return _not_admission(now.signs)
     return _pool(now) if now.machine.cpu else _fraction(now)
 
 
-def _pool(now: Now) -> Moves:
-    """Double the CPU's pool, which stands in for a card's memory."""
+def _pool(now: TuningState) -> Moves:
+    """Double the CPU's KV pool, up to what memory allows."""
     pool, most = now.signs.pool_tokens, now.machine.most_pool_tokens
     if not pool or not most:
-        return "how large the pool is, or could be, is not known"
+        return "the size of the pool, or of the memory, is not known"
     wanted = min(2 * pool, most)
     if wanted <= pool:
         return f"a quarter of the free memory holds {most} tokens"
-    return [Move({"max-total-tokens": wanted}, f"rows wait for the pool of {pool} tokens")]
+    return [FlagChange({"max-total-tokens": wanted}, f"rows wait for the pool of {pool} tokens")]
 
 
-def _fraction(now: Now) -> Moves:
-    """Raise it to the guides' spare memory at once, then step by step to the edge."""
+def _fraction(now: TuningState) -> Moves:
+    """Raise mem-fraction-static to the guides' spare memory at once, then in small steps."""
     signs, spare = now.signs, now.signs.spare_gb
     value = now.value("mem-fraction-static", signs.mem_fraction)
     if value is None or spare is None:
-        return "the log tells neither mem_fraction_static nor available_gpu_mem"
+        return "the log lacks mem_fraction_static or available_gpu_mem"
     arguments = {"chunked_prefill_size": signs.prefill_limit}
     band = memory_band(Facts(card_gb=now.machine.card_gb or None, arguments=arguments), GUIDES)
     if spare < band.low:
-        return f"{spare:.1f} GB are left of the card: the edge"
+        return f"{spare:.1f} GB of the card are left: no more can be taken"
     steps = [STEP]
     if spare > band.high and now.machine.card_gb:
         steps.insert(0, math.floor((spare - band.good) / now.machine.card_gb / STEP) * STEP)
     raised = dict.fromkeys(round(value + step, 2) for step in steps if step > 0 and value + step < 1)
     why = f"rows wait, and {spare:.1f} GB of the card are left"
-    moves = [Move({"mem-fraction-static": v}, why, is_small=True) for v in raised]
-    return moves or f"{value:g} is all of the card"
+    moves = [FlagChange({"mem-fraction-static": v}, why, is_small=True) for v in raised]
+    return moves or f"{value:g} already takes the whole card"
 
 
-def _chunk(now: Now) -> Moves:
+def _chunk(now: TuningState) -> Moves:
     signs = now.signs
     limit, got = signs.prefill_limit, signs.prefill_per_pass
     if limit is None or got is None:
-        return "the log tells no prefill passes, or not their limit"
+        return "the log lacks prefill passes or their limit"
     if limit <= 0:
         return "chunked prefill is off"
     if got < PASS_IS_FULL * limit:
@@ -171,10 +150,10 @@ def _chunk(now: Now) -> Moves:
     larger = min(2 * limit, LARGEST_CHUNK)
     if larger <= limit:
         return f"more than {LARGEST_CHUNK} tokens a pass are not tried"
-    return [Move({"chunked-prefill-size": larger}, f"prefill passes have {got:.0f} of {limit} tokens")]
+    return [FlagChange({"chunked-prefill-size": larger}, f"prefill passes have {got:.0f} of {limit} tokens")]
 
 
-def _max_running(now: Now) -> Moves:
+def _max_running(now: TuningState) -> Moves:
     signs = now.signs
     if not signs.waits:
         return _not_admission(signs)
@@ -182,16 +161,18 @@ def _max_running(now: Now) -> Moves:
         return f"#running-req {signs.running:.0f} stays under {signs.max_running or 'its limit'}"
     if signs.full:
         return f"token usage {signs.usage:.2f}: the pool holds no more"
-    # rounded up to a power of two: the pool limits by itself
+    # rounded up to a power of two: the pool sets the true limit
     fits = max(signs.running, 1) / max(signs.usage, 1 / MOST_RAISE)
     wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * signs.max_running)
     between = round(math.sqrt(wanted * signs.max_running))
-    why = f"all of {signs.max_running} run at token usage {signs.usage:.2f} with {signs.queue:.0f} waiting"
-    moves = [Move({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running]
+    why = (
+        f"{signs.max_running} run, the most, at token usage {signs.usage:.2f} with {signs.queue:.0f} waiting"
+    )
+    moves = [FlagChange({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running]
     return moves or f"token usage {signs.usage:.2f}: the pool holds {fits:.0f} at once"
 
 
-def _graphs(now: Now) -> Moves:
+def _graphs(now: TuningState) -> Moves:
     signs, name = now.signs, "cuda-graph-max-bs-decode"
     if now.machine.cpu or signs.graph_off_share is None:
         return "no CUDA graphs here"
@@ -201,78 +182,82 @@ def _graphs(now: Now) -> Moves:
     size = next((size for size in GRAPH_SIZES if size >= signs.running), GRAPH_SIZES[-1])
     if size <= int(now.value(name, 0)):
         return f"graphs up to {size} are captured already"
-    moves = [Move({name: size}, why)]
+    moves = [FlagChange({name: size}, why)]
     fraction = now.value("mem-fraction-static", signs.mem_fraction)
-    if fraction is not None:  # graphs take memory of their own
-        moves.append(Move({name: size, "mem-fraction-static": round(fraction - 2 * STEP, 2)}, why))
+    if fraction is not None:  # graphs take memory
+        moves.append(FlagChange({name: size, "mem-fraction-static": round(fraction - 2 * STEP, 2)}, why))
     return moves
 
 
-def _policy(now: Now) -> Moves:
+def _policy(now: TuningState) -> Moves:
     signs, value = now.signs, now.value("schedule-policy", "fcfs")
     if value != "fcfs":
-        return [Move({"schedule-policy": "fcfs"}, "the runner's own order is made for it")]
+        return [FlagChange({"schedule-policy": "fcfs"}, "the runner's own order of rows needs it")]
     shared = f"{signs.cached_share:.0%} of the prompt tokens are shared"
     if signs.cached_share < GUIDES.shared:
         return shared
     if signs.queue > GUIDES.lpm_queue:
-        return f"{signs.queue:.0f} waiting: with more than {GUIDES.lpm_queue:.0f} lpm is fcfs"
-    return [Move({"schedule-policy": "lpm"}, shared)]
+        return f"{signs.queue:.0f} waiting: above {GUIDES.lpm_queue:.0f} lpm works like fcfs"
+    return [FlagChange({"schedule-policy": "lpm"}, shared)]
 
 
-def _attention(now: Now) -> Moves:
+def _attention(now: TuningState) -> Moves:
     if now.machine.architecture is None:
-        return "no choice of backend for this device"
+        return "this device has no choice of backend"
     backends = best_backends(now.machine.architecture, Facts(model=now.signs.model))
     if not backends:
-        return f"SGLang chooses it for {now.signs.model}"
+        return f"SGLang chooses the backend for {now.signs.model} itself"
     current = now.value("attention-backend", now.signs.attention_backend)
-    return [Move({"attention-backend": v}, f"it is {current}") for v in backends if v != current]
+    return [FlagChange({"attention-backend": v}, f"now it is {current}") for v in backends if v != current]
 
 
-def _compile(now: Now) -> Moves:
+def _compile(now: TuningState) -> Moves:
     if TORCH_COMPILE not in now.machine.allowed:
         return "not tried without --allow torch-compile"
     if now.value("enable-torch-compile", False):
         return "on already"
-    return [Move({"enable-torch-compile": True}, "allowed")]
+    return [FlagChange({"enable-torch-compile": True}, "allowed")]
 
 
-def _quantized(now: Now) -> Moves:
+def _quantized(now: TuningState) -> Moves:
     if QUANTIZATION not in now.machine.allowed:
         return "not tried without --allow quantization: it changes answers"
     if now.machine.architecture not in FP8:
         return "no FP8 on this device"
     choices: list[Args] = [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}]
-    return [Move(args, "allowed") for args in choices if not args.keys() & now.args.keys()] or "on already"
+    return [
+        FlagChange(args, "allowed") for args in choices if not args.keys() & now.args.keys()
+    ] or "on already"
 
 
-def _parallel(now: Now) -> Moves:
-    """Tell what a gateway would bring: it sends rows where there is room, `--dp-size` deals them in turn."""
+def _parallel(now: TuningState) -> Moves:
+    """Describe the gain of a gateway, which sends rows to free replicas; `--dp-size` deals them in turn."""
     cards, tp = now.machine.cards, int(now.value("tp-size", 1))
     if now.machine.one_of_several or cards < 2:  # noqa: PLR2004
         return "one replica" if now.machine.one_of_several else "one device"
     if (replicas := cards // tp) < 2:  # noqa: PLR2004
-        return f"engine: {{kind: gateway}} with a tp under {tp} is faster, where the weights fit so few GPUs"
+        return f"engine: {{kind: gateway}} with a tp under {tp} is faster, where the weights fit fewer GPUs"
     return f"engine: {{kind: gateway, tp: {tp}}} has {replicas} replicas on {cards} GPUs, each about as fast"
 
 
-def _not_admission(signs: Signs) -> str:
+def _not_admission(signs: TrialSigns) -> str:
     if not signs.waits:
-        return "nothing waits at the server: admission does not limit"
-    return f"#running-req {signs.running:.0f} is at max-running-requests {signs.max_running}: that limits"
+        return "no request waits at the server: admission is not the limit"
+    return (
+        f"#running-req {signs.running:.0f} is at max-running-requests {signs.max_running}, which is the limit"
+    )
 
 
-KNOBS = (
-    Knob("schedule-conservativeness", _conservativeness, schedules=True),
-    Knob("memory", _memory, schedules=True),
-    Knob("chunked-prefill-size", _chunk),
-    Knob("max-running-requests", _max_running, schedules=True),
-    Knob("cuda-graph-max-bs", _graphs),
-    Knob("schedule-policy", _policy, schedules=True),
-    Knob("attention-backend", _attention),
-    Knob("torch-compile", _compile),
-    Knob("quantization", _quantized),
-    Knob("parallelism", _parallel),
+TUNED_FLAGS = (
+    TunedFlag("schedule-conservativeness", _conservativeness, schedules=True),
+    TunedFlag("memory", _memory, schedules=True),
+    TunedFlag("chunked-prefill-size", _chunk),
+    TunedFlag("max-running-requests", _max_running, schedules=True),
+    TunedFlag("cuda-graph-max-bs", _graphs),
+    TunedFlag("schedule-policy", _policy, schedules=True),
+    TunedFlag("attention-backend", _attention),
+    TunedFlag("torch-compile", _compile),
+    TunedFlag("quantization", _quantized),
+    TunedFlag("parallelism", _parallel),
 )
 """In the guides' order."""

@@ -1,4 +1,4 @@
-"""One trial: a server with some flags, the sample through the runner itself, until enough is known."""
+"""One trial: launch a server with some flags and send it the sample, until enough is known."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from batchrunner.job.spec import InputSpec
 from batchrunner.report.report import EXIT_STOPPED
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
-from batchrunner.tune.log_work import LOG_INTERVAL, output_rate, signs_at_start, signs_of_work
-from batchrunner.tune.measure import Moment, Result, TrialWatch
+from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes
+from batchrunner.tune.measurement import TrialProgress, TrialResult, TrialWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
     from batchrunner.engines.base import Engine
     from batchrunner.job.spec import Job, ServerEngine
-    from batchrunner.tune.measure import End
+    from batchrunner.tune.measurement import End
     from batchrunner.tune.sample import TuningSample
-    from batchrunner.tune.search import Ask
+    from batchrunner.tune.search import TrialRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """Where trials are run: the job, its sample, and a directory of ours."""
+class TrialRunner:
+    """Runs trials of a job's sample in a directory of its own."""
 
     job: Job
     engine: ServerEngine
     sample: TuningSample
     directory: Path
 
-    async def run(self, ask: Ask, number: int, within_s: float) -> Result:
-        """Launch, send the sample, and say what it showed; over in little more than `within_s`.
+    async def run(self, ask: TrialRequest, number: int, within_s: float) -> TrialResult:
+        """Launch the server, send the sample and return the result, in little more than `within_s` seconds.
 
         A server that does not start is a result too. Raises BatchrunError where the job is wrong.
         """
         began = time.monotonic()
         result = await self._run(ask, self.directory / f"{number:03d}", within_s)
-        return replace(result, cost_s=round(time.monotonic() - began, 1))  # the server's end too
+        return replace(result, cost_s=round(time.monotonic() - began, 1))  # with the shutdown of the server
 
-    async def _run(self, ask: Ask, place: Path, within_s: float) -> Result:
+    async def _run(self, ask: TrialRequest, place: Path, within_s: float) -> TrialResult:
         began = time.monotonic()
-        shutil.rmtree(place, ignore_errors=True)  # a log that is there would be added to, and counted
+        shutil.rmtree(place, ignore_errors=True)  # an old log would be appended to, and counted
         args = {**ask.args, "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
         start_s = min(self.engine.start_timeout, within_s)
         spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s, "heal": False})
@@ -59,14 +59,18 @@ class Bench:
             return await self._measure(engine, info, ask, place / "run", left_s)
         except EngineStartError as failure:
             cut = time.monotonic() - began >= within_s
-            return Result("cut" if cut else "died", str(failure), 0.0)
+            return TrialResult("cut" if cut else "died", str(failure), 0.0)
         finally:
             await engine.close()
             shutil.rmtree(place / "run", ignore_errors=True)
 
-    async def _measure(self, engine: Engine, info: EngineInfo, ask: Ask, out: Path, left_s: float) -> Result:
+    async def _measure(
+        self, engine: Engine, info: EngineInfo, ask: TrialRequest, out: Path, left_s: float
+    ) -> TrialResult:
         control = Control()
-        meter = Meter(engine, TrialWatch(ask.rival), control, left_s, Path(info.log) if info.log else None)
+        meter = MeasuringEngine(
+            engine, TrialWatch(ask.incumbent), control, left_s, Path(info.log) if info.log else None
+        )
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)
             failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
@@ -82,7 +86,7 @@ class Bench:
         return replace(result, signs=signs, failed_share=round(failed, 4))
 
     def _job_into(self, out: Path) -> Job:
-        """Return the job on the sample, whose blocks stand in the order in which they are to be sent."""
+        """Return the job with the sample as its input, whose blocks are in the order of sending."""
         return self.job.model_copy(
             update={
                 "input": InputSpec(path=str(self.sample.path)),
@@ -94,14 +98,14 @@ class Bench:
         )
 
 
-class Meter:
-    """An engine that measures what goes through it, and stops the run when enough is known."""
+class MeasuringEngine:
+    """An engine that measures the requests it passes on, and stops the run when enough is known."""
 
     def __init__(
         self, engine: Engine, watch: TrialWatch, control: Control, within_s: float, log_path: Path | None
     ) -> None:
         self.end: End | None = None
-        """How the trial ended, and why; None while it goes on, or when the run came to its end."""
+        """How the trial ended, and why; None while it runs, and after all rows of the sample."""
         self._engine = engine
         self._watch = watch
         self._control = control
@@ -110,10 +114,10 @@ class Meter:
         self._opened = self._last = time.monotonic()
         self._began: float | None = None
         self._log_bytes: int | None = None
-        """Size of the log at the end."""
+        """Size of the log in bytes at the end of the trial."""
 
     async def open(self) -> EngineInfo:
-        """Never called: it is open."""
+        """Return the engine's facts again; never called, since the engine is open."""
         return await self._engine.open()
 
     async def generate(self, request: Request, route: str) -> Completion:
@@ -132,17 +136,17 @@ class Meter:
         return await self._engine.tokens_of(request)
 
     async def signals(self) -> Sequence[SchedulerLoad]:
-        """Return the load, and look at it."""
+        """Return the load, and record it."""
         signals = await self._engine.signals()
         now = time.monotonic()
         if self._began is not None:
-            self.stop(self._watch.look(now - self._began, signals, self._log_size()))
+            self.stop(self._watch.record_load(now - self._began, signals, self._log_size()))
         if now - self._opened > self._within_s:
             self.stop(("cut", "the time for tuning was over"))
         return signals
 
     def incidents(self) -> list[Incident]:
-        """Return what befell the server; a death ends the trial."""
+        """Return the server's incidents; a death ends the trial."""
         found = self._engine.incidents()
         for incident in found:
             if incident.what in {"died", "hangs", "lost"}:
@@ -150,24 +154,24 @@ class Meter:
         return found
 
     async def close(self) -> None:
-        """Do nothing: whoever opened the engine closes it."""
+        """Do nothing: the caller who opened the engine closes it."""
 
-    def result(self) -> Result:
-        """Say what the trial came to, at its end."""
+    def result(self) -> TrialResult:
+        """Return the result of the trial, at its end."""
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self._began or self._last)
         result = self._watch.result(ended, why, at_s, 0.0)
         log = self._log_path.read_bytes() if self._log_path else b""
-        begin, until = self._watch.span(
-            Moment(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
+        begin, until = self._watch.measured_span(
+            TrialProgress(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
         )
         counted = _lines(log[begin.log_bytes : until.log_bytes])
-        work = signs_at_start(_lines(log)) | signs_of_work(counted, until.tokens - begin.tokens)
+        work = signs_at_start(_lines(log)) | signs_of_passes(counted, until.tokens - begin.tokens)
         rate = output_rate(counted) or result.tokens_per_s
         return replace(result, tokens_per_s=rate, signs=replace(result.signs, **work))
 
     def stop(self, end: End | None) -> None:
-        """End the trial, where there is a reason to; the first one counts."""
+        """End the trial where a reason is given; the first reason counts."""
         if end is not None and self.end is None:
             self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
             self._control.stop(end[1])

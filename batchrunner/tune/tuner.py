@@ -1,4 +1,4 @@
-"""`batchrun tune`: trials of the job's own rows under other flags, within a time, and what they came to."""
+"""`batchrun tune`: run trials of the job's own rows under other flags, within a time budget."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
-from batchrunner.advise.situation import command_line
 from batchrunner.core.errors import JobError
 from batchrunner.engines.device import gpus
+from batchrunner.engines.flags import command_line
 from batchrunner.engines.model_files import check_model
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Duration, GatewayEngine, InprocessEngine, ServerEngine
@@ -23,21 +23,21 @@ from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import prepare
 from batchrunner.tune.edit import apply_args, own_engine
-from batchrunner.tune.history import History
+from batchrunner.tune.history import TrialHistory
 from batchrunner.tune.machine import machine_for
-from batchrunner.tune.outcome import Tuned, account
-from batchrunner.tune.sample import take
+from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import Search, changes, key_of
 from batchrunner.tune.space import ALLOWABLE
-from batchrunner.tune.trial import Bench
+from batchrunner.tune.summary import TuningSummary, summarize
+from batchrunner.tune.trial import TrialRunner
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from batchrunner.job.spec import Job
     from batchrunner.runner.prepare import PreparedJob
-    from batchrunner.tune.measure import Result
-    from batchrunner.tune.search import Ask
+    from batchrunner.tune.measurement import TrialResult
+    from batchrunner.tune.search import TrialRequest
     from batchrunner.tune.space import Args
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ def tune(
     budget_s: float,
     allow: Sequence[str] = (),
     apply: bool = False,
-) -> Tuned:
+) -> TuningSummary:
     """Find the fastest safe flags for a job on this machine; with `apply` write them into its file.
 
-    Trials are kept under `output.path`/tune: the same command goes on there. Raises BatchrunError: JobError
-    where the engine is not one that the run launches, or not the file's own that `apply` is to write to;
-    HeldError while another process is trying flags there.
+    Trials are kept under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
+    JobError where the run does not launch the engine, or where `apply` would write to a file whose engine
+    was overridden; HeldError while another process tunes there.
     """
     unknown = sorted(set(allow) - set(ALLOWABLE))
     if unknown:
@@ -86,9 +86,9 @@ def _search(
     directory: Path,
     allow: Sequence[str],
     budget_s: float,
-) -> Tuned:
-    """Try flags within the time, from what is kept in the directory on."""
-    sample = take(prepared, directory)
+) -> TuningSummary:
+    """Try flags within the time; trials that the directory holds are not run again."""
+    sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
     machine = machine_for(job, engine, allow, one_of_several=isinstance(job.engine, GatewayEngine))
     facts = {
@@ -97,12 +97,12 @@ def _search(
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.cards, machine.card, machine.card_gb],
     }
-    history = History(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), engine.args)
-    bench = Bench(job, engine, sample, directory)
+    history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), engine.args)
+    bench = TrialRunner(job, engine, sample, directory)
     search = Search(engine.args, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        spent_s = runner.run(drive(search, history, bench.run, budget_s))
-    return account(search, source, str(sample), spent_s)
+        spent_s = runner.run(run_search(search, history, bench.run, budget_s))
+    return summarize(search, source, str(sample), spent_s)
 
 
 def parse_budget(text: str) -> float:
@@ -117,7 +117,7 @@ def parse_budget(text: str) -> float:
 
 
 def engine_to_tune(job: Job) -> ServerEngine:
-    """Return the engine that trials launch: of a gateway one replica alone.
+    """Return the engine that trials launch; for a gateway it is one replica alone.
 
     Raises JobError for one that the run does not launch.
     """
@@ -142,26 +142,26 @@ def engine_to_tune(job: Job) -> ServerEngine:
             )
 
 
-class Trials(Protocol):
-    """Where finished trials are kept."""
+class TrialStore(Protocol):
+    """A store of finished trials."""
 
-    def find(self, args: Args, turn: int) -> Result | None:
-        """Return a result that is kept."""
+    def find(self, args: Args, turn: int) -> TrialResult | None:
+        """Return a kept result, or None."""
 
-    def add(self, args: Args, result: Result) -> None:
-        """Keep one."""
+    def add(self, args: Args, result: TrialResult) -> None:
+        """Keep a result."""
 
 
-async def drive(
+async def run_search(
     search: Search,
-    history: Trials,
-    run: Callable[[Ask, int, float], Awaitable[Result]],
+    history: TrialStore,
+    run: Callable[[TrialRequest, int, float], Awaitable[TrialResult]],
     budget_s: float,
 ) -> float:
-    """Answer a search's questions, from what is kept or by a trial, within the budget; return what was spent.
+    """Run a search within its budget, from kept results or by trials; return the seconds spent.
 
-    No trial begins that would take more than what is left, by the last that was measured, and one is ended
-    when nothing is left; what it showed is not kept.
+    No trial begins when less time is left than the last measured trial took. A trial that runs when the time
+    is over is cut short, and its result is not kept.
     """
     steps = search.steps()
     spent_s, last_s, number = 0.0, 0.0, 0
@@ -182,14 +182,14 @@ async def drive(
         spent_s += result.cost_s
         if result.ended == "measured":
             last_s = result.cost_s
-        _tell(number, ask, result, search)
+        _log_trial(number, ask, result, search)
         try:
             ask = steps.send(result)
         except StopIteration:
             return spent_s
 
 
-def _tell(number: int, ask: Ask, result: Result, search: Search) -> None:
+def _log_trial(number: int, ask: TrialRequest, result: TrialResult, search: Search) -> None:
     own, *_ = search.settings.values()
     flags = command_line(changes(ask.args, own.args)) or "the job's own flags"
     speed = "" if result.ended == "died" else f"{result.tokens_per_s:,.0f} output tok/s, "

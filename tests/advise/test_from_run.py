@@ -211,7 +211,7 @@ def test_what_servers_with_other_flags_did_is_forgotten(
     situation = advise(str(own)).situation
     assert situation.load.counted == samples
     assert situation.client is not None
-    assert situation.client.dry == samples
+    assert situation.client.empty == samples
     (own / "tasks" / "0").mkdir(parents=True)
     (own / "tasks" / "1").mkdir()
     tell(own / "tasks" / "0" / "events.jsonl", queue=0)
@@ -309,7 +309,7 @@ def test_gpus_in_use_are_not_idle(arguments: dict[str, Any], own: Path) -> None:
 def test_idle_gpus_are_seen(own: Path) -> None:
     """One server that saw more GPUs than it takes leaves them idle: our gateway uses them all."""
     (advice,) = [advice for advice in with_gpus(own, 4, tp_size=2).advice if advice.change]
-    assert advice.sign == "2 GPUs that the server saw are idle"
+    assert advice.sign == "2 GPUs that the server could use are idle"
     assert "kind: gateway" in advice.change
 
 

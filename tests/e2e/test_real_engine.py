@@ -25,10 +25,10 @@ import batchrunner
 from batchrunner.engines.device import has_gpu
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
-from batchrunner.tune.measure import Rival
-from batchrunner.tune.sample import take
-from batchrunner.tune.search import Ask
-from batchrunner.tune.trial import Bench
+from batchrunner.tune.measurement import Incumbent
+from batchrunner.tune.sample import write_sample
+from batchrunner.tune.search import TrialRequest
+from batchrunner.tune.trial import TrialRunner
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import ROOT, SMALL_MODEL, require_engine
 from tests.support.tiny_model import make_tiny_llama
@@ -384,7 +384,7 @@ def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> N
 
 async def test_trials_of_flags(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of two settings and of a flag that SGLang refuses: speeds, passes and deaths as they are."""
-    monkeypatch.setattr("batchrunner.tune.measure.LEAST_STEADY_S", 4.0)
+    monkeypatch.setattr("batchrunner.tune.measurement.LEAST_STEADY_S", 4.0)
     ids = [[(7 * row + at) % 9000 + 100 for at in range(40)] for row in range(2000)]
     pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), tmp_path / "input.parquet")
     job = load_job(
@@ -397,10 +397,14 @@ async def test_trials_of_flags(tiny: Path, tmp_path: Path, monkeypatch: pytest.M
         },
         environ={},
     )
-    bench = Bench(job, engine_to_tune(job), take(prepare(job), tmp_path / "tune"), tmp_path / "tune")
-    own = await bench.run(Ask({"max-running-requests": 2}, "", 0), 0, START_S)
-    more = await bench.run(Ask({"max-running-requests": 32}, "", 0, Rival(own.curve, 0.3)), 1, START_S)
-    refused = await bench.run(Ask({"schedule-policy": "none"}, "", 0), 2, START_S)
+    bench = TrialRunner(
+        job, engine_to_tune(job), write_sample(prepare(job), tmp_path / "tune"), tmp_path / "tune"
+    )
+    own = await bench.run(TrialRequest({"max-running-requests": 2}, "", 0), 0, START_S)
+    more = await bench.run(
+        TrialRequest({"max-running-requests": 32}, "", 0, Incumbent(own.curve, 0.3)), 1, START_S
+    )
+    refused = await bench.run(TrialRequest({"schedule-policy": "none"}, "", 0), 2, START_S)
     assert (own.ended, more.ended, refused.ended) == ("measured", "measured", "died"), (own, more, refused)
     assert more.tokens_per_s > 1.5 * own.tokens_per_s
     assert (own.signs.max_running, own.signs.at_limit, own.signs.waits) == (2, True, True)

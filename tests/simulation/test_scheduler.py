@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchrunner.simulation.radix import RadixCache
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import Scheduler, SchedulerConfig
+from batchrunner.simulation.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,7 +61,8 @@ def test_one_sample_is_prefilled_and_then_decodes_the_rest() -> None:
     assert (decode.kind, decode.steps, decode.running, decode.finished) == ("decode", 4, 1, [sample])
     assert decode.used_tokens == 10 + 4
     assert decode.kv_tokens == 10 + (1 + 2 + 3 + 4) / 4
-    assert (sample.state, sample.outputs, scheduler.used_tokens, scheduler.in_flight) == ("finished", 5, 0, 0)
+    assert (sample.state, sample.outputs) == ("finished", 5)
+    assert (scheduler.pool.used_tokens, scheduler.in_flight) == (0, 0)
 
 
 def test_passes_are_the_same_in_one_go_or_one_by_one() -> None:
@@ -121,7 +122,7 @@ def test_a_ratio_of_the_outputs_is_reserved() -> None:
     assert step(scheduler, 100).steps == 100
     submit(scheduler, [])
     assert scheduler.ratio == pytest.approx(0.7 - 100 * (0.7 - 0.098) / 600)
-    assert 1000 - scheduler.used_tokens - expected_tokens > 211  # there is room by now,
+    assert 1000 - scheduler.pool.used_tokens - expected_tokens > 211  # there is room by now,
     assert step(scheduler).kind == "decode"  # but nobody looks before the batch shrinks
 
 
@@ -144,7 +145,7 @@ def test_a_pass_takes_no_more_than_a_chunk() -> None:
     assert [f.prefill_tokens for f in found] == [100, 100, 100, 80]
     assert [f.admitted for f in found] == [1, 1, 2, 2]
     run(scheduler)
-    assert scheduler.used_tokens == 0
+    assert scheduler.pool.used_tokens == 0
 
 
 def test_without_chunks_a_pass_has_a_limit_too() -> None:
@@ -215,7 +216,7 @@ def test_when_the_pool_is_full_the_shortest_output_goes_back() -> None:
     run(scheduler)
     assert {(row.state, row.outputs) for row in rows} == {("finished", 300)}
     assert sum(row.retractions for row in rows) == scheduler.retractions
-    assert scheduler.used_tokens == 0
+    assert scheduler.pool.used_tokens == 0
 
 
 def test_a_retraction_corrects_the_ratio() -> None:
@@ -271,11 +272,11 @@ def test_a_prefix_is_computed_once() -> None:
     first, second, third = (SimulatedRequest(100, 5, prefix=(("head", 80),)) for _ in range(3))
     submit(scheduler, [first, second])
     assert step(scheduler).prefill_tokens == 200
-    assert scheduler.used_tokens == 80 + 20 + 20  # what both brought in is kept once
+    assert scheduler.pool.used_tokens == 80 + 20 + 20  # what both brought in is kept once
     submit(scheduler, [third])
     assert (step(scheduler).prefill_tokens, third.cached_tokens) == (20, 80)
     run(scheduler)
-    assert (scheduler.used_tokens, scheduler.evictable_tokens) == (0, 80 + 3 * (20 + 4))
+    assert (scheduler.pool.used_tokens, scheduler.pool.cache.evictable_tokens) == (0, 80 + 3 * (20 + 4))
 
 
 def test_without_a_cache_nothing_is_found() -> None:
@@ -283,7 +284,7 @@ def test_without_a_cache_nothing_is_found() -> None:
     scheduler = make(radix_cache=False)
     submit(scheduler, [SimulatedRequest(100, 5, prefix=(("head", 80),)) for _ in range(9)])
     run(scheduler)
-    assert (scheduler.cached_tokens, scheduler.available_tokens) == (0, 100_000)
+    assert (scheduler.cached_tokens, scheduler.pool.free_tokens) == (0, 100_000)
 
 
 def test_the_order_decides_what_is_cached() -> None:
@@ -392,7 +393,7 @@ def test_dropped_samples_go() -> None:
     assert (chunked.state, waiting.state, scheduler.in_flight) == ("dropped", "dropped", 1)
     [last] = run(scheduler)
     assert (last.finished, decoding.state, last.steps) == ([decoding], "dropped", 1)
-    assert (scheduler.in_flight, scheduler.used_tokens) == (0, 0)
+    assert (scheduler.in_flight, scheduler.pool.used_tokens) == (0, 0)
     scheduler.drop(decoding)
 
 
@@ -457,15 +458,17 @@ def test_every_sample_ends_once_and_no_token_is_lost(
     assert len(ended) == len(set(ended))
     finished = [sample for sample in ended if sample.state == "finished"]
     assert all(sample.outputs == sample.target_tokens for sample in finished)
-    assert scheduler.used_tokens == 0
+    assert scheduler.pool.used_tokens == 0
 
 
 def check_sums(scheduler: Scheduler) -> None:
     """Compare the running sums with what they sum up."""
-    batch, cache = scheduler._batch, scheduler._cache
+    batch, cache = scheduler._batch, scheduler.pool.cache
     running = list(batch.samples)
-    chunked = scheduler._chunked
-    assert scheduler.queue == sum(sample.state == "waiting" for sample in scheduler._waiting)
+    chunked = scheduler._admission.chunked
+    assert scheduler.queue == sum(
+        sample.state == "waiting" for sample in scheduler._admission.waiting._samples
+    )
     assert len(running) + (chunked is not None) <= scheduler.config.max_running
     assert batch.output_tokens == sum(batch.outputs_of(sample) for sample in running)
     assert batch.context_tokens == sum(batch.context_of(sample) for sample in running)
@@ -481,7 +484,7 @@ def check_sums(scheduler: Scheduler) -> None:
         nodes += node.children.values()
     in_tree = sum(node.tokens for node in nodes)
     assert in_tree - cache.evictable_tokens == sum(node.tokens for node in nodes if node.locks)
-    assert scheduler.available_tokens == scheduler.config.max_total_tokens - in_tree - own_tokens
+    assert scheduler.pool.free_tokens == scheduler.config.max_total_tokens - in_tree - own_tokens
 
 
 def test_long_outputs_are_expected_clipped() -> None:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.flags import Flags
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import SchedulerConfig
-from batchrunner.tune.measure import Result, TrialWatch
-from batchrunner.tune.space import Machine
+from batchrunner.tune.machine import Machine
+from batchrunner.tune.measurement import TrialResult, TrialWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.tune.search import Ask
+    from batchrunner.tune.search import TrialRequest
     from batchrunner.tune.space import Args
 
 TICK_S = 0.25
@@ -46,7 +46,7 @@ class Card:
 
 @dataclass
 class Lab:
-    """Measures settings as `Bench.run` does, with no engine and no clock."""
+    """Measures settings as `TrialRunner.run` does, with no engine and no clock."""
 
     rows: Sequence[tuple[int, int, int]]
     """Prompt, output and asked tokens of the sample's rows."""
@@ -65,22 +65,22 @@ class Lab:
     asked: list[tuple[Args, int]] = field(default_factory=list)
     spent_s: float = 0.0
 
-    async def run(self, ask: Ask, number: int, within_s: float) -> Result:
-        """Stand in for `Bench.run`."""
+    async def run(self, ask: TrialRequest, number: int, within_s: float) -> TrialResult:
+        """Stand in for `TrialRunner.run`."""
         self.asked.append((ask.args, ask.turn))
         result = self.measure(ask, within_s)
         self.spent_s += result.cost_s
         return result
 
-    def measure(self, ask: Ask, within_s: float = math.inf) -> Result:
+    def measure(self, ask: TrialRequest, within_s: float = math.inf) -> TrialResult:
         if self.launch_s >= within_s:
-            return Result("cut", "no time", within_s)
+            return TrialResult("cut", "no time", within_s)
         if why := self.deadly(ask.args):
-            return Result("died", why, self.launch_s)
+            return TrialResult("died", why, self.launch_s)
         luck = random.Random(f"{self.seed} {sorted(ask.args.items())} {ask.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
         replica = Replica(self._config(ask.args), self.cost)
-        watch, waiting = TrialWatch(ask.rival), list(reversed(self.rows))
+        watch, waiting = TrialWatch(ask.incumbent), list(reversed(self.rows))
         now = 0.0  # as the replica's clock has it; the trial's is `slow` times as long
         end = None
         while end is None:
@@ -93,7 +93,7 @@ class Lab:
             for ended in replica.advance(now):
                 sample = ended.sample
                 watch.row_ended(sample.outputs, prompt=sample.prompt_tokens, retractions=sample.retractions)
-            end = watch.look(now * slow, [_signals(replica)])
+            end = watch.record_load(now * slow, [_signals(replica)])
             if end is None and not replica.busy and not waiting:
                 end = ("measured", "all rows")
             if end is None and self.launch_s + now * slow >= within_s:

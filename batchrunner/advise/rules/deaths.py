@@ -1,10 +1,12 @@
-"""Rules on deaths that no shortage of the card's memory explains. Each is pure."""
+"""Rules on deaths that are not caused by GPU memory. Each is pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchrunner.advise.situation import LONGEST, Finding, command_line
+from batchrunner.advise.rules.rule import Finding
+from batchrunner.advise.situation import LONGEST_LINE
+from batchrunner.engines.flags import command_line
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import safer
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def killed(s: Situation, flags: Flags) -> Finding | None:
-    """Find that a process was killed, which is the kernel's way with one that takes too much memory."""
+    """Find that a process was killed, as the kernel does when the host's memory runs out."""
     died = s.facts.died
     if died is None or not died.killed:
         return None
@@ -23,7 +25,7 @@ def killed(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.arguments.get("enable_hierarchical_cache"):
         host += ", or a smaller --hicache-ratio"
     return Finding(
-        f"killed (SIGKILL), as the kernel does for want of the host's memory: {died.text[:LONGEST]}",
+        f"killed (SIGKILL), as the kernel does when the host's memory runs out: {died.text[:LONGEST_LINE]}",
         args,
         ", or ".join(filter(None, (command_line(args), host))),
         {"line": died.text},
@@ -31,12 +33,12 @@ def killed(s: Situation, flags: Flags) -> Finding | None:
 
 
 def crashed(s: Situation, _: Flags) -> Finding | None:
-    """Find that the server died of something that no flag is known to cure."""
+    """Find that the server died of an error that no flag is known to cure."""
     died = s.facts.died
     if died is None or died.killed or s.facts.last_trouble:
         return None
     return Finding(
-        f"the server died: {died.text[:LONGEST]}",
+        f"the server died: {died.text[:LONGEST_LINE]}",
         change="look for that error in the log and among SGLang's issues: another release may not have it",
         evidence={"line": died.text},
     )

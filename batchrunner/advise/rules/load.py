@@ -1,45 +1,46 @@
-"""Rules on queue, token usage, batch size and retractions. Each is pure; the table is in `care.rules`."""
+"""Rules on queue, token usage, batch size and retractions. Each is pure."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.advise.situation import Finding, command_line
-from batchrunner.dispatch.concurrency.controller import Band
+from batchrunner.advise.rules.rule import Finding
+from batchrunner.engines.flags import command_line
 from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, MOST_CONSERVATIVE, as_flag, in_effect
+from batchrunner.job.queue_band import QueueBand
 
 if TYPE_CHECKING:
-    from batchrunner.advise.advice import Certainty
-    from batchrunner.advise.situation import Client, Situation
+    from batchrunner.advise.rules.rule import Certainty
+    from batchrunner.advise.situation import ClientActivity, Situation
     from batchrunner.engines.flags import Flags
 
 LESS_CONSERVATIVE = 0.3
-"""From the guides."""
+"""`--schedule-conservativeness` by the guides, where SGLang admits too few requests."""
 FEWER = 0.9
-"""Of what runs, where it is too much for the pool: a step."""
+"""Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
 TOKENIZERS = 4
-"""`--tokenizer-worker-num` where one front process is not enough."""
+"""`--tokenizer-worker-num` where one front process is too slow."""
 MOST_RUNNING = 4096
 """SGLang's own largest default of `max_running_requests`."""
 
 
 def conservativeness(s: Situation) -> float:
-    """Return the conservativeness that schedulers have: under DP attention it is not the flag's."""
-    told = s.facts.number("schedule_conservativeness")
-    return 1.0 if told is None else told
+    """Return the conservativeness that schedulers use; under DP attention it differs from the flag."""
+    value = s.facts.number("schedule_conservativeness")
+    return 1.0 if value is None else value
 
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
-    """Find what in the client is too slow."""
+    """Find that the queue runs empty, and what on the client's side is too slow."""
     if not s.load.frequent("empty"):
         return None
-    band = Band(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.max_running)
+    band = QueueBand(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.max_running)
     keep = f"keep {band.low}-{band.high} requests waiting"
     if s.client is None:
         change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"
     else:
-        change, why = _what_in_it(s.client, keep)
+        change, why = _slow_part(s.client, keep)
     args = {} if change else _more_workers(s, flags)
     left = "while rows were left to send: " if s.client else ""
     return Finding(
@@ -52,36 +53,39 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _more_workers(s: Situation, flags: Flags) -> dict[str, Any]:
-    """Give the server's front process workers, if there is one, without them, and the version has them."""
+    """Return the flag for more tokenizer workers, if the server has a front process with few of them."""
     has_front = s.client is not None and s.client.kind != "inprocess"
     few = (s.facts.number("tokenizer_worker_num") or 1) < TOKENIZERS
     return flags.setting("tokenizer-worker-num", TOKENIZERS) if has_front and few else {}
 
 
-def _what_in_it(client: Client, keep: str) -> tuple[str, str]:
-    """Return what to change in our own client, and why; no change where it is the server that is slow."""
-    if 2 * client.on_way > client.dry:
+def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
+    """Return what to change in the runner, and why; the change is empty where the server is slow."""
+    if 2 * client.on_way > client.empty:
         remedy = "`tokenize: client`" if client.tokenize == "server" else ""
-        return remedy, "requests are under way to the scheduler (the server's front process, or the network)"
-    if 2 * client.at_window > client.dry:
+        return (
+            remedy,
+            "requests are on their way to the scheduler (the front process or the network is slow)",
+        )
+    if 2 * client.at_window > client.empty:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {keep}", "the job's window is full"
         if client.connections and client.widest >= 0.9 * client.connections:
             return "raise `ulimit -n`", f"all {client.connections} connections that it allows are in use"
-        return "`queue`: a higher band in the job", "the window is full, and its band is too low"
-    if 2 * client.resting > client.dry:
+        return "`queue`: a higher band in the job", "the window is full, and its queue band is too low"
+    if 2 * client.resting > client.empty:
         return (
             "find out why the engine refuses rows (report.json: failures, retries)",
             "rows wait for a retry",
         )
     return (
         "give the runner more of the machine: cores for rendering and tokens, input on a faster disk",
-        "the window is not full: rows are not read, rendered or made tokens of fast enough",
+        "the window is not full: rows are not read, rendered or tokenized fast enough",
     )
 
 
 def queue_deep(s: Situation, _: Flags) -> Finding | None:
-    """Find that more waits than the scheduler should look at in each pass."""
+    """Find that more requests wait than the scheduler should sort through before each pass."""
     if not s.load.frequent("deep"):
         return None
     how = "send requests evenly, not in bursts" if s.load.frequent("empty") else "send fewer requests at once"
@@ -94,10 +98,10 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
 
 
 def conservative(s: Situation, flags: Flags) -> Finding | None:
-    """Find that SGLang reserves memory for outputs that do not come."""
+    """Find that SGLang reserves memory for longer outputs than there are."""
     if not s.load.frequent("conservative") or s.retracts_often or s.fills_up:
         return None
-    if s.client and s.client.ignore_eos:  # outputs are as long as they may be, and SGLang reserves just that
+    if s.client and s.client.ignore_eos:  # outputs have max_new_tokens, which is what SGLang reserves
         return None
     share = s.client.output_share if s.client else None
     args = {}
@@ -109,7 +113,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     cause, tighter, certainty = _cause(share, s.client, s.limits.short_output)
     return Finding(
         f"token usage is below {s.limits.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
-        f"waiting {s.often('conservative')}: SGLang takes in too few; {cause}",
+        f"waiting {s.often('conservative')}: SGLang admits too few; {cause}",
         args,
         ", or ".join(filter(None, (command_line(args), tighter))),
         {**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
@@ -117,38 +121,38 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def _cause(share: float | None, client: Client | None, short: float) -> tuple[str, str, Certainty]:
-    """Return why too few are taken in, what the job can do, and how sure that is."""
+def _cause(share: float | None, client: ClientActivity | None, short: float) -> tuple[str, str, Certainty]:
+    """Return why too few requests are admitted, what the job can change, and how certain that is."""
     tighter = "a max_new_tokens nearer to real outputs"
     if share is None:
         return "max_new_tokens may be far above real outputs", tighter, "medium"
     cause = f"outputs are {share:.0%} of max_new_tokens on average"
     if share >= short:
-        return f"{cause}, which is not why", "", "low"
+        return f"{cause}, which is not the cause", "", "low"
     longest = client.longest_output if client else None
     known = f" (99% of the outputs have at most {longest} tokens)" if longest else ""
     return cause, tighter + known, "high"
 
 
 def running_capped(s: Situation, flags: Flags) -> Finding | None:
-    """Find that `max_running_requests` limits while the KV pool has room."""
+    """Find that `max_running_requests` is the limit while the KV pool has room."""
     most = s.max_running or 0
     if not s.load.frequent("capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    if s.log.median("usage") >= s.limits.usage_good:  # of a hybrid model /v1/loads leaves the states out
+    if s.log.median("usage") >= s.limits.usage_good:  # a hybrid model: /v1/loads leaves out its states
         return None
     room = s.limits.usage_good / max(s.load.median("usage"), 0.05)
     target = min(MOST_RUNNING, max(most + 1, math.floor(most * room / 8) * 8))
     return Finding(
         f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
-        f"{s.often('capped')}: the cap limits, not memory",
+        f"{s.often('capped')}: max_running_requests is the limit, not memory",
         flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
         evidence={**s.evidence("capped"), "max_running_requests": most},
     )
 
 
 def retractions(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the pool runs over; about once a minute is fine."""
+    """Find that the KV pool overflows; about one retraction a minute is fine."""
     if not s.retractions:
         return None
     rate = s.retractions_per_min
@@ -156,18 +160,20 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
     if rate <= s.limits.retractions_per_min:
         return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)
-    if not s.load.enough:  # the reading tells how many there were
+    if not s.load.enough:  # the reading has their number
         return None
     name = "schedule-conservativeness"
     now, most = in_effect(s.facts, name) or 1.0, as_flag(s.facts, name, MOST_CONSERVATIVE)
     target = round(min(most, max(MORE_CONSERVATIVE, MORE_CONSERVATIVE * now)), 2)
-    sign = f"{seen}, with token usage at {s.load.median('usage'):.2f}: requests lose place and work"
+    sign = (
+        f"{seen}, with token usage at {s.load.median('usage'):.2f}: requests lose their place and their work"
+    )
     share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
     if share is not None:
         cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"
         evidence |= {"tokens_computed_again": again, "recomputed_share": round(share, 4)}
         if not s.log.retractions_cost:
-            fine = f"{seen}: {cost}, which costs less than fewer at once would"
+            fine = f"{seen}: {cost}, which costs less than running fewer requests would"
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
     if target > now:
@@ -183,7 +189,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
 
 
 def latency_high(s: Situation, flags: Flags) -> Finding | None:
-    """Find that single answers are slow; no run of ours minds."""
+    """Find that single answers are slow, which does not matter for a run."""
     if s.client is not None or s.facts.on_cpu or not s.load.frequent("slow"):
         return None
     running = s.load.median("running")

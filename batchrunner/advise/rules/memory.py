@@ -1,4 +1,4 @@
-"""Rules on memory: what is left at the start, and where it ran out. Each is pure."""
+"""Rules on GPU memory: what is left at the start, and where it ran out. Each is pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.advise.situation import LONGEST, Finding, command_line
+from batchrunner.advise.rules.rule import Finding
+from batchrunner.advise.situation import LONGEST_LINE
+from batchrunner.engines.flags import command_line
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
 
@@ -21,7 +23,7 @@ STEP = 0.01
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
-    """Find GPU memory that lies idle, or that it is as it should be."""
+    """Find that GPU memory is unused, or that the right amount is left."""
     left, band = s.facts.ready.gpu_gb if s.facts.ready else None, s.memory_band
     if left is None or left < band.low:
         return None
@@ -36,7 +38,7 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
             {"max-total-tokens": None},
             evidence=evidence,
         )
-    return _fraction(s, flags, f"{seen}: more than {good}, the rest lies idle", left, evidence)
+    return _fraction(s, flags, f"{seen}: more than {good}, the rest is unused", left, evidence)
 
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
@@ -51,9 +53,9 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict[str, Any]) -> Finding | None:
-    """Move mem-fraction-static so that the good amount is left; by how much, the card's memory says.
+    """Change mem-fraction-static so that the right amount is left, by the card's memory.
 
-    Never below what the weights and a pool take: then there is nothing to say.
+    None where weights and a pool need more than the target would leave them.
     """
     now, more = s.facts.number("mem_fraction_static"), left - s.memory_band.good
     up = more > 0
@@ -97,9 +99,9 @@ def oom_graph(s: Situation, flags: Flags) -> Finding | None:
 
 
 def oom_weights(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the weights, or the weights and any KV pool at all, do not fit."""
+    """Find that the weights do not fit, or leave no room for a KV pool."""
     if trouble := _last(s, "pool"):
-        where = "before there was a KV pool: the weights take what mem-fraction-static allows"
+        where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
         return _ran_out(s, trouble, flags, where, {}, "" if s.facts.on_cpu else "more GPUs (--tp-size)")
     if trouble := _last(s, "load"):
         args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
@@ -112,7 +114,7 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
 
 
 def oom_general(s: Situation, flags: Flags) -> Finding | None:
-    """Find that memory ran out, and it is not known where."""
+    """Find that memory ran out in an unknown place."""
     trouble = _last(s, "general")
     return _ran_out(s, trouble, flags, "", {}) if trouble else None
 
@@ -124,13 +126,13 @@ def _last(s: Situation, phase: Phase) -> Trouble | None:
 def _ran_out(
     s: Situation, trouble: Trouble, flags: Flags, where: str, known: dict[str, Any], beside: str = ""
 ) -> Finding:
-    """Return the finding with the step that a launched engine would be given; `beside` is another way."""
+    """Return the finding with the flags that recovery would use; `beside` is another remedy."""
     times = sum(other.phase == trouble.phase for other in s.facts.troubles)
     text = trouble.what.text
     args = safer(Death(trouble.phase, text, trouble.running), s.facts, flags)
     ways = [way for way in (command_line(args), beside) if way] or ["a smaller model, or a larger card"]
     return Finding(
-        f"out of memory{where and ' '}{where}: {text[:LONGEST]}",
+        f"out of memory{where and ' '}{where}: {text[:LONGEST_LINE]}",
         args,
         ", or ".join(ways),
         {**known, "times": times, "running": trouble.running},

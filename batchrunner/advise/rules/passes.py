@@ -1,4 +1,4 @@
-"""Rules on what a forward pass does: prefill chunks, long prompts, CUDA graphs. Each is pure."""
+"""Rules on forward passes: prefill chunks, long prompts, CUDA graphs. Each is pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.advise.rules.load import LESS_CONSERVATIVE, conservativeness
-from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Finding
+from batchrunner.advise.rules.rule import Finding
+from batchrunner.advise.situation import CHUNK_GB_A_TOKEN
 from batchrunner.engines.logs.facts import prefill_graph_off
 from batchrunner.engines.recovery.safer_args import in_effect, least_fraction
 
@@ -15,24 +16,25 @@ if TYPE_CHECKING:
     from batchrunner.engines.flags import Flags
 
 LARGEST_CHUNK = 16_384
-"""SGLang's own largest default."""
+"""Largest default of SGLang's `--chunked-prefill-size`, in tokens."""
 GRAPH_GB_A_REQUEST = 2 / 1024
-"""What SGLang's memory_hook reserves for decode graphs."""
+"""Memory of a decode graph, in GB a request (SGLang's memory_hook)."""
 USUAL_CAPTURED = 160
-"""Requests; the guides: "typically 160-256"."""
+"""Largest batch with a graph, in requests, where the log lacks it; the guides: "typically 160-256"."""
 LARGE_TP = 4
+"""Tensor parallelism from which larger graphs pay (the guides)."""
 
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
-    """Find that prefill brings new requests no faster than others end."""
+    """Find that prefill admits requests no faster than others end."""
     if not s.load.frequent("far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
     if prefills.passes < s.limits.samples or prefills.filled < s.limits.frequent * prefills.passes:
         return None
     return Finding(
-        f"{s.load.median('running'):.0f} requests run of {s.max_running} that may, others wait and "
-        f"memory is left {s.often('far_below')}: they end as fast as full prefill passes bring new ones",
+        f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
+        f"memory is left {s.often('far_below')}: they end as fast as full prefill passes admit new ones",
         larger_chunk(s, flags),
         evidence=s.evidence("far_below"),
     )
@@ -64,7 +66,7 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
 
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding runs without CUDA graphs at batch sizes where they matter."""
+    """Find that decoding runs without CUDA graphs at batch sizes at which graphs matter."""
     large = s.facts.tp >= LARGE_TP
     sign = "no_graph_tp" if large else "no_graph"
     if s.facts.on_cpu or not s.log.frequent(sign):
@@ -78,7 +80,7 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         if pool is None:
             return None
         args = flags.setting("cuda-graph-max-bs-decode", target) | pool
-        why = f"they are captured up to {captured or 'some 160-256'}"
+        why = f"they are captured up to {captured or 'about 160-256'}"
     else:
         return None
     share = s.log.share(sign)
@@ -97,7 +99,7 @@ def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
 
 
 def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
-    """Return a chunk of twice the size, and a smaller pool where its memory must come from there."""
+    """Return flags for a chunk of twice the size, with a smaller pool where the chunk needs its memory."""
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
     larger = min(2 * chunk, LARGEST_CHUNK)
     pool = smaller_pool(s, flags, (larger - chunk) * CHUNK_GB_A_TOKEN)
@@ -108,9 +110,9 @@ def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
 
 
 def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any] | None:
-    """Return the mem-fraction-static that leaves room for so many GB more, empty where there is room.
+    """Return the mem-fraction-static that frees `gb` more; empty where that much is free already.
 
-    None where weights and a pool of some use would not be left.
+    None where too little would be left for weights and a useful pool.
     """
     now, left = s.facts.number("mem_fraction_static"), s.facts.ready.gpu_gb if s.facts.ready else None
     wanting = gb - max(0.0, left - s.memory_band.low) if left else gb

@@ -1,41 +1,95 @@
-"""One row of the table of rules, and how it is applied. Pure."""
+"""One rule, what it finds, and the advice that follows. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from batchrunner.advise.advice import Advice
-from batchrunner.advise.situation import command_line
+from batchrunner.engines.flags import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchrunner.advise.advice import Certainty
-    from batchrunner.advise.situation import Finding, Situation
+    from batchrunner.advise.situation import Situation
     from batchrunner.engines.flags import Flags
+
+
+Certainty = Literal["high", "medium", "low"]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One piece of advice; without a `change` it says that something is as it should be."""
+
+    rule: str
+    """Name of the rule in the table."""
+    sign: str
+    """The sign that was seen, in one line with figures, share of samples and time span."""
+    change: str = ""
+    """The change: a flag with its value, as the installed version spells it, or a field of the job."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """The same for `engine.args`, where the change is server flags; None removes a flag."""
+    effect: str = ""
+    """The expected gain."""
+    tradeoff: str = ""
+    """The cost of the change."""
+    certainty: Certainty = "medium"
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """The figures behind the sign, for `--json`; their names have the units."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the advice as `--json` prints it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal."""
+        if not self.change:
+            return [f"healthy: {self.sign}"]
+        notes = [("gain", self.effect), ("cost", self.tradeoff)]
+        return [
+            f"{self.sign}",
+            f"  -> {self.change} ({self.certainty} certainty)",
+            *(f"     {name}: {text}" for name, text in notes if text),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The finding of a rule: a sign with its figures, and the change."""
+
+    sign: str
+    args: dict[str, Any] = field(default_factory=dict)
+    """Server flags for `engine.args`; without them and `change`, the rule gives no advice."""
+    change: str = ""
+    """The change in words, where flags alone do not say it."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    certainty: Certainty | None = None
+    """How certain it is, where that differs from the rule."""
+    fine: bool = False
+    """Whether the finding is that all is well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the table."""
+    """One rule, a row of the table in the docs."""
 
     name: str
     sign: str
-    """With its thresholds, for the table."""
+    """The sign with its thresholds, for the table in the docs."""
     advice: str
-    """For the table."""
+    """The advice in general, for the table in the docs."""
     source: str
-    """The guides: G1 the newest, G2 SGLang's own of 2025, G3 the oldest, G4 the Chinese one; or SGLang."""
+    """The source: SGLang, or a tuning guide: G1 is the newest, G2 SGLang's own of 2025, G3 the oldest, G4 the
+    Chinese one."""
     judge: Callable[[Situation, Flags], Finding | None]
     effect: str
     tradeoff: str = ""
     certainty: Certainty = "medium"
     option: bool = False
-    """It could be better; nothing is wrong."""
+    """Whether nothing is wrong, and the advice is only an option."""
 
     def apply(self, situation: Situation, flags: Flags) -> Advice | None:
-        """Return this rule's advice; None where it has none, or none that this version can follow."""
+        """Return this rule's advice; None without a finding, or where this version lacks the flags."""
         found = self.judge(situation, flags)
         if found is None:
             return None

@@ -1,6 +1,6 @@
-"""Rules on what was chosen before the start: metrics, GPUs, parallelism, precision, kernels, cache, order.
+"""Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
-Each is pure, and says nothing where the model or the card that it is about is not known.
+Each is pure, and finds nothing where the model or the GPU is not known.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from batchrunner.advise.situation import Finding, command_line
+from batchrunner.advise.rules.rule import Finding
+from batchrunner.engines.flags import command_line
 from batchrunner.engines.logs.facts import FP8
 
 if TYPE_CHECKING:
@@ -17,17 +18,18 @@ if TYPE_CHECKING:
     from batchrunner.engines.logs.facts import Architecture, Facts
 
 ROOM_FOR_KV = 0.6
-"""Share of a card that all weights may take so that one GPU is enough: the rest holds the KV pool."""
+"""Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""
 FEW_PROMPTS = 50
+"""Prompts below which the share of cached tokens says little."""
 LONG_ENOUGH = 1024
-"""Tokens of a prompt from which keeping its prefix on the host is cheaper than to compute it again."""
+"""Tokens of a prompt from which a copy of its prefix in host memory is cheaper than computing it again."""
 _BACKENDS: dict[Architecture, tuple[str, str]] = {
     "hopper": ("fa3", "flashinfer"),
     "blackwell": ("trtllm_mha", "flashinfer"),
     "ada": ("flashinfer", "triton"),
     "ampere": ("flashinfer", "triton"),
 }
-"""The guides' attention backend of each generation of cards, and the one to compare it with."""
+"""The guides' attention backend for each generation of GPUs, and the one to compare it with."""
 _CHOSEN_FOR = (
     "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
     "Inkling", "MiniCPM", "Llama4",
@@ -35,13 +37,13 @@ _CHOSEN_FOR = (
 """Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
 model_config and model_overrides)."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
-"""Backends that run on any card; a special one was chosen for a reason."""
+"""Backends that run on any GPU; another one was chosen for a reason."""
 _OF_16_BITS = (None, "auto", "bf16", "bfloat16")
-"""What `--kv-cache-dtype` is where keys and values have 16 bits; others have 8 or 4."""
+"""Values of `--kv-cache-dtype` with 16-bit keys and values; others have 8 or 4 bits."""
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the server tells less than it could."""
+    """Find that the server reports less than it could."""
     args = s.facts.arguments
     off = [name for name in ("enable_metrics", "enable_cache_report") if args.get(name) is False]
     if s.facts.metrics is False and "enable_metrics" not in off:
@@ -51,16 +53,16 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
         "enable_cache_report": "cached tokens of each chat answer",
     }
     settings = {k: v for name in off for k, v in flags.setting(name.replace("_", "-"), value=True).items()}
-    return Finding(f"not told: {' and '.join(shown[name] for name in off)}", settings) if off else None
+    return Finding(f"not reported: {' and '.join(shown[name] for name in off)}", settings) if off else None
 
 
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find that a model is spread over GPUs although it fits one, or that GPUs are idle."""
+    """Find that a model is split over GPUs although it fits one, or that GPUs are idle."""
     tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
     ours = s.client is not None and s.client.kind in {"server", "gateway"}
     if s.facts.idle_gpus and s.client and s.client.kind == "server":
         return Finding(
-            f"{s.facts.idle_gpus} GPUs that the server saw are idle",
+            f"{s.facts.idle_gpus} GPUs that the server could use are idle",
             change="`engine: {kind: gateway}`: a replica for every GPU",
             evidence={"idle_gpus": s.facts.idle_gpus},
             certainty="high",
@@ -71,7 +73,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     args = flags.setting("tp-size", 1)
     how = "`engine: {kind: gateway, tp: 1}`" if ours else f"{tp} servers behind SGLang's Model Gateway, each"
     return Finding(
-        f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is spread over {tp}",
+        f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is split over {tp}",
         args,
         f"{how} with {command_line(args)}",
         {"weights_gb": round(whole, 1), "card_gb": card, "tp": tp},
@@ -79,12 +81,12 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 
 def data_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find replicas inside one server."""
+    """Find data-parallel replicas inside one server."""
     dp = s.facts.number("dp_size", 1) or 1
     if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
-        f"--dp-size {dp:.0f} parts the requests in turn, whatever each replica has to do",
+        f"--dp-size {dp:.0f} sends requests to replicas in turn, whatever their load",
         flags.setting("dp-size", 1),
         f"{dp:.0f} servers behind SGLang's Model Gateway instead",
     )
@@ -95,13 +97,13 @@ def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
     if not s.facts.is_moe or s.facts.tp < 2 or (s.facts.number("ep_size", 1) or 1) > 1:  # noqa: PLR2004
         return None
     return Finding(
-        f"{s.facts.model} has experts, each of them cut over {s.facts.tp} GPUs",
+        f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs",
         flags.setting("ep-size", s.facts.tp),
     )
 
 
 def dp_attention(s: Situation, flags: Flags) -> Finding | None:
-    """Find a model with latent attention whose KV cache is held on each GPU again."""
+    """Find a model with latent attention (MLA) whose KV cache is repeated on each GPU."""
     if not s.facts.is_mla or s.facts.tp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
@@ -111,7 +113,7 @@ def dp_attention(s: Situation, flags: Flags) -> Finding | None:
 
 
 def torch_compile(s: Situation, flags: Flags) -> Finding | None:
-    """Find a small model at a small batch."""
+    """Find a small model with small batches."""
     weights = s.facts.weights_gb
     if s.facts.on_cpu or not weights or weights * s.facts.tp > s.limits.small_model_gb:
         return None
@@ -124,7 +126,7 @@ def torch_compile(s: Situation, flags: Flags) -> Finding | None:
 
 
 def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
-    """Find 16-bit weights on a card that computes in 8 bits, where memory limits the batch."""
+    """Find 16-bit weights on a GPU with FP8, where memory limits the batch."""
     if s.facts.architecture not in FP8 or not s.facts.in_16_bits or not s.load.frequent("kv_bound"):
         return None
     return Finding(
@@ -135,7 +137,7 @@ def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
 
 
 def fp8_cache(s: Situation, flags: Flags) -> Finding | None:
-    """Find a full pool of 16-bit keys and values on such a card."""
+    """Find a full KV pool of 16-bit numbers on a GPU with FP8."""
     args = s.facts.arguments
     if s.facts.architecture not in FP8 or not s.load.frequent("kv_bound"):
         return None
@@ -149,7 +151,7 @@ def fp8_cache(s: Situation, flags: Flags) -> Finding | None:
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
-    """Find prompts that begin alike, in an order that finds little of it in the cache."""
+    """Find prompts with common prefixes, in an order in which the cache finds few of them."""
     prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not s.limits.shared <= share <= s.limits.cached_well:
@@ -160,9 +162,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
         ordered = s.client.order in {"auto", "prefix"}
         return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
     if policy == "lpm" and s.load.largest("queue") > s.limits.lpm_queue:
-        sign = (
-            f"{seen}; lpm, up to 0.4.3 the default, gives up above {s.limits.lpm_queue:.0f} waiting requests"
-        )
+        sign = f"{seen}; lpm (default up to 0.4.3) gives up above {s.limits.lpm_queue:.0f} waiting requests"
         return Finding(
             sign, {}, "send requests that begin alike one after another, as batchrun does", evidence
         )
@@ -174,7 +174,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
 
 
 def host_cache(s: Situation, flags: Flags) -> Finding | None:
-    """Find long prefixes that the KV pool may have dropped before their next use."""
+    """Find long prefixes that the KV pool may have evicted before their next use."""
     prefills = s.log.prefills
     shared = s.limits.shared <= prefills.cached_share <= s.limits.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
@@ -182,26 +182,26 @@ def host_cache(s: Situation, flags: Flags) -> Finding | None:
     if not s.load.frequent("full") or s.facts.on_cpu or s.facts.arguments.get("enable_hierarchical_cache"):
         return None
     return Finding(
-        f"prompts of {prefills.mean_prompt:,.0f} tokens begin alike, {prefills.cached_share:.0%} was in "
-        f"the cache, and the pool is full {s.often('full')}",
+        f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} was in "
+        f"the cache, and the KV pool is full {s.often('full')}",
         flags.setting("enable-hierarchical-cache", value=True),
         evidence={"cached_share": round(prefills.cached_share, 4), **s.evidence("full")},
     )
 
 
 def attention_backend(s: Situation, flags: Flags) -> Finding | None:
-    """Find a general attention backend on a card that has a better one."""
+    """Find a general attention backend on a GPU that has a better one."""
     architecture, now = s.facts.architecture, s.facts.arguments.get("attention_backend")
     if architecture is None or now not in _GENERAL:
         return None
     best = next(iter(best_backends(architecture, s.facts)), now)
     if now == best:
         return None
-    asked = str(s.facts.arguments.get("launch_command") or "--config")  # of /server_info alone
+    asked = str(s.facts.arguments.get("launch_command") or "--config")  # only /server_info has it
     given = re.search("attention.backend", asked)
     if not given and "--config" not in asked:
         return None
-    who = "as it was asked to" if given else "set so, or SGLang's choice: its arguments do not tell"
+    who = "set by its arguments" if given else "set, or chosen by SGLang: its arguments do not say"
     return Finding(
         f"{now} attention on {s.facts.card} ({who})",
         flags.setting("attention-backend", best),
@@ -210,9 +210,9 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
 
 
 def best_backends(architecture: Architecture, facts: Facts) -> tuple[str, ...]:
-    """Return the guides' attention backend for a model on such a card, then the one to compare it with.
+    """Return the guides' attention backend for a model and a GPU, then the one to compare it with.
 
-    By the model's class in `facts`; empty where the choice is SGLang's own.
+    It depends on the model's class in `facts`; empty where SGLang has to choose itself.
     """
     if any(name in (facts.model or "") for name in _CHOSEN_FOR):
         return ()

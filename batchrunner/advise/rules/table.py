@@ -1,4 +1,4 @@
-"""The table of rules: the guides' signs and advice, each with its source. Pure."""
+"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from batchrunner.advise.rules import setup as setup_rules
 from batchrunner.advise.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from batchrunner.advise.advice import Advice
+    from batchrunner.advise.rules.rule import Advice
     from batchrunner.advise.situation import Situation
     from batchrunner.engines.flags import Flags
 
 OFTEN = "often"
-"""In 25% of the samples, and at least 8 of them over 10 s: `frequent`, `samples`, `span_s`."""
+"""The word for a sign in at least 25% of at least 8 samples over 10 s: `frequent`, `samples`, `span_s`."""
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "queue-empty",
-        f"`#queue-req` 0 {OFTEN}, the drain at the end left out; of a run: while rows are left",
-        "send more at once; of a run, what holds it up: window, connections, rendering, retries, or the "
-        "server's front process",
+        f"`#queue-req` 0 {OFTEN}, except in the drain at the end; in a run: while rows are left",
+        "send more at once; in a run, the cause: window, connections, rendering, retries, or the server's "
+        "front process",
         "G1-G4",
         load_rules.queue_empty,
-        "a full batch: a place that falls free is taken at once",
-        "a request waits before it is run",
+        "a full batch: a free slot is taken at once",
+        "requests wait before they run",
     ),
     Rule(
         "queue-deep",
         f"`#queue-req` > 2000 {OFTEN}",
-        "send fewer at once; where it is empty often too, evenly",
+        "send fewer at once; send evenly where the queue is often empty too",
         "G1",
         load_rules.queue_deep,
-        "less scheduling between two passes",
+        "less scheduling work between passes",
         certainty="high",
     ),
     Rule(
         "conservative",
-        f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, fewer running than may, the pool full in < 10%",
-        "`--schedule-conservativeness 0.3`, or a tighter `max_new_tokens` (of a run, with the "
+        f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, running below the limit, the pool full in < 10%",
+        "`--schedule-conservativeness 0.3`, or a smaller `max_new_tokens` (in a run, with the "
         "measured share)",
         "G1-G4",
         load_rules.conservative,
         "more requests run at once, with the same answers",
-        "if outputs are long after all, requests are retracted: about one a minute is fine",
+        "where outputs turn out long, requests are retracted; about one a minute is fine",
     ),
     Rule(
         "running-capped",
@@ -67,48 +67,47 @@ RULES: tuple[Rule, ...] = (
         "`--chunked-prefill-size` doubled, up to 16384",
         "G1",
         pass_rules.running_low,
-        "more prompts a prefill pass, and so a larger batch",
-        "decoding pauses longer; memory",
+        "more prompts in a prefill pass, hence a larger batch",
+        "longer pauses in decoding; more memory",
         "low",
     ),
     Rule(
         "retractions",
-        "more than 1 retraction a minute (a span under a minute counts as one), and tokens computed again "
-        "≥ 25% of those generated, where the log tells; up to that it is said to be fine",
-        "`--schedule-conservativeness 1.3`, from there 1.43, where all of `max_new_tokens` is reserved; then "
-        "`--max-running-requests` down, or a larger pool. Not mem-fraction-static down, as G1 has it "
-        "for frequent retractions: that shrinks the pool which is too small; it helps out-of-memory errors",
+        "more than 1 retraction a minute (a shorter span counts as a minute), and tokens computed again "
+        "≥ 25% of those generated, where the log has them; below that it is reported as fine",
+        "`--schedule-conservativeness 1.3`, then 1.43, which reserves all of `max_new_tokens`; then a lower "
+        "`--max-running-requests`, or a larger pool. Not a lower mem-fraction-static, as G1 advises: that "
+        "shrinks the pool, which is too small; it helps against out-of-memory errors",
         "G1-G4",
         load_rules.retractions,
-        "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks the pool "
-        "that is full",
-        "fewer requests run until it is known how long their outputs are; SGLang corrects itself after each "
-        "retraction, so that speed changes by some per cent, up or down",
+        "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks the full pool",
+        "fewer requests run until their output lengths are known; SGLang adapts after each retraction, so "
+        "speed changes by a few per cent, up or down",
         "low",
     ),
     Rule(
         "memory-left",
-        "`available_gpu_mem` at ready > 10 GB; 5-10 is said to be good (the guides: 5-8); on cards under 40 "
-        "GB in proportion, with chunks over 8192 more",
-        "`--mem-fraction-static` up to leave 6.5 GB, by the card's memory; `--max-total-tokens` off",
+        "`available_gpu_mem` when ready > 10 GB; 5-10 is reported as good (the guides: 5-8); less on cards "
+        "under 40 GB, in proportion, and more with chunks over 8192",
+        "a higher `--mem-fraction-static` that leaves 6.5 GB; no `--max-total-tokens`",
         "G1, G2, G4",
         memory_rules.memory_left,
         "a larger KV pool: more requests at once",
-        "nearer to out of memory: go back 0.01 where it happens",
+        "nearer to running out of memory: lower it by 0.01 where that happens",
     ),
     Rule(
         "memory-tight",
-        "`available_gpu_mem` at ready < 5 GB, on cards under 40 GB in proportion",
-        "`--mem-fraction-static` down to leave 6.5 GB, as far as weights and a pool leave room",
+        "`available_gpu_mem` when ready < 5 GB; less on cards under 40 GB, in proportion",
+        "a lower `--mem-fraction-static` that leaves 6.5 GB, as far as weights and a pool allow",
         "G1, G2, G4",
         memory_rules.memory_tight,
-        "room for activations: no crash in mid-run",
+        "room for activations: no crash during the run",
         "a smaller KV pool",
     ),
     Rule(
         "oom-prefill",
         "out of memory in a prefill pass (its line, or the traceback)",
-        "`--chunked-prefill-size` 4096, then 2048, then mem-fraction-static down",
+        "`--chunked-prefill-size` 4096, then 2048, then a lower mem-fraction-static",
         "G1-G4",
         memory_rules.oom_prefill,
         "smaller activations",
@@ -122,14 +121,14 @@ RULES: tuple[Rule, ...] = (
         "G1-G4",
         memory_rules.oom_decode,
         "smaller batches fit",
-        "less at once",
+        "fewer requests at once",
         "high",
     ),
     Rule(
         "oom-graph",
-        "capturing CUDA graphs failed for want of memory",
-        "`--cuda-graph-max-bs(-decode)` halved if those of decoding failed; "
-        "mem-fraction-static down; at last no graphs",
+        "memory ran out while CUDA graphs were captured",
+        "`--cuda-graph-max-bs(-decode)` halved if decode graphs failed; then a lower mem-fraction-static; "
+        "at last no graphs",
         "G1, SGLang's message",
         memory_rules.oom_graph,
         "the graphs fit",
@@ -149,17 +148,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "oom-general",
-        "out of memory, not known where",
+        "out of memory in an unknown place",
         "`--mem-fraction-static` 0.8, then 0.7, 0.6",
         "G1-G4",
         memory_rules.oom_general,
-        "more room for all but the KV pool",
-        "a smaller KV pool: less at once",
+        "more memory for all but the KV pool",
+        "a smaller KV pool: fewer requests at once",
     ),
     Rule(
         "killed",
         "exit code -9, `Killed`, or the kernel's own line",
-        "on a CPU `--max-total-tokens` halved; else more memory for the host's side of it",
+        "on a CPU `--max-total-tokens` halved; else more host memory",
         "SGLang's message",
         death_rules.killed,
         "the server lives",
@@ -167,8 +166,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "crashed",
-        "an exception that ended the scheduler, or a child's death, and memory did not run out",
-        "its line, to look for; no flag is known to cure it",
+        "an exception that ended the scheduler, or the death of a child process, without a lack of memory",
+        "the line to search for; no flag is known to cure it",
         "SGLang's messages",
         death_rules.crashed,
         "the server lives",
@@ -177,42 +176,42 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "cuda-graph",
         f"`cuda graph: False` at ≤ 512 running (768 from tp 4) {OFTEN}",
-        "where they were disabled, on again; else `--cuda-graph-max-bs(-decode)` 512 or 768, "
-        "mem-fraction-static down",
+        "enable them where they are disabled; else `--cuda-graph-max-bs(-decode)` 512 or 768, with a lower "
+        "mem-fraction-static",
         "G1, G2, G4",
         pass_rules.cuda_graph,
         "less time between kernels at each decode step",
-        "some 2 MB for each request, seconds at the start",
+        "about 2 MB for each request, seconds at the start",
     ),
     Rule(
         "long-prompts",
-        "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, ≥ 2048 tokens on average: a prompt's, or of "
-        "such passes one after the other",
-        "`--chunked-prefill-size` doubled, up to 16384 (mem-fraction-static down with it, as far as weights "
-        "and a pool leave room); prefill graphs where they are off",
+        "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, with ≥ 2048 tokens on average, in one pass or "
+        "in several in a row",
+        "`--chunked-prefill-size` doubled, up to 16384 (with a lower mem-fraction-static, as far as weights "
+        "and a pool allow); prefill graphs where they are off",
         "G1",
         pass_rules.long_prompts,
         "fewer, larger passes over the weights",
-        "1.5 MB of memory a token of the chunk; decoding pauses longer",
+        "1.5 MB of memory a token of the chunk; longer pauses in decoding",
     ),
     Rule(
         "attention-backend",
-        "a general backend, and the card is known; not of models for which SGLang chooses one itself "
+        "a general backend on a known card; not for models for which SGLang chooses the backend itself "
         "(attention sinks, sliding windows; DeepSeek's attention on Ampere and Ada)",
         "Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`",
         "G1",
         setup_rules.attention_backend,
         "faster attention",
-        "SGLang chooses by itself: it or somebody may have had a reason",
+        "SGLang, or a person, may have chosen it for a reason",
         "low",
     ),
     Rule(
         "tensor-parallel",
-        "tp > 1 and all weights ≤ 60% of one GPU; or idle GPUs beside a run's server",
-        "a replica a GPU behind the Model Gateway",
+        "tp > 1 and all weights ≤ 60% of one GPU; or idle GPUs beside the server of a run",
+        "one replica for each GPU behind the Model Gateway",
         "G1-G4",
         setup_rules.tensor_parallel,
-        "no exchange between GPUs at each layer",
+        "no communication between GPUs at each layer",
         "each replica has its own, smaller KV pool and prefix cache",
     ),
     Rule(
@@ -221,20 +220,20 @@ RULES: tuple[Rule, ...] = (
         "servers behind the Model Gateway",
         "G1, G2, G4",
         setup_rules.data_parallel,
-        "requests go where there is room, or their prefix",
-        "several ports, one more process",
+        "requests go to the replica that has room, or their prefix",
+        "several ports, and one more process",
         "low",
         option=True,
     ),
     Rule(
         "shared-prefixes",
         "10-60% of prompt tokens from the cache, of ≥ 50 prompts",
-        "the runner's order; `--schedule-policy lpm` (default up to 0.4.3, fcfs since 0.4.4) only for other "
-        "clients' servers whose queue stays under 128",
+        "the runner's order of rows; `--schedule-policy lpm` (default up to 0.4.3, then fcfs) only for "
+        "servers of other clients whose queue stays under 128",
         "G1-G4",
         setup_rules.shared_prefixes,
-        "what prompts have in common is computed once",
-        "lpm: more scheduling, late requests wait",
+        "common prefixes are computed once",
+        "lpm: more scheduling work, and late requests wait",
         "low",
         option=True,
     ),
@@ -244,19 +243,19 @@ RULES: tuple[Rule, ...] = (
         "`--enable-hierarchical-cache`",
         "G1",
         setup_rules.host_cache,
-        "prefixes that the KV pool drops come back from the host's memory",
-        "host memory of twice the pool, and transfers",
+        "prefixes that the KV pool evicts come back from host memory",
+        "host memory of twice the pool's size, and transfers",
         "low",
         option=True,
     ),
     Rule(
         "latency-high",
-        f"> 0.2 s between two tokens {OFTEN}, not of a run",
+        f"> 0.2 s between two tokens {OFTEN}, not in a run",
         "`--max-running-requests` to half",
         "G1",
         load_rules.latency_high,
         "each answer comes sooner",
-        "fewer tokens a second in all: leave it for a batch",
+        "fewer tokens a second in total: not for a batch",
         "low",
         option=True,
     ),
@@ -267,7 +266,7 @@ RULES: tuple[Rule, ...] = (
         "G1, G2, G4",
         setup_rules.expert_parallel,
         "each GPU computes whole experts",
-        "experts are used unevenly",
+        "the load of experts is uneven",
         "low",
         option=True,
     ),
@@ -294,18 +293,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp8-weights",
-        f"weights not quantised, by the log; a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
+        f"weights not quantised, by the log; a card with FP8; token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
         "`--quantization fp8`",
         "G1, G2, G4",
         setup_rules.fp8_weights,
-        "half the memory for weights, the rest for KV, and faster products",
+        "half the memory for weights, the rest for the KV pool, and faster matrix products",
         "answers change a little",
         "low",
         option=True,
     ),
     Rule(
         "fp8-cache",
-        "the same with a 16-bit KV cache, whatever the weights are",
+        "the same with a 16-bit KV cache and any weights",
         "`--kv-cache-dtype fp8_e4m3`",
         "G1",
         setup_rules.fp8_cache,
@@ -316,30 +315,30 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "metrics-off",
-        "metrics or cache report off, in the arguments or at /metrics",
+        "metrics or the cache report are off, by the arguments or by /metrics",
         "`--enable-metrics`, `--enable-cache-report`",
         "G1",
         setup_rules.metrics_off,
-        "the next advice has more to go by",
-        "next to nothing",
+        "the next advice has more data",
+        "almost nothing",
         "high",
         option=True,
     ),
 )
 BY_NAME = {rule.name: rule for rule in RULES}
 _TAKES_MEMORY = ("running-low", "long-prompts", "cuda-graph")
-_OF_LOAD = (
+_LOAD_RULES = (
     *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
     "latency-high",
 )  # fmt: skip
-_OF_CARD = (*_OF_LOAD, "tensor-parallel", "torch-compile")
+_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
 SILENCES: dict[str, tuple[str, ...]] = {
-    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_OF_CARD),
-    "oom-graph": ("oom-general", *_OF_CARD),
-    "oom-prefill": ("oom-general", *_OF_CARD),
-    "oom-decode": ("oom-general", *_OF_CARD),
-    "oom-general": _OF_CARD,
-    "killed": (*_OF_LOAD, "host-cache"),
+    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
+    "oom-graph": ("oom-general", *_CARD_RULES),
+    "oom-prefill": ("oom-general", *_CARD_RULES),
+    "oom-decode": ("oom-general", *_CARD_RULES),
+    "oom-general": _CARD_RULES,
+    "killed": (*_LOAD_RULES, "host-cache"),
     "queue-deep": ("queue-empty",),
     "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
     "running-capped": ("latency-high", "conservative"),
@@ -350,19 +349,19 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "tensor-parallel": ("expert-parallel", "dp-attention"),
     "dp-attention": ("data-parallel",),
 }
-"""Which advice takes others away, since they would undo it, or give a flag another value: what ran out of
-memory gets less to do and nothing else; what lies idle is taken by what needs it; one change of the same
-thing at a time. What comes first counts first: advice that was taken away takes none."""
+"""Advice that silences other advice, which would undo it or set the same flag differently. After an
+out-of-memory error nothing may take more memory; unused memory goes to the advice that needs it; one thing is
+changed at a time. Earlier entries count first: advice that is silenced silences none."""
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return what all rules have to say: what to change first, then what is well."""
-    said = [advice for rule in RULES if (advice := rule.apply(situation, flags))]
-    loud, silent = {advice.rule for advice in said if advice.change}, set[str]()
+    """Return the advice of all rules: first what to change, then what is well."""
+    found = [advice for rule in RULES if (advice := rule.apply(situation, flags))]
+    loud, silent = {advice.rule for advice in found if advice.change}, set[str]()
     for rule, others in SILENCES.items():
         silent |= set(others) if rule in loud - silent else set()
-    said = [advice for advice in said if not (advice.change and advice.rule in silent)]
-    return sorted(said, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))
+    kept = [advice for advice in found if not (advice.change and advice.rule in silent)]
+    return sorted(kept, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))
 
 
 def table() -> list[str]:

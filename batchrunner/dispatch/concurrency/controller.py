@@ -44,6 +44,10 @@ control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchrunner.job.queue_band import QueueBand
 
 GAIN = 0.37
 """Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""
@@ -76,24 +80,6 @@ MOST_PROBED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """Healthy `#queue-req` of one scheduler, in requests."""
-
-    low: int
-    high: int
-    why: str = "the job's"
-
-    def scaled(self, max_running: int | None) -> Band:
-        """Return the band for a scheduler that runs so many at once."""
-        if max_running is None or max_running >= USUAL_MAX_RUNNING:
-            return self
-        share = max_running / USUAL_MAX_RUNNING
-        low = min(self.low, max(LEAST_LOW, round(self.low * share)))
-        high = min(self.high, max(4 * low, round(self.high * share)))
-        return Band(low, high, f"scaled down: the scheduler runs {max_running} at once")
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
     """One sample of a scheduler: its gauges, and what the client knows at the same moment."""
 
@@ -121,7 +107,7 @@ class Decision:
 class Controller:
     """The window of one scheduler. Times are seconds of any clock that does not go back."""
 
-    def __init__(self, scheduler: str, window: int, band: Band, *, most: int, now: float) -> None:
+    def __init__(self, scheduler: str, window: int, band: QueueBand, *, most: int, now: float) -> None:
         """`most` is the largest window that the connections allow."""
         self.scheduler = scheduler
         self.band = band

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from batchrunner.dispatch.concurrency.controller import Band, Controller, Decision, Reading
+from batchrunner.dispatch.concurrency.controller import Controller, Decision, Reading
 from batchrunner.dispatch.concurrency.sharing import Shares
 from batchrunner.dispatch.concurrency.window import first_window
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchrunner.core.types import EngineInfo, SchedulerLoad
+    from batchrunner.job.queue_band import QueueBand
 
 BURST_S = 0.1
 """Seconds over which the rows of a burst are counted."""
@@ -73,7 +74,7 @@ class ConcurrencyLimits:
     """Decides how many requests each route may have in flight."""
 
     info: EngineInfo
-    band: Band
+    band: QueueBand
     tokens_a_row: int
     """KV tokens that a row is expected to hold on average while it runs."""
     most: int

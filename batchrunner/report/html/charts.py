@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from batchrunner.report.html.timeline import Line, Timeline, Value
+    from batchrunner.report.html.timeline import GridValue, Line, Timeline
 
 WIDTH, HEIGHT = 1000.0, 100.0
 COLOURS = 8
@@ -26,7 +26,7 @@ TICKS = 7
 """Of the time axis, at most."""
 
 
-class Tick(NamedTuple):
+class AxisTick(NamedTuple):
     """A label beside the frame."""
 
     at: float
@@ -34,7 +34,7 @@ class Tick(NamedTuple):
     label: str
 
 
-class Mark(NamedTuple):
+class EventMark(NamedTuple):
     """A moment that all charts show as an upright line."""
 
     at: float
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     label: str
 
 
-class Zone(NamedTuple):
+class ValueZone(NamedTuple):
     """A range of values that is shaded, or a value with a line across where both are the same."""
 
     low: float
@@ -52,7 +52,7 @@ class Zone(NamedTuple):
     label: str
 
 
-class Stroke(NamedTuple):
+class ChartLine(NamedTuple):
     """One line of a chart, as drawn."""
 
     label: str
@@ -64,7 +64,7 @@ class Stroke(NamedTuple):
     """What the line has at each place of the grid, for the readout."""
 
 
-class Shade(NamedTuple):
+class ChartZone(NamedTuple):
     """A zone as drawn, from the frame's top."""
 
     y: float
@@ -82,12 +82,12 @@ class Chart:
     """What is good and what is not, in a sentence."""
     says: str
     """What one would see."""
-    strokes: list[Stroke]
-    shades: list[Shade]
-    marks: list[tuple[float, Mark]]
+    strokes: list[ChartLine]
+    shades: list[ChartZone]
+    marks: list[tuple[float, EventMark]]
     """With their place in the frame."""
-    y_ticks: list[Tick]
-    x_ticks: list[Tick]
+    y_ticks: list[AxisTick]
+    x_ticks: list[AxisTick]
 
 
 class ChartBar(NamedTuple):
@@ -108,12 +108,12 @@ class Histogram:
     unit: str
     says: str
     bars: list[ChartBar]
-    y_ticks: list[Tick]
-    x_ticks: list[Tick]
+    y_ticks: list[AxisTick]
+    x_ticks: list[AxisTick]
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class BinnedValues:
     """Values of rows, counted: bin `i` goes from `i * step` to the next; the last one has all above too."""
 
     title: str
@@ -136,8 +136,8 @@ def draw_lines(
     about: str,
     lines: dict[str, Line],
     *,
-    zones: Sequence[Zone] = (),
-    marks: Sequence[Mark] = (),
+    zones: Sequence[ValueZone] = (),
+    marks: Sequence[EventMark] = (),
     top: float = 0.0,
 ) -> Chart:
     """Draw lines over time; the vertical axis goes from 0 to at least `top`."""
@@ -146,7 +146,7 @@ def draw_lines(
     step, most = _scale(max(highest, top, *(zone.low for zone in zones), 1e-9))
     xs = [WIDTH * place / length_s for place in timeline.places]
     strokes = [
-        Stroke(
+        ChartLine(
             label,
             number % COLOURS,
             _path(xs, line, timeline.breaks, most),
@@ -165,7 +165,7 @@ def draw_lines(
     )  # fmt: skip
 
 
-def draw_counts(counts: Counts) -> Histogram:
+def draw_counts(counts: BinnedValues) -> Histogram:
     """Draw a histogram."""
     end = counts.step * len(counts.bins)
     step, top = _scale(max(counts.bins))
@@ -178,16 +178,19 @@ def draw_counts(counts: Counts) -> Histogram:
         f"{at_most}; mean {number(counts.mean)}\N{NO-BREAK SPACE}{counts.unit}",
         [_bar(counts, at, rows, top) for at, rows in enumerate(counts.bins) if rows],
         _rising(step, top),
-        [Tick(100 * at * tick_step / end, number(at * tick_step)) for at in range(int(end / tick_step) + 1)],
+        [
+            AxisTick(100 * at * tick_step / end, number(at * tick_step))
+            for at in range(int(end / tick_step) + 1)
+        ],
     )
 
 
-def time_ticks(length_s: float) -> list[Tick]:
+def time_ticks(length_s: float) -> list[AxisTick]:
     """Return round moments on an axis of so many seconds."""
     step = next((step for step in _STEPS_S if length_s / step <= TICKS), None)
     if step is None:
         step = 86400 * math.ceil(length_s / 86400 / TICKS)
-    return [Tick(100 * at * step / length_s, clock(at * step)) for at in range(int(length_s / step) + 1)]
+    return [AxisTick(100 * at * step / length_s, clock(at * step)) for at in range(int(length_s / step) + 1)]
 
 
 def clock(seconds: float) -> str:
@@ -228,17 +231,17 @@ def _scale(highest: float) -> tuple[float, float]:
     return step, step * math.ceil(highest / step - 1e-9)
 
 
-def _rising(step: float, top: float) -> list[Tick]:
-    return [Tick(100 - 100 * at * step / top, number(at * step)) for at in range(round(top / step) + 1)]
+def _rising(step: float, top: float) -> list[AxisTick]:
+    return [AxisTick(100 - 100 * at * step / top, number(at * step)) for at in range(round(top / step) + 1)]
 
 
-def _bar(counts: Counts, at: int, rows: int, top: float) -> ChartBar:
+def _bar(counts: BinnedValues, at: int, rows: int, top: float) -> ChartBar:
     width, height = WIDTH / len(counts.bins), HEIGHT * rows / top
     says = f"{_range(counts, at)} {counts.unit}: {rows:,} rows"
     return ChartBar(at * width, HEIGHT - height, width, height, says)
 
 
-def _range(counts: Counts, at: int) -> str:
+def _range(counts: BinnedValues, at: int) -> str:
     low, high = at * counts.step, (at + 1) * counts.step
     if at == len(counts.bins) - 1 and counts.largest >= high:
         return f"{number(low)} and more"
@@ -259,14 +262,14 @@ def _sentence(label: str, line: Line) -> str:
     )
 
 
-def _shade(zone: Zone, most: float) -> Shade:
+def _shade(zone: ValueZone, most: float) -> ChartZone:
     high = min(zone.high, most)
-    return Shade(HEIGHT - HEIGHT * high / most, HEIGHT * max(0.0, high - zone.low) / most, zone.label)
+    return ChartZone(HEIGHT - HEIGHT * high / most, HEIGHT * max(0.0, high - zone.low) / most, zone.label)
 
 
-def _runs(xs: Sequence[float], line: Line, breaks: frozenset[int]) -> Iterator[list[tuple[float, Value]]]:
+def _runs(xs: Sequence[float], line: Line, breaks: frozenset[int]) -> Iterator[list[tuple[float, GridValue]]]:
     """Yield the pieces of a line that are drawn without lifting the pen."""
-    run: list[tuple[float, Value]] = []
+    run: list[tuple[float, GridValue]] = []
     for at, (x, value) in enumerate(zip(xs, line, strict=True)):
         if run and (value is None or at in breaks):
             yield run

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.task_holder import holder_of
 from batchrunner.report.report import tolerated
-from batchrunner.runner.status import holder_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchrunner.report.html.results import RunResults
-    from batchrunner.report.html.story import Story
+    from batchrunner.report.html.task_history import TaskHistory
     from batchrunner.report.html.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class Headline:
     """What a page says first."""
 
     name: str
@@ -48,44 +48,45 @@ class Head:
     written: float
 
 
-def head_of(
+def make_headline(
     run_dir: RunDir,
     facts: Mapping[str, Any],
     results: RunResults,
     timeline: Timeline,
-    stories: Sequence[Story],
-) -> Head:
+    histories: Sequence[TaskHistory],
+) -> Headline:
     """Return what the page of a run, or of one of its tasks, says first; `facts` are run.json's."""
-    total = facts["rows_total"] if run_dir.task == MAIN_TASK else stories[0].rows_total if stories else 0
-    left = max(0, total - results.ok - results.failed)
+    total = facts["rows_total"] if run_dir.task == MAIN_TASK else histories[0].rows_total if histories else 0
+    counts = results.counts
+    left = max(0, total - counts.done)
     most_failed = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     kind, state, reason = _state(
-        run_dir, stories, left, too_many=results.failed > tolerated(most_failed, total)
+        run_dir, histories, left, too_many=counts.failed > tolerated(most_failed, total)
     )
     working_s = timeline.axis.length_s
-    starts = sum(len(story.spans) for story in stories)
+    starts = sum(len(history.spans) for history in histories)
     whose = "" if run_dir.task == MAIN_TASK else f", task {run_dir.task}"
     engine = facts["engine"]
-    return Head(
+    return Headline(
         name=run_dir.path.absolute().name + whose,
         path=str(run_dir.path.absolute()),
         model=engine["model"] if engine["model"] != engine["kind"] else "",
         engine=engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
         simulated=bool(engine.get("simulated")),
-        several=len(stories) > 1,
+        several=len(histories) > 1,
         state=state,
         state_kind=kind,
         reason=reason,
         rows_total=total,
         rows_left=left,
         working_s=working_s,
-        how_often=_how_often(starts, len(stories)),
-        output_tokens_per_s=results.output_tokens / working_s if working_s else 0.0,
-        prompt_tokens_per_s=results.prompt_tokens / working_s if working_s else 0.0,
-        cached_share=results.cached_tokens / results.prompt_tokens if results.prompt_tokens else None,
+        how_often=_how_often(starts, len(histories)),
+        output_tokens_per_s=counts.output_tokens / working_s if working_s else 0.0,
+        prompt_tokens_per_s=counts.prompt_tokens / working_s if working_s else 0.0,
+        cached_share=counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
         done_share=(total - left) / total if total else 1.0,
-        ok_percent=100 * results.ok / total if total else 100.0,
-        failed_percent=100 * results.failed / total if total else 0.0,
+        ok_percent=100 * counts.ok / total if total else 100.0,
+        failed_percent=100 * counts.failed / total if total else 0.0,
         written=time.time(),
     )
 
@@ -95,15 +96,17 @@ def _how_often(starts: int, tasks: int) -> str:
     return f"{text} of {tasks} tasks" if tasks > 1 else text
 
 
-def _state(run_dir: RunDir, stories: Sequence[Story], left: int, *, too_many: bool) -> tuple[str, str, str]:
+def _state(
+    run_dir: RunDir, histories: Sequence[TaskHistory], left: int, *, too_many: bool
+) -> tuple[str, str, str]:
     """Return how it stands: what kind of state, in a word, and in a sentence."""
-    tasks = [RunDir(run_dir.path, story.task) for story in stories]
+    tasks = [RunDir(run_dir.path, history.task) for history in histories]
     holders = [who for task in tasks if (who := holder_of(task, last_sample(task.events)))]
     if holders:
-        who = holders[0] if len(stories) == 1 else f"{len(holders)} of {len(stories)} tasks"
+        who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} tasks"
         return "live", "running", f"At it: {who}. This is what was on disk when the page was written."
     if left:
-        last = max((story.spans[-1] for story in stories), key=lambda span: span.ended, default=None)
+        last = max((history.spans[-1] for history in histories), key=lambda span: span.ended, default=None)
         why = (last and last.reason) or "its log has no end: it was killed, or its machine went down"
         return "warn", "not finished", f"{why[0].upper()}{why[1:]}. Run the same command again to go on."
     if too_many:

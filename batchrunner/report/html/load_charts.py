@@ -5,28 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.logs.thresholds import Thresholds
-from batchrunner.report.html.charts import Mark, Zone, draw_lines, number
-from batchrunner.report.html.story import RETRACTIONS
+from batchrunner.report.html.charts import EventMark, ValueZone, draw_lines, number
+from batchrunner.report.html.task_history import RETRACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.report.html.charts import Chart
-    from batchrunner.report.html.story import LoadMark, Story
+    from batchrunner.report.html.task_history import IncidentMark, TaskHistory
     from batchrunner.report.html.timeline import Line, Timeline
 
 GOOD_USAGE = Thresholds().usage_good
 _BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}
 
 
-def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence[LoadMark]) -> list[Chart]:
+def load_charts(
+    timeline: Timeline, histories: Sequence[TaskHistory], happened: Sequence[IncidentMark]
+) -> list[Chart]:
     """Return the charts of a run's load, with marks for what befell it; those without a line are left out."""
     axis = timeline.axis
-    marks = [Mark(at, "plain", "started again") for at in axis.resumed()]
+    marks = [EventMark(at, "plain", "started again") for at in axis.resumed()]
     for incident in happened:
         kind = "bad" if incident.what in _BAD else "good" if incident.what in _GOOD else "plain"
         says = f"{incident.what}: {incident.who} {incident.why}"
-        marks.append(Mark(axis.place(incident.time), kind, says))
+        marks.append(EventMark(axis.place(incident.time), kind, says))
 
     def total(*named: tuple[str, str]) -> dict[str, Line]:
         return {label: timeline.totals[name] for name, label in named if name in timeline.totals}
@@ -35,7 +37,9 @@ def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence
         """Return the replicas' lines where there are several: the only one's are the totals."""
         return _labelled(timeline, name, "") if len(timeline.schedulers.get(name, ())) > 1 else {}
 
-    def draw(key: str, title: str, about: str, lines: dict[str, Line], *zones: Zone, top: float = 0) -> Chart:
+    def draw(
+        key: str, title: str, about: str, lines: dict[str, Line], *zones: ValueZone, top: float = 0
+    ) -> Chart:
         return draw_lines(timeline, key, title, about, lines, zones=zones, marks=marks, top=top)
 
     charts = [
@@ -54,17 +58,17 @@ def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence
         draw(
             "queue", "Waiting requests, #queue-req",
             "In its band the engine never runs dry, and its scheduler is not swamped.",
-            _labelled(timeline, "queue", "#queue-req"), *_bands(stories),
+            _labelled(timeline, "queue", "#queue-req"), *_bands(histories),
         ),
         draw(
             "usage", "Token usage",
             f"Of the KV pool. Below {GOOD_USAGE} while requests wait: the server is too cautious.",
             _labelled(timeline, "token_usage", "token usage"),
-            Zone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}"), top=1.0,
+            ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}"), top=1.0,
         ),
         draw(
             "running", "Running requests, #running-req", "What decodes together.",
-            _labelled(timeline, "running", "#running-req"), *_most_running(stories),
+            _labelled(timeline, "running", "#running-req"), *_most_running(histories),
         ),
         draw(
             "window", "Window and requests in flight", "The window follows the queue; requests fill it.",
@@ -77,7 +81,8 @@ def load_charts(timeline: Timeline, stories: Sequence[Story], happened: Sequence
             draw(
                 "retractions", "Retractions a minute",
                 f"{timeline.retractions:,} in all. Now and then is fine; more than one a minute wastes work.",
-                each(RETRACTIONS) or total((RETRACTIONS, "retractions a minute")), Zone(1, 1, "one a minute"),
+                each(RETRACTIONS) or total((RETRACTIONS, "retractions a minute")),
+                ValueZone(1, 1, "one a minute"),
             )
         )  # fmt: skip
     return [chart for chart in charts if chart.strokes]
@@ -91,14 +96,14 @@ def _labelled(timeline: Timeline, name: str, alone: str) -> dict[str, Line]:
     return {label.replace("http://", ""): line for label, line in lines.items()}
 
 
-def _bands(stories: Sequence[Story]) -> list[Zone]:
-    bands = [band for story in stories for band in story.bands.values()]
+def _bands(histories: Sequence[TaskHistory]) -> list[ValueZone]:
+    bands = [band for history in histories for band in history.bands.values()]
     if not bands:
         return []
     low, high = min(low for low, _ in bands), max(high for _, high in bands)
-    return [Zone(low, high, f"healthy: {number(low)} to {number(high)}")]
+    return [ValueZone(low, high, f"healthy: {number(low)} to {number(high)}")]
 
 
-def _most_running(stories: Sequence[Story]) -> list[Zone]:
-    most = {most for story in stories for most in story.max_running.values()}
-    return [Zone(value, value, f"at most {value:,}") for value in sorted(most)[:1]]
+def _most_running(histories: Sequence[TaskHistory]) -> list[ValueZone]:
+    most = {most for history in histories for most in history.max_running.values()}
+    return [ValueZone(value, value, f"at most {value:,}") for value in sorted(most)[:1]]

@@ -24,11 +24,11 @@ from batchrunner.core.jsonfile import read_json
 from batchrunner.output.resume import facts_of
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, whole_file, writing
 from batchrunner.report.html.charts import draw_counts, number
-from batchrunner.report.html.headline import head_of
+from batchrunner.report.html.headline import make_headline
+from batchrunner.report.html.limit_share import share_of_limit
 from batchrunner.report.html.load_charts import load_charts
 from batchrunner.report.html.results import read_results
-from batchrunner.report.html.share import share_of_limit
-from batchrunner.report.html.story import read_story
+from batchrunner.report.html.task_history import read_history
 from batchrunner.report.html.timeline import make_timeline
 from batchrunner.report.report import duration
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchrunner.report.html.results import RunResults
-    from batchrunner.report.html.story import Story
+    from batchrunner.report.html.task_history import TaskHistory
     from batchrunner.report.html.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -79,32 +79,34 @@ def make_page(run_dir: RunDir) -> str:
     facts = facts_of(run_dir)
     tasks = _tasks(run_dir)
     results = read_results(tasks)
-    stories = [story for task in tasks if (story := read_story(task.task, task.events)).spans]
-    timeline = make_timeline(stories)
+    histories = [history for task in tasks if (history := read_history(task.task, task.events)).spans]
+    timeline = make_timeline(histories)
     return _template().render(
-        p=head_of(run_dir, facts, results, timeline, stories),
+        p=make_headline(run_dir, facts, results, timeline, histories),
         r=results,
         judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # it is about all tasks
         histograms=[draw_counts(counts) for counts in results.histograms],
-        decisions=[*_decisions(stories, timeline, facts), *_load(run_dir)],
-        windows=sum((story.windows for story in stories), start=Counter[str]()).most_common(MOST_REASONS),
+        decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
+        windows=sum((history.windows for history in histories), start=Counter[str]()).most_common(
+            MOST_REASONS
+        ),
         flags=_flags(facts),
         job=yaml.safe_dump(facts["job"], sort_keys=False, allow_unicode=True),
-        **_over_time(timeline, stories),
-        **_limit(facts, results, stories),
-        **_starts(stories),
+        **_over_time(timeline, histories),
+        **_limit(facts, results, histories),
+        **_starts(histories),
         **_own(),
     )
 
 
-def _over_time(timeline: Timeline, stories: Sequence[Story]) -> dict[str, Any]:
-    happened = sorted(incident for story in stories for incident in story.incidents)
-    charts = load_charts(timeline, stories, happened) if timeline.places else []
+def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str, Any]:
+    happened = sorted(incident for history in histories for incident in history.incidents)
+    charts = load_charts(timeline, histories, happened) if timeline.places else []
     return {
         "charts": charts,
         "retractions": timeline.retractions,
         "happened": [(timeline.axis.place(incident.time), incident) for incident in happened],
-        "happened_more": sum(story.incidents_left_out for story in stories),
+        "happened_more": sum(history.incidents_left_out for history in histories),
         "readout": {
             "places": [round(place, 2) for place in timeline.places],
             "length_s": timeline.axis.length_s or 1.0,
@@ -113,9 +115,9 @@ def _over_time(timeline: Timeline, stories: Sequence[Story]) -> dict[str, Any]:
     }
 
 
-def _limit(facts: Mapping[str, Any], results: RunResults, stories: Sequence[Story]) -> dict[str, Any]:
-    engine_s = sum(span.ended - span.began for story in stories for span in story.spans)
-    replicas = max((len(story.bands) for story in stories), default=0)
+def _limit(facts: Mapping[str, Any], results: RunResults, histories: Sequence[TaskHistory]) -> dict[str, Any]:
+    engine_s = sum(span.ended - span.began for history in histories for span in history.spans)
+    replicas = max((len(history.bands) for history in histories), default=0)
     share, unknown = None, ""
     try:
         share = share_of_limit(facts, replicas, results.work, engine_s)
@@ -124,8 +126,8 @@ def _limit(facts: Mapping[str, Any], results: RunResults, stories: Sequence[Stor
     return {"share": share, "share_unknown": unknown, "formulas": (formulas.__doc__ or "").strip()}
 
 
-def _starts(stories: Sequence[Story]) -> dict[str, Any]:
-    starts = [(story.task, span) for story in stories for span in story.spans]
+def _starts(histories: Sequence[TaskHistory]) -> dict[str, Any]:
+    starts = [(history.task, span) for history in histories for span in history.spans]
     starts.sort(key=lambda start: start[1].began)
     return {"starts": starts[-MOST_STARTS:], "starts_more": max(0, len(starts) - MOST_STARTS)}
 
@@ -149,18 +151,18 @@ def _tasks(run_dir: RunDir) -> list[RunDir]:
 
 
 def _decisions(
-    stories: Sequence[Story], timeline: Timeline, facts: Mapping[str, Any]
+    histories: Sequence[TaskHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     """Return what was decided, in short; of several tasks the last one's that decided."""
     found = []
-    if order := next((story.order for story in reversed(stories) if story.order), None):
+    if order := next((history.order for history in reversed(histories) if history.order), None):
         found.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
-    if tokens := next((story.tokenize for story in reversed(stories) if story.tokenize), None):
+    if tokens := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
         why = f": {tokens['why']}" if tokens.get("why") else ""
         found.append(("Prompts became tokens", f"at the {tokens.get('where')}{why}"))
-    if leads := sum(story.leads for story in stories):
+    if leads := sum(history.leads for history in histories):
         found.append(("Distance to leaders", f"corrected {_count(leads, 'time')} by what the cache held"))
-    changes = sum(story.windows.total() for story in stories)
+    changes = sum(history.windows.total() for history in histories)
     fixed = facts["job"].get("window", "auto")
     widths = [value for value in timeline.totals.get("window", []) if value]
     if fixed != "auto":

@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 from batchrunner.advise.roofline import TokenWork
 from batchrunner.core.errors import ResumeError
 from batchrunner.input.render import values_of
-from batchrunner.output.counts import Failures
+from batchrunner.output.counts import RowCounts
 from batchrunner.output.journal import read_journal
-from batchrunner.report.html.charts import Counts, round_step
+from batchrunner.output.resume import DoneRows, read_done
+from batchrunner.report.html.charts import BinnedValues, round_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,15 +51,6 @@ _HISTOGRAMS = (
     ("Outputs", "tokens", "SELECT unnest(output_tokens) AS v FROM results WHERE attempts > 0"),
     ("Latency", "s", "SELECT latency_s AS v FROM results WHERE attempts > 0"),
 )
-_SUMS = {
-    "ok": "count(*) FILTER (error IS NULL)",
-    "failed": "count(*) FILTER (error IS NOT NULL)",
-    "deduplicated": "count(*) FILTER (attempts = 0 AND error IS NULL)",
-    "retries": "coalesce(sum(attempts - 1) FILTER (attempts > 0), 0)::BIGINT",
-    "prompt_tokens": "coalesce(sum(p) FILTER (attempts > 0), 0)::BIGINT",
-    "cached_tokens": "coalesce(sum(c) FILTER (attempts > 0), 0)::BIGINT",
-    "output_tokens": "coalesce(sum(d) FILTER (attempts > 0), 0)::BIGINT",
-}
 _WORK = {
     "passed": "sum(p - c + d)::BIGINT",
     "squares": "sum(p * p - c * c)::BIGINT",
@@ -66,12 +58,7 @@ _WORK = {
     "outputs": "sum(d)::BIGINT",
     "longest": "max(list_max(output_tokens))::BIGINT",
 }
-"""As `care.limit` has them: `p` prompt, `c` cached and `d` output tokens of a row."""
-
-
-_FAILED = f"SELECT row, left(error, {SHOWN}) FROM results WHERE error IS NOT NULL"  # noqa: S608 - a number
-_REASONS = """SELECT unnest(finish_reason) AS reason, count(*) AS times FROM results WHERE error IS NULL
-    GROUP BY reason ORDER BY times DESC"""
+"""As `TokenWork` has them: `p` prompt, `c` cached and `d` output tokens of a row."""
 _SLOWEST = {
     "row": "row",
     "latency_s": "latency_s",
@@ -86,18 +73,8 @@ _SLOWEST = {
 class RunResults:
     """What the results on disk are, those in journals included."""
 
-    ok: int = 0
-    failed: int = 0
-    deduplicated: int = 0
-    """Rows that have an equal row's answer; their tokens are in no sum."""
-    retries: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    finish_reasons: dict[str, int] = field(default_factory=dict)
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    """Groups by cause, the largest first: rows, example_row, example."""
-    histograms: list[Counts] = field(default_factory=list)
+    counts: RowCounts = field(default_factory=RowCounts)
+    histograms: list[BinnedValues] = field(default_factory=list)
     slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     """A few rows with the beginnings of their texts."""
@@ -113,10 +90,13 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
     parts = [part for task in tasks for part in task.own_parts()]
     if not parts and not journals:
         return RunResults()
+    done = DoneRows()
     try:
+        for task in tasks:
+            done.include(read_done(task))
         with duckdb.connect(config={"memory_limit": MEMORY, "threads": THREADS}) as connection:
             _register(connection, parts, journals)
-            return _read(connection, _answers(parts[-1]) if parts else newest)
+            return _read(connection, done.counts, _answers(parts[-1]) if parts else newest)
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
         where = parts[0].parent if parts else tasks[0].path
         raise ResumeError(f"{where}: results cannot be read: {str(failure).splitlines()[0]}") from None
@@ -152,23 +132,20 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _read(connection: duckdb.DuckDBPyConnection, answers: list[dict[str, Any]]) -> RunResults:
+def _read(
+    connection: duckdb.DuckDBPyConnection, counts: RowCounts, answers: list[dict[str, Any]]
+) -> RunResults:
     work = _record(connection, _WORK, f"{_SENT} AND error IS NULL")
-    failures = Failures()
-    for row, error in _rows(connection, _FAILED):
-        failures.add(row, error)
     return RunResults(
-        **_record(connection, _SUMS, "FROM results"),
-        finish_reasons={reason or "unknown": rows for reason, rows in _rows(connection, _REASONS)},
-        failures=failures.summary(),
-        histograms=[counts for histogram in _HISTOGRAMS if (counts := _count(connection, *histogram))],
+        counts,
+        histograms=[found for histogram in _HISTOGRAMS if (found := _count(connection, *histogram))],
         slowest=_slowest(connection),
         answers=answers,
         work=TokenWork(**{name: value or 0 for name, value in work.items()}),
     )
 
 
-def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values: str) -> Counts | None:
+def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values: str) -> BinnedValues | None:
     """Count the values of a query; None where there are none."""
     facts = {
         "n": "count(*)", "mean": "avg(v)", "largest": "max(v)",
@@ -185,7 +162,7 @@ def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values:
     query = f"SELECT {column}, count(*) FROM ({values}) WHERE v IS NOT NULL GROUP BY bin"  # noqa: S608
     for at, rows in _rows(connection, query):
         bins[at] = rows
-    return Counts(title, unit, step, bins, whole=whole, **found)
+    return BinnedValues(title, unit, step, bins, whole=whole, **found)
 
 
 def _slowest(connection: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:

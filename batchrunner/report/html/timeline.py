@@ -6,12 +6,12 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from batchrunner.report.html.story import OF_TASK, RETRACTIONS
+from batchrunner.report.html.task_history import OF_TASK, RETRACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from batchrunner.report.html.story import Cell, Key, Story
+    from batchrunner.report.html.task_history import Cell, Key, TaskHistory
 
 MOST_LINES = 8
 """Schedulers that have a line each; of more, their mean and range are drawn, and the two furthest apart."""
@@ -23,7 +23,7 @@ RATE_BINS = 60
 """Retractions a minute are counted over so many parts of the time at most, none shorter than a minute."""
 
 
-class Axis:
+class TimeAxis:
     """Wall clock → seconds for which a run was under way: while no task was at work no time passes."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
@@ -58,7 +58,7 @@ class Axis:
         return self._at[1:]
 
 
-class Value(NamedTuple):
+class GridValue(NamedTuple):
     """What a line has at one place: the mean over a cell of the grid, and its range."""
 
     mean: float
@@ -66,14 +66,14 @@ class Value(NamedTuple):
     high: float
 
 
-Line = list[Value | None]
+Line = list[GridValue | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The load of a run on one grid."""
 
-    axis: Axis
+    axis: TimeAxis
     places: list[float] = field(default_factory=list)
     """Of the grid, in seconds of the axis, ascending."""
     breaks: frozenset[int] = frozenset()
@@ -96,29 +96,29 @@ class Timeline:
         return {f"mean of {len(lines)}, and their range": spread, **extremes}
 
 
-def make_timeline(stories: Sequence[Story]) -> Timeline:
+def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
     """Lay the tasks' stories together; they are coarsened to one width."""
-    axis = Axis((span.began, span.ended) for story in stories for span in story.spans)
-    width_s = max((story.width_s for story in stories), default=1.0)
-    if len(stories) > 1:
+    axis = TimeAxis((span.began, span.ended) for history in histories for span in history.spans)
+    width_s = max((history.width_s for history in histories), default=1.0)
+    if len(histories) > 1:
         width_s = max(width_s, STEADY_S)
-    for story in stories:
-        story.coarsen(width_s)
-    grid: dict[int, dict[Key, list[Value]]] = {}
-    for story in stories:
-        prefix = _prefix(story, stories)
-        for at, cell in _cells(story, fill=len(stories) > 1):
+    for history in histories:
+        history.coarsen(width_s)
+    grid: dict[int, dict[Key, list[GridValue]]] = {}
+    for history in histories:
+        prefix = _prefix(history, histories)
+        for at, cell in _cells(history, fill=len(histories) > 1):
             into = grid.setdefault(at, {})
             for (name, scheduler), gauge in cell.items():
-                value = Value(gauge.mean, gauge.low, gauge.high)
+                value = GridValue(gauge.mean, gauge.low, gauge.high)
                 into.setdefault((name, scheduler and prefix + scheduler), []).append(value)
-    return _on_grid(axis, width_s, dict(sorted(grid.items())), _retractions(stories))
+    return _on_grid(axis, width_s, dict(sorted(grid.items())), _retractions(histories))
 
 
-def _cells(story: Story, *, fill: bool) -> Iterator[tuple[int, Cell]]:
+def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
     """Yield a task's cells; to `fill`, one without a sample has what the one before had, for a while."""
-    longest = int(SILENT_S / story.width_s)
-    for span in story.spans:
+    longest = int(SILENT_S / history.width_s)
+    for span in history.spans:
         numbers = sorted(span.cells)
         for at, after in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
             yield at, span.cells[at]
@@ -127,9 +127,9 @@ def _cells(story: Story, *, fill: bool) -> Iterator[tuple[int, Cell]]:
 
 
 def _on_grid(
-    axis: Axis,
+    axis: TimeAxis,
     width_s: float,
-    grid: dict[int, dict[Key, list[Value]]],
+    grid: dict[int, dict[Key, list[GridValue]]],
     retractions: dict[str, list[tuple[float, int]]],
 ) -> Timeline:
     places = [axis.place((at + 0.5) * width_s) for at in grid]
@@ -156,38 +156,38 @@ def _on_grid(
     )  # fmt: skip
 
 
-def _retractions(stories: Sequence[Story]) -> dict[str, list[tuple[float, int]]]:
+def _retractions(histories: Sequence[TaskHistory]) -> dict[str, list[tuple[float, int]]]:
     """Return when how many requests were retracted, by scheduler; "" for all of them."""
     found: dict[str, list[tuple[float, int]]] = {"": []}
-    for story in stories:
-        for span in story.spans:
+    for history in histories:
+        for span in history.spans:
             for at, cell in span.cells.items():
                 for (name, scheduler), gauge in cell.items():
                     if name == RETRACTIONS:
-                        who = scheduler and _prefix(story, stories) + scheduler
-                        found.setdefault(who, []).append((at * story.width_s, int(gauge.total)))
+                        who = scheduler and _prefix(history, histories) + scheduler
+                        found.setdefault(who, []).append((at * history.width_s, int(gauge.total)))
     return found
 
 
-def _prefix(story: Story, stories: Sequence[Story]) -> str:
+def _prefix(history: TaskHistory, histories: Sequence[TaskHistory]) -> str:
     """Return what tells a task's schedulers from those of other tasks."""
-    return f"{story.task} " if len(stories) > 1 else ""
+    return f"{history.task} " if len(histories) > 1 else ""
 
 
-def _per_minute(axis: Axis, places: Sequence[float], retractions: Iterable[tuple[float, int]]) -> Line:
+def _per_minute(axis: TimeAxis, places: Sequence[float], retractions: Iterable[tuple[float, int]]) -> Line:
     bin_s = max(60.0, axis.length_s / RATE_BINS)
     counts: dict[int, int] = {}
     for time, count in retractions:
         at = int(axis.place(time) / bin_s)
         counts[at] = counts.get(at, 0) + count
     rates = [counts.get(int(place / bin_s), 0) * 60 / bin_s for place in places]
-    return [Value(rate, rate, rate) for rate in rates]
+    return [GridValue(rate, rate, rate) for rate in rates]
 
 
-def _sum(values: list[Value] | None) -> Value | None:
-    return Value(*map(sum, zip(*values, strict=True))) if values else None
+def _sum(values: list[GridValue] | None) -> GridValue | None:
+    return GridValue(*map(sum, zip(*values, strict=True))) if values else None
 
 
-def _spread(values: Iterable[Value | None]) -> Value | None:
+def _spread(values: Iterable[GridValue | None]) -> GridValue | None:
     means = [value.mean for value in values if value is not None]
-    return Value(sum(means) / len(means), min(means), max(means)) if means else None
+    return GridValue(sum(means) / len(means), min(means), max(means)) if means else None

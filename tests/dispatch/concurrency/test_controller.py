@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from batchrunner.dispatch.concurrency.controller import BACK_OFF, Band, Controller, Reading
 from tests.support.plant import Plant
 
-BAND = Band(100, 2000)
+BAND = QueueBand(100, 2000)
 
 
 def plant(

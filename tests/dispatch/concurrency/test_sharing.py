@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.types import EngineInfo, SchedulerLoad
-from batchrunner.dispatch.concurrency.controller import Band
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.sharing import PRIOR_ROWS, Shares
+from batchrunner.job.queue_band import QueueBand
 
 ROUTES = ("a", "b", "c")
 
@@ -62,7 +62,7 @@ def signal(route: str, queue: int) -> SchedulerLoad:
 def test_a_long_queue_gets_none_of_the_last_rows() -> None:
     """At the end of the input the replica that was given most waits until the others have caught up."""
     info = EngineInfo(kind="attach", model="m", routes=("a", "b"))
-    admission = ConcurrencyLimits(info, Band(100, 2000), 100, most=10**6)
+    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
     first = [signal("a", 0), signal("b", 0)]
     admission.begin(first, 0.0, unsent=100_000)
     windows = admission.windows
@@ -78,7 +78,7 @@ def test_a_long_queue_gets_none_of_the_last_rows() -> None:
 def test_rows_that_come_back_end_the_tail() -> None:
     """When nothing is left to send the windows rest; a row that waits for another try wakes them."""
     info = EngineInfo(kind="attach", model="m", routes=("a",))
-    admission = ConcurrencyLimits(info, Band(100, 2000), 100, most=10**6)
+    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
     admission.begin([signal("a", 0)], 0.0, unsent=10_000)
     admission.observe([signal("a", 300)], {"a": 500}, 1.0, unsent=0)
     assert admission.states == {"a": "tail"}
@@ -90,7 +90,7 @@ def test_rows_that_come_back_end_the_tail() -> None:
 def test_schedulers_of_one_route_after_a_silence(silence: str) -> None:
     """DP ranks, or a gateway's replicas: those that speak again are not gone, one that is silent is."""
     info = EngineInfo(kind="attach", model="m", routes=("r",))
-    admission = ConcurrencyLimits(info, Band(100, 2000), 100, most=10**6)
+    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
     ranks = [replace(signal("r", 300), scheduler=f"r#dp{n}") for n in range(3)]
     admission.begin(ranks, 0.0, unsent=100)
     for second in range(1, 31):  # the last rows are long, or the server is away and comes back

@@ -173,9 +173,9 @@ def test_several_samples_a_row(tmp_path: Path) -> None:
     """Rows with lists of outputs are counted sample by sample."""
     batchrunner.run(job_of(tmp_path, rows=20, sampling={"n": 3}))
     found = read_results([RunDir(tmp_path / "run")])
-    assert found.ok == 20
+    assert found.counts.ok == 20
     assert [sum(counts.bins) for counts in found.histograms] == [20, 60, 20]
-    assert sum(found.finish_reasons.values()) == 60
+    assert sum(found.counts.finish_reasons.values()) == 60
 
 
 def test_histograms_hold_every_row(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _WIDTHS = {"bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": 2.0, "fp8": 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LimitShare:
     """A run against its limit."""
 
     limit: Limit
@@ -49,7 +49,7 @@ class Share:
         return self.limit.sequential_s / self.engine_s
 
 
-def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, engine_s: float) -> Share:
+def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, engine_s: float) -> LimitShare:
     """Return how near a run came to its limit; `facts` are run.json's, `replicas` those of one engine.
 
     Raises UnknownLimitError with what is missing: it is never guessed.
@@ -75,7 +75,7 @@ def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, eng
         kv_width=1.0 if str(args.get("kv-cache-dtype")).startswith("fp8") else 2.0,
     )
     model = model_of_config(config)
-    return Share(limit(work, model, setting), max(engine_s, 1e-9), name, setting, model)
+    return LimitShare(limit(work, model, setting), max(engine_s, 1e-9), name, setting, model)
 
 
 def _args(spec: Mapping[str, Any]) -> dict[str, Any]:

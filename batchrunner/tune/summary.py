@@ -1,4 +1,4 @@
-"""What tuning came to: the trials as a table, and the block of `engine.args` to take."""
+"""The summary of a tuning: a table of its trials, and the `engine.args` to use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from batchrunner.advise.situation import command_line
 from batchrunner.core.errors import EngineStartError
+from batchrunner.engines.flags import command_line
 from batchrunner.report.report import duration
 from batchrunner.tune.search import changes
 
@@ -19,31 +19,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
-    """What tuning came to."""
+class TuningSummary:
+    """The outcome of a tuning."""
 
     job: str
     sample: str
     spent_s: float
-    """On trials, with their launches; those of earlier starts too."""
+    """Seconds spent on trials with their launches, those of earlier attempts included."""
     reason: str
-    """Why it ended."""
+    """Why the search ended."""
     own_tokens_per_s: float
     best_tokens_per_s: float
     args: Args
-    """What is to be set in `engine.args`; empty where the job's own are the best."""
+    """Changes to `engine.args`; empty where the job's own flags are the fastest."""
     trials: list[dict[str, Any]] = field(default_factory=list)
-    """Each setting that was tried: its flags beyond the job's, speeds, signs, verdict."""
+    """For each setting that was tried: flags that differ from the job's, speeds, signs, verdict."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Of each flag: what came of it, or why it was left alone."""
+    """For each flag: what came of it, or why it was not tried."""
     applied: bool = False
+    """Whether the changes were written into the job file."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for `--json`."""
+        """Return the summary as `--json` prints it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return it for a person."""
+        """Return the lines for the terminal."""
         head = f"{'output tok/s':>20} {'running':>8} {'KV':>5} {'queue':>6} {'retracted':>10}  flags"
         lines = [f"trials: {self.sample}", head]
         for trial in self.trials:
@@ -56,16 +57,20 @@ class Tuned:
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
         lines += ["", *yaml.safe_dump({"engine": {"args": self.args}}, sort_keys=False).splitlines(), ""]
-        done = f"written into {self.job}" if self.applied else f"{self.job} is as it was: --apply writes this"
+        done = (
+            f"written into {self.job}"
+            if self.applied
+            else f"{self.job} is unchanged: --apply writes this into it"
+        )
         return [*lines, done]
 
 
-def account(search: Search, source: str, sample: str, spent_s: float) -> Tuned:
-    """Say what a search came to; raises EngineStartError where not even the job's own flags work."""
+def summarize(search: Search, source: str, sample: str, spent_s: float) -> TuningSummary:
+    """Summarize a search; raises EngineStartError where not even the job's own flags work."""
     own, *_ = search.settings.values()
     if not own.speeds:
         raise EngineStartError(search.reason)
-    return Tuned(
+    return TuningSummary(
         job=source,
         sample=sample,
         spent_s=round(spent_s, 1),
@@ -102,6 +107,5 @@ def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
 
 
 def _queue_note(own: FlagSetting) -> str:
-    return (
-        f"the runner's own controller holds it; {own.newest.signs.queue:.0f} waited with the job's own flags"
-    )
+    waiting = own.newest.signs.queue
+    return f"held by the runner's own controller; {waiting:.0f} requests waited with the job's own flags"

@@ -34,7 +34,7 @@ Key = tuple[str, str]
 
 
 @dataclass(slots=True)
-class Gauge:
+class CellStats:
     """What was measured in a cell of time; made a million times for a day's log."""
 
     total: float
@@ -55,11 +55,11 @@ class Gauge:
         self.high = max(self.high, high)
 
 
-Cell = dict[Key, Gauge]
+Cell = dict[Key, CellStats]
 
 
 @dataclass(slots=True)
-class Span:
+class AttemptLoad:
     """One start: times are seconds since the epoch."""
 
     began: float
@@ -74,7 +74,7 @@ class Span:
     """So far, by scheduler; "" for all."""
 
 
-class LoadMark(NamedTuple):
+class IncidentMark(NamedTuple):
     """Something that befell an engine, or a task."""
 
     time: float
@@ -84,14 +84,14 @@ class LoadMark(NamedTuple):
 
 
 @dataclass(slots=True)
-class Story:
+class TaskHistory:
     """What a task's events say, from its first start to its last."""
 
     task: str
-    spans: list[Span] = field(default_factory=list)
+    spans: list[AttemptLoad] = field(default_factory=list)
     width_s: float = FIRST_CELL_S
     """Of a cell: a power of two, so that cells of several tasks can be laid together."""
-    incidents: list[LoadMark] = field(default_factory=list)
+    incidents: list[IncidentMark] = field(default_factory=list)
     incidents_left_out: int = 0
     order: dict[str, Any] = field(default_factory=dict)
     tokenize: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Story:
     def add(self, event: dict[str, Any]) -> None:
         """Take the next event; one of an unknown kind only moves the end of its start."""
         if event["event"] == "start" or not self.spans:
-            self.spans.append(Span(event["time"], event["time"]))
+            self.spans.append(AttemptLoad(event["time"], event["time"]))
             self._ours = {} if (event.get("engine") or {}).get("log") else None
         self.spans[-1].ended = max(self.spans[-1].ended, event["time"])
         self.rows_total = event.get("rows_total", self.rows_total)
@@ -130,11 +130,11 @@ class Story:
                 self.leads += 1
             case "takeover":
                 why = f"{event.get('rows_left', '?')} rows were left"
-                self._note(LoadMark(event["time"], "takeover", _short(event.get("task")), why))
+                self._note(IncidentMark(event["time"], "takeover", _short(event.get("task")), why))
             case what if what.startswith("engine_"):
                 who, why = _short(event.get("who")), _short(event.get("why"))
                 who = (self._ours or {}).get(who, who)
-                self._note(LoadMark(event["time"], what.removeprefix("engine_"), who, why))
+                self._note(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
     def coarsen(self, width_s: float) -> None:
         """Lay cells together until they are at least so wide."""
@@ -174,7 +174,7 @@ class Story:
         server, dp, rank = scheduler.partition("#")
         return self._ours.setdefault(server, f"replica {len(self._ours)}") + dp + rank
 
-    def _note(self, incident: LoadMark) -> None:
+    def _note(self, incident: IncidentMark) -> None:
         if len(self.incidents) < MOST_INCIDENTS:
             self.incidents.append(incident)
         else:
@@ -185,18 +185,18 @@ class Story:
         self.windows[kind if kind in self.windows or len(self.windows) < MOST_REASONS else "other"] += 1
 
 
-def read_story(task: str, events: Path) -> Story:
+def read_history(task: str, events: Path) -> TaskHistory:
     """Read a task's event log; one that is not there has no starts."""
-    return tell(task, read_events(events))
+    return history_of(task, read_events(events))
 
 
-def tell(task: str, events: Iterable[dict[str, Any]]) -> Story:
+def history_of(task: str, events: Iterable[dict[str, Any]]) -> TaskHistory:
     """Return the story of events; those without a time are nothing of ours."""
-    story = Story(task)
+    history = TaskHistory(task)
     for event in events:
         if isinstance(event.get("time"), (int, float)):
-            story.add(event)
-    return story
+            history.add(event)
+    return history
 
 
 def _measure(cell: Cell, key: Key, value: Any) -> None:
@@ -204,12 +204,12 @@ def _measure(cell: Cell, key: Key, value: Any) -> None:
         return
     found = cell.get(key)
     if found is None:
-        cell[key] = Gauge(value, value, value)
+        cell[key] = CellStats(value, value, value)
     else:
         found.add(value, value, value, 1)
 
 
-def _halve(span: Span) -> int:
+def _halve(span: AttemptLoad) -> int:
     """Lay cells together two by two; return how many are left."""
     joined: dict[int, Cell] = {}
     for at, cell in span.cells.items():

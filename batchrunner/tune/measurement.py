@@ -1,7 +1,6 @@
-"""What a trial shows: its speed once it is steady, the signs that say what limits it, when it cannot win.
+"""The measurement of a trial: its speed once it is steady, what limits it, and when to stop it.
 
-Pure: ends of rows and readings of the load in, with their times; the same for a real engine and a simulated
-one.
+Pure: it takes finished rows and load readings with their times, from a real or a simulated engine.
 """
 
 from __future__ import annotations
@@ -19,126 +18,129 @@ if TYPE_CHECKING:
     from batchrunner.core.types import SchedulerLoad
 
 LEAST_STEADY_S, MOST_STEADY_S = 10.0, 120.0
-"""A trial is measured for so long: long beside a poll; no longer, however slow the rows are."""
+"""Seconds of steady time that a trial is measured at least (many polls) and at most (slow rows)."""
 GENERATIONS = 2
-"""A generation is as many rows as run at once. One warms up (its rows began together), two are measured."""
+"""Generations that are measured, after one that warms up. A generation is as many rows as run at once; the
+first is not steady, since its rows began together."""
 LEAST_JUDGED_S = 5.0
-"""Of steady time, and a generation, before a trial may be found to be behind."""
+"""Seconds of steady time, besides one generation, before a trial may count as behind."""
 HOPELESS = 0.5
-"""A trial that is not steady yet is behind when it has put out less than this share of what the best had."""
+"""A trial that is not steady yet counts as behind below this share of the incumbent's output tokens."""
 MOST_POINTS = 240
+"""Points of a curve that are kept."""
 GUIDES = Thresholds()
-"""Their numbers, as advice has them."""
+"""The tuning guides' numbers, as `batchrun advise` uses them."""
 AT_LIMIT = 0.9
-"""The share of max-running-requests from which that is the limit, of a mean that has waves in it."""
+"""Share of max-running-requests from which it counts as the limit; the mean of a wave stays below 1."""
 EMPTY_OFTEN = 0.5
+"""Share of readings with an empty queue from which work rarely waits."""
 
 Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
-"""How a trial ended, and why."""
+"""How a trial ended, and why, in a sentence."""
 Curve = tuple[tuple[float, int], ...]
-"""(seconds since the first row was sent, output tokens of the rows that had ended)."""
+"""Points (seconds since the first row was sent, output tokens of the rows that had ended)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
-    """Means over steady time; None where nobody told."""
+class TrialSigns:
+    """What limits a trial: means over steady time; None where they are not known."""
 
     running: float = 0.0
     max_running: int | None = None
     queue: float = 0.0
     empty_share: float = 1.0
-    """Of the readings: nothing waited."""
+    """Share of the readings in which no request waited."""
     usage: float = 0.0
     pool_tokens: int | None = None
     retractions_per_min: float = 0.0
     cached_share: float = 0.0
-    """Of the prompts' tokens: found in the cache."""
+    """Share of the prompt tokens that were in the cache."""
     prefill_limit: int | None = None
-    """Tokens of prompts that a pass computes at most."""
+    """Most prompt tokens that one pass computes."""
     tokens_per_pass: float | None = None
-    """Output tokens per forward pass: the scheduler's own count, free of noise."""
+    """Output tokens per forward pass, by the scheduler's own count, which has no noise."""
     prefill_per_pass: float | None = None
-    """Tokens that a prefill pass computed."""
+    """Mean prompt tokens that a prefill pass computed."""
     graph_off_share: float | None = None
-    """Of the decode passes: run without a captured graph, on a GPU that captured some."""
+    """Share of the decode passes that ran without a CUDA graph, on a GPU that captured some."""
     spare_gb: float | None = None
-    """`available_gpu_mem` when the server was ready."""
+    """`available_gpu_mem` in GB when the server was ready."""
     mem_fraction: float | None = None
     attention_backend: str | None = None
     model: str | None = None
-    """Its class."""
+    """Class of the model."""
 
     @property
     def waits(self) -> bool:
-        """Whether there was work waiting most of the time: else no flag of the scheduler can help."""
+        """Whether requests waited most of the time; else no flag of the scheduler can help."""
         return self.empty_share < EMPTY_OFTEN
 
     @property
     def at_limit(self) -> bool:
-        """Whether max-running-requests is what limits; a row in its prefill is not in `running`."""
+        """Whether max-running-requests is the limit; a request in its prefill is not in `running`."""
         return self.max_running is not None and self.running >= AT_LIMIT * self.max_running - 1
 
     @property
     def full(self) -> bool:
-        """Whether the KV pool is."""
+        """Whether the KV pool is full."""
         return self.usage >= GUIDES.usage_good
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One trial."""
+class TrialResult:
+    """The result of one trial."""
 
     ended: Ended
-    """`behind`: stopped when it could not win; `cut`: for want of time, which says nothing of it."""
+    """`behind`: it was stopped because it could not win; `cut`: the time for tuning was over."""
     why: str
-    """In a sentence."""
+    """Why it ended, in a sentence."""
     cost_s: float
-    """Wall time with the launch."""
+    """Wall time in seconds, with the launch."""
     tokens_per_s: float = 0.0
-    """Output tokens a second in steady time; of a trial that was stopped, until then."""
+    """Output tokens a second in steady time, up to its end."""
     steady_s: float = 0.0
     failed_share: float = 0.0
-    """Of the rows that ended."""
-    signs: Signs = field(default_factory=Signs)
+    """Share of the finished rows that failed."""
+    signs: TrialSigns = field(default_factory=TrialSigns)
     curve: Curve = ()
 
     @property
     def is_speed(self) -> bool:
-        """Whether it says how fast the setting is: it was measured, and rows were answered."""
+        """Whether it shows the speed of its flags: it was measured to the end, and rows were answered."""
         return self.ended == "measured" and self.tokens_per_s > 0
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
-    """The best trial so far, which another has to beat."""
+class Incumbent:
+    """The best trial so far, which a challenger has to beat."""
 
     curve: Curve
     margin: float
-    """The share by which it has to be behind at the same moment to be given up: noise is less."""
+    """Share by which a challenger is behind at the same time when it is stopped; above the noise."""
 
 
-class Moment(NamedTuple):
-    """How far a trial had come."""
+class TrialProgress(NamedTuple):
+    """How far a trial had come at one time."""
 
     at_s: float
     tokens: int
     rows: int
     log_bytes: int = 0
-    """Size of the server's log, whose passes are those of the rows counted here."""
+    """Size of the server's log: its passes up to here belong to the rows counted here."""
 
 
 @dataclass(slots=True)
 class TrialWatch:
     """Follows one trial; times are seconds since its first row was sent."""
 
-    rival: Rival | None = None
+    incumbent: Incumbent | None = None
     tokens: int = 0
     rows: int = 0
-    _warm: Moment | None = None
-    """When steady time began."""
-    _busy: Moment | None = None
-    """The last reading that showed work waiting."""
+    _warm: TrialProgress | None = None
+    """Where steady time began."""
+    _busy: TrialProgress | None = None
+    """The last reading in which a request waited."""
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
     _curve: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
@@ -154,11 +156,11 @@ class TrialWatch:
         self._cached_tokens += cached
         self._retractions += retractions if self._warm else 0
 
-    def look(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
-        """Take a reading of the load; return why the trial may end now, once it may."""
+    def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
+        """Record a reading of the load; return how and why the trial may end now, or None."""
         if not signals:
             return None
-        now = Moment(at_s, self.tokens, self.rows, log_bytes)
+        now = TrialProgress(at_s, self.tokens, self.rows, log_bytes)
         self._curve.append(now[:2])
         self._peak = max(self._peak, sum(signal.running for signal in signals))
         if self._warm is None:
@@ -171,10 +173,10 @@ class TrialWatch:
         return self._behind(at_s) or self._measured(at_s)
 
     def _hopeless(self, at_s: float, held: int) -> End | None:
-        """Compare before it is steady; what it holds in the pool is more than it has put out there."""
-        if self.rival is None or at_s < LEAST_STEADY_S:
+        """Compare a trial that is not steady yet; `held` tokens in its pool may be output of running rows."""
+        if self.incumbent is None or at_s < LEAST_STEADY_S:
             return None
-        theirs = tokens_at(self.rival.curve, at_s)
+        theirs = tokens_at(self.incumbent.curve, at_s)
         if self.tokens + held >= HOPELESS * theirs:
             return None
         return "behind", f"{self.tokens} output tokens after {at_s:.0f} s, the best had {theirs:.0f}"
@@ -182,11 +184,11 @@ class TrialWatch:
     def _behind(self, at_s: float) -> End | None:
         assert self._warm is not None
         since_s, tokens, rows, _ = self._warm
-        if self.rival is None or at_s - since_s < LEAST_JUDGED_S or self.rows - rows < self._peak:
+        if self.incumbent is None or at_s - since_s < LEAST_JUDGED_S or self.rows - rows < self._peak:
             return None
-        theirs = tokens_at(self.rival.curve, at_s) - tokens_at(self.rival.curve, since_s)
+        theirs = tokens_at(self.incumbent.curve, at_s) - tokens_at(self.incumbent.curve, since_s)
         share = (self.tokens - tokens) / max(theirs, 1.0)
-        if share >= 1 - self.rival.margin:
+        if share >= 1 - self.incumbent.margin:
             return None
         return "behind", f"{share:.2f} x the best's output between {since_s:.0f} and {at_s:.0f} s"
 
@@ -198,38 +200,37 @@ class TrialWatch:
             return "measured", f"{self.rows - rows} rows in {at_s - since_s:.0f} s of steady time"
         return None
 
-    def span(self, end: Moment) -> tuple[Moment, Moment]:
-        """Return between which moments a trial with this end counts.
+    def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
+        """Return the part of a trial that counts: where it begins and ends.
 
-        Where it ended by itself, its tail is left out; where steady time is too short for that the whole of
-        it counts.
+        The drain at the end is left out. Where steady time is too short, the whole trial counts.
         """
-        begin, until = self._warm or Moment(0.0, 0, 0), self._busy or end
+        begin, until = self._warm or TrialProgress(0.0, 0, 0), self._busy or end
         if until.at_s - begin.at_s < LEAST_JUDGED_S or until.tokens <= begin.tokens:
-            return Moment(0.0, 0, 0), end
+            return TrialProgress(0.0, 0, 0), end
         return begin, until
 
-    def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> Result:
-        """Say what it came to, at its end."""
-        end = Moment(at_s, self.tokens, self.rows)
-        begin, until = self.span(end)
+    def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> TrialResult:
+        """Return the result of the trial, at its end."""
+        end = TrialProgress(at_s, self.tokens, self.rows)
+        begin, until = self.measured_span(end)
         span_s = max(until.at_s - begin.at_s, 1e-9)
-        return Result(
+        return TrialResult(
             ended, why, round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
             steady_s=round(span_s, 1), signs=self._signs(span_s), curve=thinned([*self._curve, end[:2]]),
         )  # fmt: skip
 
-    def _signs(self, span_s: float) -> Signs:
+    def _signs(self, span_s: float) -> TrialSigns:
         readings = self._readings
         if not readings:
-            return Signs(running=self._peak)
+            return TrialSigns(running=self._peak)
         schedulers = len({reading.scheduler for reading in readings})
         looks = len(readings) / schedulers
         newest = readings[-schedulers:]
         limits = [reading.max_running for reading in newest if reading.max_running is not None]
         pools = [reading.max_total_tokens for reading in newest if reading.max_total_tokens is not None]
-        return Signs(
+        return TrialSigns(
             running=round(sum(reading.running for reading in readings) / looks, 1),
             max_running=sum(limits) if limits else None,
             queue=round(sum(reading.queue for reading in readings) / looks, 1),
@@ -242,7 +243,7 @@ class TrialWatch:
 
 
 def tokens_at(curve: Curve, at_s: float) -> float:
-    """Return the output tokens of a moment; beyond the curve's end it goes on as its second half went."""
+    """Return the output tokens at a time; beyond its end the curve continues with its second half's slope."""
     if len(curve) < 2:  # noqa: PLR2004
         return 0.0
     place = bisect_right(curve, at_s, key=lambda point: point[0])
@@ -255,7 +256,7 @@ def tokens_at(curve: Curve, at_s: float) -> float:
 
 
 def thinned(curve: Sequence[tuple[float, int]]) -> Curve:
-    """Return some 240 points of a curve at most, in order, the last among them, no two at one moment."""
+    """Return at most MOST_POINTS points of a curve, in order, with the last, and no two at the same time."""
     apart = [point for point, after in pairwise(curve) if point[0] < after[0]]
     kept = [*apart[:: len(apart) // MOST_POINTS + 1], curve[-1]]
     return tuple((round(at_s, 2), tokens) for at_s, tokens in kept)

@@ -1,4 +1,4 @@
-"""What only a server's log tells of a trial: its forward passes, its graphs, the memory left. Pure."""
+"""Figures of a trial that only the server's log has: forward passes, graphs, memory left. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LOG_INTERVAL = 10
-"""Trials' `decode-log-interval`: passes are counted to within 10, and a line costs next to nothing."""
+"""`decode-log-interval` of trials, in passes: they are counted to within 10, at almost no cost."""
 FEWEST_DECODES = 5
-"""Lines of decode passes that make a mean."""
+"""Log lines of decode passes that a mean needs at least."""
 
 
 def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
-    """Return what the log says of the server's set-up, until its first pass, as fields of `Signs`."""
+    """Return the server's setup, from the log up to its first pass, as fields of TrialSigns."""
     found: dict[str, Any] = {}
     for line in lines:
         match record_in(clean(line)):
@@ -42,22 +42,23 @@ def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def signs_of_work(lines: Iterable[str], tokens: int) -> dict[str, Any]:
-    """Return what the log of a time with so many output tokens says of its passes, as fields of `Signs`.
+def signs_of_passes(lines: Iterable[str], tokens: int) -> dict[str, Any]:
+    """Return figures of the passes in a stretch of the log, as fields of TrialSigns.
 
-    Running and usage are those of decode passes: polls see many a prefill, in which fewer run.
+    `tokens` are the output tokens of that stretch. `running` and `usage` are means over decode passes: polls
+    see prefills too, during which fewer requests run.
     """
-    told = [
+    batch_lines = [
         (line, record) for line in map(clean, lines) if isinstance(record := record_in(line), LoggedBatch)
     ]
-    batches = [batch for _, batch in told]
+    batches = [batch for _, batch in batch_lines]
     decodes = [batch for batch in batches if batch.decode]
     prefilled = [batch.new_tokens for batch in batches if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
     passes = LOG_INTERVAL * len(decodes) + len(prefilled)
     found: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
-        ranks = len({origin_of(line).dp for line, _ in told})
+        ranks = len({origin_of(line).dp for line, _ in batch_lines})
         found["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
         found["usage"] = round(fmean(batch.usage for batch in decodes), 3)
     return found | {
@@ -68,11 +69,11 @@ def signs_of_work(lines: Iterable[str], tokens: int) -> dict[str, Any]:
 
 
 def output_rate(lines: Iterable[str]) -> float | None:
-    """Return a time's output tokens a second, by the scheduler's own clock; None where few passes decode.
+    """Return output tokens a second by the scheduler's clock; None where the log has few decode passes.
 
-    Rows that end tell it later and less exactly: at either end of the time many are half done. Each line
-    tells its rate since the one before, prefills included, and for how many passes it stands: means are
-    weighted by the time that is. The first one's is of time before this, perhaps without work.
+    Counting the rows that end would be later and less exact, as many rows are half done at either end of the
+    stretch. Each line has the rate since the line before, prefills included. The mean weights each rate by
+    its time. The first line is left out: its rate is of the time before this stretch.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
     tokens: defaultdict[str, float] = defaultdict(float)
