@@ -1,4 +1,4 @@
-"""The protocol that every engine speaks, and nothing else."""
+"""What every engine is (the protocol) and what some share: the log of incidents."""
 
 from __future__ import annotations
 
@@ -32,14 +32,30 @@ class Engine(Protocol):
         Raises as `generate` does where the prompt is refused, or asking failed.
         """
 
-    async def signals(self) -> Sequence[SchedulerLoad]:
+    async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler now; empty where the engine does not tell.
 
-        Never raises for a poll that failed: an empty answer is the sign.
+        A poll that fails raises nothing: the schedulers that it was for are left out.
         """
 
     def incidents(self) -> list[Incident]:
-        """Return what befell the engine's servers since this was last asked, oldest first."""
+        """Return what happened to the engine's servers since the last call, oldest first."""
 
     async def close(self) -> None:
-        """Let go of everything. May be called twice, and after a failed open."""
+        """Release everything. May be called twice, and after a failed open."""
+
+
+class IncidentLog:
+    """Incidents that `Engine.incidents` has not returned yet."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Incident] = []
+
+    def report(self, incident: Incident) -> None:
+        """Add an incident."""
+        self._waiting.append(incident)
+
+    def take(self) -> list[Incident]:
+        """Remove and return all incidents, oldest first."""
+        taken, self._waiting = self._waiting, []
+        return taken

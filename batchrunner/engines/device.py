@@ -85,6 +85,13 @@ def on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
+def plain_environment() -> dict[str, str]:
+    """Return our environment, for a program that runs with it."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
+    return environ
+
+
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
     """Return the variables with which SGLang serves on a CPU."""
     path = environ.get("PYTHONPATH")

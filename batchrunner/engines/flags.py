@@ -9,8 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.device import cpu_environment, has_gpu
-from batchrunner.engines.launched.process import plain_environment
+from batchrunner.engines.device import cpu_environment, has_gpu, plain_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

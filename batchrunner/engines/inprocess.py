@@ -33,7 +33,7 @@ from batchrunner.engines.device import (
     server_args,
 )
 from batchrunner.engines.http import wire
-from batchrunner.engines.http.tokenizer_info import tokenizing_of
+from batchrunner.engines.http.server_info import prefill_tokens, tokenizer_info
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ class InprocessSGLang:
             max_running=load.max_running_requests,
             max_total_tokens=load.max_total_num_tokens,
             context_length=manager.model_config.context_len,
-            prefill_tokens=wire.prefill_tokens(vars(self._engine.server_args)),
+            prefill_tokens=prefill_tokens(vars(self._engine.server_args)),
             caches_prefixes=not self._engine.server_args.disable_radix_cache,
-            tokenizing=tokenizing_of(_model_info(manager), manager.server_args.resolved_dict()),
+            tokenizing=tokenizer_info(_model_info(manager), manager.server_args.resolved_dict()),
             card=None if cpu else await asyncio.to_thread(card_name),
             notes=(CPU_NOTE,) if cpu else (),
         )
@@ -116,7 +116,7 @@ class InprocessSGLang:
         except (ValueError, TypeError) as failure:  # as in `generate`
             raise RowRefusedError(str(failure)) from None
 
-    async def signals(self) -> list[SchedulerLoad]:
+    async def loads(self) -> list[SchedulerLoad]:
         """Return the scheduler's load now."""
         return [
             SchedulerLoad(

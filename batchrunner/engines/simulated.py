@@ -159,7 +159,7 @@ class Simulator:
         """Return nothing: it has no tokenizer."""
         return None
 
-    async def signals(self) -> Sequence[SchedulerLoad]:
+    async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load as the one made-up scheduler last wrote it down."""
         gauges = self._replica.gauges
         return [

@@ -103,12 +103,6 @@ _NOT_REACHED = (
 GENERATE_PATH, CHAT_PATH, TOKENIZE_PATH = "/generate", "/v1/chat/completions", "/v1/tokenize"
 
 
-def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a server's resolved arguments allow a prefill pass to take."""
-    limits = (arguments.get("chunked_prefill_size"), arguments.get("max_prefill_tokens"))
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
-
-
 def path_of(request: Request) -> str:
     """Return the endpoint for this kind of prompt: the server renders the chat template of messages."""
     return CHAT_PATH if request.kind == "messages" else GENERATE_PATH

@@ -53,7 +53,7 @@ def last_line(log: Path) -> str:
     return next((line for line in reversed(_lines(log, most=LINE_BYTES)) if line), "")
 
 
-def story(log: Path, since: int = 0) -> list[str]:
+def head_and_tail(log: Path, since: int = 0) -> list[str]:
     """Return the lines of a log's beginning and end, as they are; empty without one."""
     try:
         with log.open("rb") as file:
