@@ -10,11 +10,21 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import orjson
 
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
-from batchrunner.engines.http.load import counters_in, from_loads, from_metrics
+from batchrunner.engines.http.load import counters_in, from_metrics
+from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
+from batchrunner.engines.http.status import (
+    KEY_REFUSED,
+    LOADS,
+    METRICS,
+    MODEL_INFO,
+    NOT_REACHED,
+    NOT_SGLANG,
+    SERVER_INFO,
+    ServerStatus,
+)
 from batchrunner.engines.logs.facts import Facts, number
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.series import Series, spread
@@ -31,8 +41,6 @@ POLL_S = 0.25
 METRICS_S = 1.5
 """Between two looks at `/metrics`: a long text, whose gauges are seconds old."""
 TIMEOUT_S = 5.0
-MOST_BYTES = 8 << 20
-"""Of a reply; `/metrics` of a large server has a tenth of it. What says more is something else."""
 KEY_VARIABLE = "SGLANG_API_KEY"
 
 
@@ -50,9 +58,8 @@ async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        server = _Server(session, url, limits)
+    async with aiohttp.ClientSession(headers=headers) as session:
+        server = _Server(ServerStatus(session, url), limits)
         await server.ask_arguments()
         end = time.monotonic() + span_s
         while not enough.is_set() and time.monotonic() < end:
@@ -65,9 +72,8 @@ async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
 class _Server:
     """One server that is polled."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, limits: Thresholds) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, status: ServerStatus, limits: Thresholds) -> None:
+        self._status = status
         self._series = Series(limits)
         self._facts = Facts()
         self._seen: dict[str, float | None] = {}
@@ -79,35 +85,39 @@ class _Server:
 
     async def ask_arguments(self) -> None:
         """Read what the server says of itself; raises InputError."""
+        url = self._status.url
         try:
-            info = await self._json("/server_info") or await self._json("/get_server_info")
-        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            status, info = await self._status.mapping(SERVER_INFO, TIMEOUT_S)
+        except NOT_REACHED as failure:
             reason = f"{getattr(failure, 'os_error', failure)}" or f"no answer within {TIMEOUT_S:g} s"
-            raise InputError(f"{self._url}: no server answers there: {reason}") from None
-        if not info or "model_path" not in info:
+            raise InputError(f"{url}: no server answers there: {reason}") from None
+        if status in KEY_REFUSED:
+            raise InputError(f"{url}: refuses the API key: set {KEY_VARIABLE}")
+        if "model_path" not in info:
             raise InputError(
-                f"{self._url}: not an SGLang server (no /server_info): give a server's own address, "
+                f"{url}: not an SGLang server (no {SERVER_INFO[0]}): give a server's own address, "
                 "not a gateway's"
             )
         self._facts.version = info.get("version")
         self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}
-        state = next((s for s in _listed(info.get("internal_states")) if isinstance(s, dict)), {})
+        state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
         self._facts.ready = _limits(info, state, memory)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # one can do without
-            about = await self._json("/model_info") or {}
-            self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
+        with contextlib.suppress(*NOT_REACHED):  # one can do without
+            _, model = await self._status.mapping(MODEL_INFO, TIMEOUT_S)
+            classes = model.get("architectures")
+            self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
 
     async def look(self) -> None:
         """Take one sample of each scheduler; a poll that fails is left out."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        with contextlib.suppress(*NOT_REACHED, *NOT_SGLANG):
             metrics: Sequence[SchedulerLoad] = []
             if time.monotonic() >= self._next_metrics:
                 metrics = await self._metrics()
-            self._add(await self._loads(metrics))
+            self._add(await self._status.load(LOADS, TIMEOUT_S) or metrics)
 
     def situation(self) -> Situation:
         """Return what was seen, with the counters' growth."""
@@ -125,23 +135,16 @@ class _Server:
     async def _metrics(self) -> list[SchedulerLoad]:
         """Take the counters of `/metrics`; return the load that it tells, if it is there."""
         self._next_metrics = time.monotonic() + METRICS_S
-        text = await self._text("/metrics")
-        self._facts.metrics = text is not None and "sglang:" in text
-        if text is None or not self._facts.metrics:
+        status, body = await self._status.get(METRICS, TIMEOUT_S)
+        text = body.decode(errors="replace") if status == 200 else ""  # noqa: PLR2004
+        self._facts.metrics = "sglang:" in text
+        if not self._facts.metrics:
             return []
         self._last = counters_in(text)
         self._first = self._first or self._last
-        load = from_metrics(text, self._url)
+        load = from_metrics(text, self._status.url)
         self._summed = len(load) or 1
         return load
-
-    async def _loads(self, metrics: Sequence[SchedulerLoad]) -> Sequence[SchedulerLoad]:
-        reply = await self._json("/v1/loads?include=core")
-        if reply is None:
-            return metrics
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            return from_loads(reply, self._url)
-        return []
 
     def _add(self, signals: Sequence[SchedulerLoad]) -> None:
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
@@ -156,25 +159,6 @@ class _Server:
                 )  # fmt: skip
                 self._series.add(told.scheduler, sample)
 
-    async def _json(self, path: str) -> dict[str, Any] | None:
-        text = await self._text(path)
-        with contextlib.suppress(orjson.JSONDecodeError):
-            found = orjson.loads(text or "")
-            return found if isinstance(found, dict) else None
-        return None
-
-    async def _text(self, path: str) -> str | None:
-        """Return what a path answers, None where it is not there; raises InputError without the key."""
-        async with self._session.get(self._url + path) as response:
-            if response.status in {401, 403}:
-                raise InputError(f"{self._url}: refuses the API key: set {KEY_VARIABLE}")
-            body = bytearray()
-            async for part in response.content.iter_any():
-                body += part
-                if len(body) > MOST_BYTES:
-                    return None
-            return body.decode(errors="replace") if response.ok else None
-
 
 def _free_at_first(memory: dict[str, Any]) -> float | None:
     """Return what a card had free before the weights were loaded: what became of it, in GB."""
@@ -188,16 +172,11 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
     """Return the first scheduler's limits: its own numbers are resolved, the arguments may be null."""
     told = {**info, **{name: value for name, value in state.items() if value}}
-    told["max_running_requests"] = state.get("effective_max_running_requests_per_dp") or told.get(
-        "max_running_requests"
-    )
+    most = "max_running_requests"
+    told[most] = limit_in_effect(state, most) or told.get(most)
     names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
     pool, chunk, running, context = (
         None if (limit := number(told.get(name))) is None else int(limit) for name in names
     )
     left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
     return ServerReady(pool, chunk, running, context, left)
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
