@@ -222,7 +222,7 @@ def tune(
 
     _log_to_stderr(quiet=True)
     # what its trials' runs say is no news
-    logging.getLogger("batchrunner.care.tune").setLevel(logging.ERROR if quiet else logging.INFO)
+    logging.getLogger("batchrunner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
     found: Tuned = _or_exit(
         tune_job,
         job,

@@ -26,7 +26,7 @@ from batchrunner.engines.http.status import (
     ServerStatus,
 )
 from batchrunner.engines.logs.facts import Facts, number
-from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.records import ServerReady
 from batchrunner.engines.logs.series import Series, spread
 from batchrunner.engines.logs.signs import LoadSample
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchrunner.core.types import SchedulerLoad
-from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, origin_of, record_in
+from batchrunner.engines.logs.lines import origin_of, record_in
+from batchrunner.engines.logs.records import LoggedBatch, ServerReady
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Why an engine died: what its log, its exit status and the kernel say together. Pure."""
+"""The diagnosis of a death, from the server's log, its exit status and the kernel's count of kills. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchrunner.engines.logs.facts import Facts
-    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.logs.records import Phase
 
 Kind = Literal["killed", "crash"]
 
