@@ -1,4 +1,4 @@
-"""From the job's `engine` to an Engine; heavy engines are imported only when they are asked for."""
+"""The job's `engine` → an Engine; an engine's imports are made only when a job asks for it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_engine(
 
 
 def model_of(spec: EngineSpec) -> str | None:
-    """Return the identity of the model that the engine will have, or None where only the engine knows."""
+    """Return the identity of the engine's model, or None where only the engine knows it."""
     model = launched_model(spec)
     if model is not None:
         return model_identity(model)
@@ -67,7 +67,7 @@ def model_of(spec: EngineSpec) -> str | None:
 
 
 def launched_model(spec: EngineSpec) -> str | None:
-    """Return the model that the run itself has to load, as the job names it."""
+    """Return the model that the run loads itself, by the job's name for it; None if it loads none."""
     return spec.model if isinstance(spec, (ServerEngine, InprocessEngine, GatewayEngine)) else None
 
 
