@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.engines.base import IncidentLog
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.job.spec import GatewayEngine, LimitsSpec
 from benchmarks.engine import (
@@ -110,7 +110,7 @@ def measure(model: Path | None, tokenizer: Path, rows: int, pairs: int) -> dict[
         servers = [stack.enter_context(serve(made, folder, key=key, name=f"server-{n}")) for n in range(2)]
         loop = stack.enter_context(asyncio.Runner())
         gateway = GatewayProcess(
-            GatewayEngine(kind="gateway", model=str(made)), IncidentLog(),
+            GatewayEngine(kind="gateway", model=str(made)), IncidentQueue(),
             key=key, log_dir=folder, limits=LimitsSpec(request_timeout=REQUEST_TIMEOUT_S),
         )  # fmt: skip
         url = gateway.url

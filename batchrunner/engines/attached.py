@@ -1,4 +1,4 @@
-"""Engines that run already: servers, or a gateway and its workers. Somebody else restarts what fails."""
+"""Engines that run already: servers, or a gateway and its workers. Others restart them if they fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import Incident
-from batchrunner.engines.base import IncidentLog
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.hang_detector import HangDetector, progress_of
 from batchrunner.engines.http.client import GATEWAY_ROUTE, SGLangClient
 from batchrunner.engines.http.worker_list import WorkerList
@@ -36,11 +36,11 @@ class AttachedServers:
         self._hangs = {url: HangDetector(limits.hang) for url in urls}
         self._closed_s = limits.hang
         self._closed: dict[str, tuple[float, object]] = {}
-        """Of each server that hangs: until when it gets no rows, and the load that it told last."""
-        self._incidents = IncidentLog()
+        """By server that hangs: the time until which it gets no rows, and its load when it was found."""
+        self._incidents = IncidentQueue()
 
     async def open(self) -> EngineInfo:
-        """Connect and read what every replica says of itself; see `Engine.open`."""
+        """Connect and read the description of every server; see `Engine.open`."""
         return await self._client.open(self._urls)
 
     async def generate(self, request: Request, route: str) -> Completion:
@@ -95,19 +95,19 @@ class AttachedServers:
 
 
 class AttachedGateway:
-    """Somebody else's Model Gateway and workers: one route leads to all, each worker tells its own load."""
+    """A Model Gateway that runs already: one route leads to all workers, each of which reports its load."""
 
     def __init__(self, url: str, *, api_key: str | None, limits: LimitsSpec) -> None:
         self._url = url
         self._client = SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout)
         self._hang_s = limits.hang
         self._hangs: dict[str, HangDetector] = {}
-        self._incidents = IncidentLog()
+        self._incidents = IncidentQueue()
         self._workers = WorkerList(url, api_key)
         self._read_at = 0.0
 
     async def open(self) -> EngineInfo:
-        """Find the workers and read what they say of themselves; see `Engine.open`."""
+        """Find the workers and read the description of each; see `Engine.open`."""
         urls = await self._workers.addresses()
         self._read_at = time.monotonic()
         if not urls:

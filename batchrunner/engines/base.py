@@ -1,4 +1,4 @@
-"""What every engine is (the protocol) and what some share: the log of incidents."""
+"""The protocol that every engine follows, and the queue of incidents that some of them use."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Engine(Protocol):
         """
 
     async def tokens_of(self, request: Request) -> list[int] | None:
-        """Return the tokens that the engine makes of a prompt, or None where it has no way to tell.
+        """Return the tokens that the engine makes of a prompt, or None where it cannot.
 
         Raises as `generate` does where the prompt is refused, or asking failed.
         """
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each scheduler now; empty where the engine does not tell.
+        """Return the load of each scheduler now; empty where the engine does not report it.
 
         A poll that fails raises nothing: the schedulers that it was for are left out.
         """
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """Release everything. May be called twice, and after a failed open."""
 
 
-class IncidentLog:
+class IncidentQueue:
     """Incidents that `Engine.incidents` has not returned yet."""
 
     def __init__(self) -> None:

@@ -122,8 +122,8 @@ def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
     if not has_gpu():
         environment |= cpu_environment(environment)
     environment |= dict(environ)
-    told = _output([python, "-m", "sglang.launch_server", "--help"], environment)
-    return parse_help(told, version_of(python, dict(environ)))
+    help_text = _output([python, "-m", "sglang.launch_server", "--help"], environment)
+    return parse_help(help_text, version_of(python, dict(environ)))
 
 
 def _output(command: list[str], environment: dict[str, str]) -> str:

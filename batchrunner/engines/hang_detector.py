@@ -98,7 +98,7 @@ class HangDetector:
     def __init__(self, least_s: float, *, alone: bool = True) -> None:
         """Take `limits.hang`, and whether all rows in flight are this server's.
 
-        Behind a gateway they are not: there only a replica's load tells whether it has any.
+        Behind a gateway they are not: there only a replica's load shows whether it has any.
         """
         self._least_s = least_s
         self._alone = alone
@@ -113,7 +113,7 @@ class HangDetector:
         """Record a poll of the server, empty if it failed; return the silence if it is a hang.
 
         `in_flight` counts the rows that may be there, `answers` those that have come back so far. A server
-        that never told its load is not judged: without answers it may be busy with long rows.
+        that never reported its load is not judged: without answers it may be busy with long rows.
         """
         progress = progress_of(loads)
         self._progress |= progress

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
-from batchrunner.engines.base import IncidentLog
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched import supervisor as guard
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, ServerSupervisor
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
@@ -206,7 +206,7 @@ async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) ->
     """Only quick deaths in a row are a crash loop: one every few minutes goes on for ever."""
     monkeypatch.setattr(guard, "QUICK_S", 0.0)
     mortal = Mortal()
-    watched = ServerSupervisor(mortal, IncidentLog())
+    watched = ServerSupervisor(mortal, IncidentQueue())
     watching = asyncio.create_task(watched.watch())
     for death in range(1, 3 * MOST_QUICK_DEATHS):
         mortal.end.set()
@@ -221,7 +221,7 @@ async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for the program learns why there is none."""
     monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.0)
     mortal = Mortal()
-    watched = ServerSupervisor(mortal, IncidentLog())
+    watched = ServerSupervisor(mortal, IncidentQueue())
     watching = asyncio.create_task(watched.watch())
     while not watching.done():
         mortal.end.set()

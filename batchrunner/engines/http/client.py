@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 3.0
-"""SGLang (uvicorn) closes an idle connection after 5 s: ours are dropped before that."""
+"""Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 POLL_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
@@ -80,7 +80,7 @@ class SGLangClient:
         self._vocabulary: int | None = None
 
     async def open(self, urls: Sequence[str], gateway: str | None = None) -> EngineInfo:
-        """Connect to the replicas, and to their gateway; read what every replica says of itself.
+        """Connect to the replicas, and to their gateway; read the description of every replica.
 
         Raises EngineStartError where one cannot be reached or cannot do the work.
         """
@@ -122,7 +122,7 @@ class SGLangClient:
         if self._detokenizer is not None:
             request = self._detokenizer.with_ends(request)
         body = wire.bytes_of(wire.body_of(request))
-        # bytes as they are: aiohttp would look up how to send them, for 5 % of our time
+        # a payload of bytes: aiohttp would look up how to send them, which takes 5 % of the client's time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
         key = {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
         reply = await self._post(self.endpoints[route], wire.path_of(request), payload, key)
@@ -156,8 +156,8 @@ class SGLangClient:
         return [load for loads in polls for load in loads]
 
     @property
-    def tells_load(self) -> bool:
-        """Whether the server told its load when the client was opened."""
+    def reports_load(self) -> bool:
+        """Whether the first server reported its load when the client was opened."""
         return self._load_path is not None
 
     async def is_alive(self, url: str) -> bool:
@@ -230,7 +230,7 @@ class SGLangClient:
         return ServerStatus(self._session, url)
 
     async def _poll(self, url: str, path: str) -> list[SchedulerLoad]:
-        """Return the loads that one replica tells; empty where it does not."""
+        """Return the loads that one replica reports; empty if it does not answer."""
         try:
             route = GATEWAY_ROUTE if self._gateway else url
             loads = await self._status(url).load(path, POLL_TIMEOUT_S, route)
@@ -279,7 +279,7 @@ class SGLangClient:
         return server
 
     async def _find_load_path(self, url: str) -> str:
-        """Find where a replica tells its load; return what the log says of it."""
+        """Find the path at which a replica reports its load; return a note for the log."""
         for path in (LOADS, METRICS):
             if await self._poll(url, path):
                 self._load_path = path

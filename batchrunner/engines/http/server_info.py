@@ -1,4 +1,4 @@
-"""What servers say of themselves (`/model_info`, `/server_info`) → EngineInfo and TokenizerInfo. Pure."""
+"""The replies to `/model_info` and `/server_info` → EngineInfo and TokenizerInfo. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET requests to one SGLang server: what it says of itself, its load, its counters."""
+"""GET requests to one SGLang server: its model, its arguments, its load, its counters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 MODEL_INFO = ("/model_info", "/get_model_info")
 SERVER_INFO = ("/server_info", "/get_server_info")
-"""Each with its name in newer releases first."""
+"""Paths of the server's description of itself, the newest release's first."""
 LOADS, METRICS = "/v1/loads?include=core", "/metrics"
-"""Where a server may tell its load, the better one first."""
+"""Paths at which a server may report its load, the better one first."""
 KEY_REFUSED = frozenset({401, 403})
+"""Statuses with which a server refuses the API key."""
 MOST_BYTES = 8 << 20
-"""A longer body is no status of SGLang's: `/metrics` of a large server has a tenth of it."""
+"""Most bytes of a body that are read; `/metrics` of a large server has a tenth of them."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
-"""What every request here raises where the server does not answer in time."""
+"""Errors that every request here raises where the server does not answer in time."""
 NOT_SGLANG = (ValueError, KeyError, TypeError)
-"""What `load` raises too, for a reply that is not SGLang's."""
+"""Errors that `load` raises too, for a reply that is not SGLang's."""
 
 
 class ServerStatus:
-    """The server at `url`; each request may take `timeout_s`."""
+    """Asks the server at `url`; every request ends after its `timeout_s`."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.url = url
@@ -59,7 +60,7 @@ class ServerStatus:
         return status, {}
 
     async def load(self, path: str, timeout_s: float, route: str | None = None) -> list[SchedulerLoad]:
-        """Return each scheduler's load, from LOADS or METRICS; empty where the path is not there.
+        """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there.
 
         `route` is where requests for this server are sent, if that is not its own URL.
         """

@@ -9,12 +9,12 @@ import time
 from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.base import IncidentLog
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.http.client import SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.launched.gateway import GatewayProcess
-from batchrunner.engines.launched.replica import Replica
+from batchrunner.engines.launched.replica import FleetReplica
 from batchrunner.engines.launched.sglang_server import SGLangServer
 from batchrunner.engines.logs.load import LogFollower
 from batchrunner.engines.model_files import check_model, model_identity
@@ -62,9 +62,9 @@ class LaunchedFleet:
             detokenizer=detokenizer,
             verdicts=self,
         )
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, FleetReplica] = {}
         self._gateway: GatewayProcess | None = None
-        self._incidents = IncidentLog()
+        self._incidents = IncidentQueue()
         self._watching: list[asyncio.Task[None]] = []
         self._follower: LogFollower | None = None
 
@@ -83,12 +83,12 @@ class LaunchedFleet:
                 spec, self._incidents, key=self._key, log_dir=self._log_dir, limits=self._limits
             )
         self._replicas = {
-            server.url: Replica(
+            server.url: FleetReplica(
                 server, self._gateway, self._client.failures, self._incidents, hang_s=self._limits.hang
             )
             for server in self._make_servers(spec.model, cpu=cpu, healer=healer)
         }
-        programs: list[Replica | GatewayProcess] = [
+        programs: list[FleetReplica | GatewayProcess] = [
             *self._replicas.values(),
             *([self._gateway] if self._gateway else []),
         ]
@@ -98,7 +98,7 @@ class LaunchedFleet:
         if self._gateway:
             await self._gateway.take_workers([*self._replicas])
         info = await self._client.open([*self._replicas], self._gateway.url if self._gateway else None)
-        self._follower = None if self._client.tells_load else follower
+        self._follower = None if self._client.reports_load else follower
         self._watching = [asyncio.create_task(program.supervisor.watch()) for program in programs]
         counted = not (self._gateway or cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
@@ -126,16 +126,16 @@ class LaunchedFleet:
         return await self._client.tokens_of(request)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return each server's load, from the log of one that tells it nowhere else; restart what hangs."""
+        """Return the load of each server, from its log if it has no other source; restart what hangs."""
         loads = self._follower.poll() if self._follower else await self._client.loads()
         now = time.monotonic()
         for endpoint in self._client.endpoints.values():
             for replica in self._replicas.values():
                 replica.poll(loads, endpoint, now)
             if self._gateway:
-                told = {load.server for load in loads}
+                polled = {load.server for load in loads}
                 up = {replica.url for replica in self._replicas.values() if replica.is_up}
-                idle = up <= told and not any(load.has_work for load in loads)
+                idle = up <= polled and not any(load.has_work for load in loads)
                 self._gateway.poll(loads, endpoint, now, idle=idle)
         return loads
 

@@ -13,17 +13,15 @@ from batchrunner.engines.device import plain_environment
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.process import LaunchedProcess, answers, to_argv
+from batchrunner.engines.launched.process import LaunchedProcess, to_argv
 from batchrunner.engines.launched.supervisor import ServerSupervisor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    import aiohttp
-
     from batchrunner.core.types import SchedulerLoad
-    from batchrunner.engines.base import IncidentLog
+    from batchrunner.engines.base import IncidentQueue
     from batchrunner.engines.http.endpoint import Endpoint
     from batchrunner.job.spec import GatewayEngine, LimitsSpec
 
@@ -51,7 +49,7 @@ class GatewayProcess:
     """
 
     def __init__(
-        self, spec: GatewayEngine, incidents: IncidentLog, *, key: str, log_dir: Path, limits: LimitsSpec
+        self, spec: GatewayEngine, incidents: IncidentQueue, *, key: str, log_dir: Path, limits: LimitsSpec
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -74,12 +72,9 @@ class GatewayProcess:
 
     async def start(self) -> None:
         """Start it and wait until it takes workers; raises EngineStartError where it does not."""
-
-        async def is_up(session: aiohttp.ClientSession) -> bool:
-            return await answers(session, self.url, "/health")  # /readiness is 503 before there is a worker
-
         await self.process.start()
-        await self.process.wait_until_ready(is_up, START_S)
+        # not /readiness, which is 503 before there is a worker
+        await self.process.wait_until_ready(self.url, ["/health"], START_S)
 
     def heal(self) -> bool:
         """Return False: a gateway has no safer arguments."""

@@ -17,7 +17,7 @@ from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.logs.cause import cause_in, head_and_tail, last_line
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class LaunchedProcess:
 
     module: str
     argv: Sequence[str]
-    """Its command line, without the key."""
+    """The program's arguments, without the key."""
     key: str
     """An API key that no argument vector, environment or log shows."""
     environ: Mapping[str, str]
@@ -44,26 +44,26 @@ class LaunchedProcess:
     name: str = "the engine"
     """The program's name in messages."""
     needs: str = "SGLang: install batchrunner[engine], or set engine.python"
-    """What an interpreter lacks that does not know the module."""
+    """Package to install if the interpreter does not have the module, for the error."""
     _process: asyncio.subprocess.Process | None = field(default=None, init=False)
     _log_begins: int = field(default=0, init=False)
 
     @property
     def runs(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Whether the program was started and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def exit_code(self) -> int | None:
-        """The exit status since the last start; None while it runs, and once it has been stopped."""
+        """The exit status of the last start; None while the program runs, and after `stop`."""
         return self._process.returncode if self._process else None
 
     def logged(self) -> list[str]:
-        """Return the beginning and the end of what it has logged since the last start."""
+        """Return the first and the last lines that the program logged since its last start."""
         return head_and_tail(self.log_path, self._log_begins)
 
     async def start(self) -> None:
-        """Start it; raises EngineStartError where the interpreter cannot be run."""
+        """Start the program; raises EngineStartError where the interpreter cannot be run."""
         python = self.python or sys.executable
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -83,14 +83,15 @@ class LaunchedProcess:
         self._process.stdin.write(orjson.dumps(config) + b"\n")
         await self._process.stdin.drain()
 
-    async def wait_until_ready(
-        self, is_ready: Callable[[aiohttp.ClientSession], Awaitable[bool]], timeout_s: float
-    ) -> None:
-        """Return when `is_ready` says so; raises EngineStartError where it ends or takes too long."""
+    async def wait_until_ready(self, url: str, paths: Sequence[str], timeout_s: float) -> None:
+        """Return when a GET gives 200 on the first of these paths that the program knows (not 404).
+
+        Raises EngineStartError if the program ends or takes too long.
+        """
         began = time.monotonic()
         next_word_s = WORD_EVERY_S
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
-            while not await is_ready(session):
+            while not await _is_ready(session, url, paths):
                 if not self.runs:
                     raise EngineStartError(self.failure_message(f"{self.name} did not start"))
                 waited_s = time.monotonic() - began
@@ -106,12 +107,12 @@ class LaunchedProcess:
                 await asyncio.sleep(POLL_S)
 
     async def ended(self) -> None:
-        """Return when it has ended, for whatever reason."""
+        """Return when the program has ended, for whatever reason."""
         if self._process is not None:
             await self._process.wait()
 
     async def stop(self) -> None:
-        """End it and everything it started; may be called again where that was cancelled."""
+        """End the program and everything it started; may be called again if it was cancelled."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # the launcher ends its program when its pipe ends
@@ -119,7 +120,7 @@ class LaunchedProcess:
             self._process = None
 
     def found_port_taken(self) -> bool:
-        """Tell whether the last start failed because another process has the port."""
+        """Tell whether the last start failed because another process has one of its ports."""
         return "address already in use" in cause_in(self.log_path, self._log_begins).lower()
 
     def failure_message(self, what: str) -> str:
@@ -148,8 +149,7 @@ def to_argv(args: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-async def answers(session: aiohttp.ClientSession, url: str, *paths: str) -> bool:
-    """Tell whether a GET gives 200 on the first of these paths that the program knows (not 404)."""
+async def _is_ready(session: aiohttp.ClientSession, url: str, paths: Sequence[str]) -> bool:
     timeout = aiohttp.ClientTimeout(total=5)
     for path in paths:
         try:

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.core.types import SchedulerLoad
-    from batchrunner.engines.base import IncidentLog
+    from batchrunner.engines.base import IncidentQueue
     from batchrunner.engines.http.endpoint import Endpoint
     from batchrunner.engines.http.failures import FailureClassifier
     from batchrunner.engines.launched.gateway import GatewayProcess
     from batchrunner.engines.launched.sglang_server import SGLangServer
 
 
-class Replica:
+class FleetReplica:
     """A server that a supervisor restarts; without a `gateway` all rows in flight are its own."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Replica:
         server: SGLangServer,
         gateway: GatewayProcess | None,
         failures: FailureClassifier,
-        incidents: IncidentLog,
+        incidents: IncidentQueue,
         *,
         hang_s: float,
     ) -> None:
@@ -44,7 +44,7 @@ class Replica:
         await self.server.start()
 
     def heal(self) -> bool:
-        """Change the next start's arguments for what ended the server; tell whether any help."""
+        """Change the next start's arguments by the cause of death; return whether any help."""
         return self.server.heal()
 
     async def went_down(self) -> None:

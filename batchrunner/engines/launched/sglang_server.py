@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.device import cpu_environment, plain_environment, server_args
 from batchrunner.engines.http.connections import HeldPort
-from batchrunner.engines.launched.process import LaunchedProcess, answers, to_argv
+from batchrunner.engines.launched.process import LaunchedProcess, to_argv
 from batchrunner.engines.recovery.diagnosis import EndedServer
 from batchrunner.engines.recovery.host import oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import aiohttp
 
     from batchrunner.engines.recovery.healer import Healer
     from batchrunner.job.spec import LaunchedEngine
@@ -26,6 +24,8 @@ log = logging.getLogger(__name__)
 START_TRIES = 3
 """SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
 once, two draw the same one in 28 of 8,000 starts."""
+_READY_PATHS = ("/ready", "/model_info")
+"""Paths that answer 200 when a server takes requests; releases before `/ready` answer 404 there."""
 
 
 class SGLangServer:
@@ -92,7 +92,7 @@ class SGLangServer:
                 self._is_up = True
 
     def heal(self) -> bool:
-        """Change the next start's arguments for what ended the server; tell whether any help."""
+        """Change the next start's arguments by the cause of death; return whether any help."""
         if self._healer is None or self.process.exit_code is None:
             return False
         return self._healer.heal(self.process.name, self._ended())
@@ -113,7 +113,7 @@ class SGLangServer:
         for tries_left in reversed(range(START_TRIES)):
             await self.process.start()
             try:
-                await self.process.wait_until_ready(self._is_ready, self._start_timeout_s)
+                await self.process.wait_until_ready(self.url, _READY_PATHS, self._start_timeout_s)
             except EngineStartError:
                 if not tries_left or not self.process.found_port_taken():
                     raise
@@ -121,7 +121,3 @@ class SGLangServer:
                 return
             log.warning("%s: another process took one of its ports: starting it again", self.process.name)
             await self.process.stop()
-
-    async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
-        """Ask `/ready`; releases before it existed answer 404 there: ready when `/model_info` answers."""
-        return await answers(session, self.url, "/ready", "/model_info")

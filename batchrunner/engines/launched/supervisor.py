@@ -13,7 +13,7 @@ from batchrunner.core.errors import EngineLostError, EngineStartError
 from batchrunner.core.types import Incident
 
 if TYPE_CHECKING:
-    from batchrunner.engines.base import IncidentLog
+    from batchrunner.engines.base import IncidentQueue
     from batchrunner.engines.hang_detector import Hang
     from batchrunner.engines.launched.process import LaunchedProcess
 
@@ -39,7 +39,7 @@ class Supervised(Protocol):
         """Start the program and wait until it is ready; raises EngineStartError where it does not."""
 
     def heal(self) -> bool:
-        """Change the next start to avoid what ended the program; tell whether there was a way to."""
+        """Change the next start so that it avoids the cause of death; return whether that is possible."""
 
     async def went_down(self) -> None:
         """Take the program out of use."""
@@ -51,7 +51,7 @@ class Supervised(Protocol):
 class ServerSupervisor:
     """Watches one program; `lost` says why the program is not restarted any more, once that is so."""
 
-    def __init__(self, program: Supervised, incidents: IncidentLog) -> None:
+    def __init__(self, program: Supervised, incidents: IncidentQueue) -> None:
         self.lost: EngineLostError | None = None
         self._program = program
         self._incidents = incidents
@@ -84,7 +84,7 @@ class ServerSupervisor:
         """Restart the program whenever it ends; returns when it is lost."""
         try:
             await self._watch()
-        except Exception as failure:  # nobody may wait for ever
+        except Exception as failure:  # or those who wait in `ready` would wait for ever
             self.lost = EngineLostError(f"{self._program.process.name}: {type(failure).__name__}: {failure}")
             raise
         finally:

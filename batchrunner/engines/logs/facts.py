@@ -66,7 +66,7 @@ class Facts:
     mute: bool = False
     """Whether a live server does not report its load."""
     idle_gpus: int = 0
-    """GPUs that a run's server saw and did not take."""
+    """GPUs that were visible to a run's server, and that it did not use."""
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return an argument that is a number."""
@@ -86,7 +86,7 @@ class Facts:
 
     @property
     def in_16_bits(self) -> bool:
-        """Whether it is known that the weights are not quantised."""
+        """Whether the weights are known to be unquantised."""
         return self.quantised == "" and not self.arguments.get("quantization")
 
     @property
@@ -99,14 +99,14 @@ class Facts:
     @property
     def max_running(self) -> int | None:
         """Limit on the running requests of one scheduler, `max_running_requests`."""
-        told = self.ready.max_running_requests if self.ready else None
-        return told or int(self.number("max_running_requests", 0) or 0) // self.attn_dp or None
+        logged = self.ready.max_running_requests if self.ready else None
+        return logged or int(self.number("max_running_requests", 0) or 0) // self.attn_dp or None
 
     @property
     def chunk(self) -> int | None:
         """Tokens of a prefill chunk of one scheduler, `chunked_prefill_size`."""
-        told = self.ready.chunked_prefill_size if self.ready else None
-        return told or int(self.number("chunked_prefill_size", 0) or 0) or None
+        logged = self.ready.chunked_prefill_size if self.ready else None
+        return logged or int(self.number("chunked_prefill_size", 0) or 0) or None
 
     @property
     def architecture(self) -> Architecture | None:
@@ -115,7 +115,7 @@ class Facts:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it computes on a CPU."""
+        """Whether the server computes on a CPU."""
         return self.arguments.get("device") == "cpu"
 
     @property
@@ -125,7 +125,7 @@ class Facts:
 
     @property
     def is_mla(self) -> bool:
-        """Whether its attention is multi-head latent (MLA), by the name of its class."""
+        """Whether the model's attention is multi-head latent (MLA), by the name of its class."""
         return any(name in (self.model or "") for name in _MLA)
 
     @property

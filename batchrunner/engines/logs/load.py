@@ -1,4 +1,4 @@
-"""The load out of a server's log, for SGLang releases that tell it nowhere else."""
+"""The load out of a server's log, for SGLang releases that report it nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a line of an SGLang log can say: a record for each kind of line."""
+"""Records of the lines of an SGLang log: one type for each kind of line that matters."""
 
 from __future__ import annotations
 

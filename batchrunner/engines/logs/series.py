@@ -68,10 +68,10 @@ class Track:
             gap_s = 0.0
         self.busy_s += max(0.0, gap_s)
         for name, shows in SIGNS.items():
-            told = shows(sample, limits)
-            if told:
+            has_sign = shows(sample, limits)
+            if has_sign:
                 self.yes[name] += 1
-            elif told is None:
+            elif has_sign is None:
                 self.silent[name] += 1
         self._dry = 0 if sample.queue else self._dry + 1
         self._queued |= sample.queue > 0

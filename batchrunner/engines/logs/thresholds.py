@@ -94,8 +94,8 @@ class Thresholds:
         for names in _ASCENDING:
             values = [getattr(changed, name) for name in names]
             if values != sorted(values):
-                told = ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
-                raise JobError(f"--threshold: {told}: none may be above the next")
+                order = ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
+                raise JobError(f"--threshold: {order}: none may be above the next")
         return changed
 
 

@@ -34,7 +34,7 @@ KILLED = 128 + 9
 
 @dataclass(frozen=True, slots=True)
 class EndedServer:
-    """What a server left behind, from its last start on."""
+    """Evidence of a server's last life: from its last start to its end, or until now."""
 
     lines: Sequence[str]
     """Beginning and end of its log."""

@@ -21,7 +21,7 @@ from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, in_effect
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchrunner.engines.base import IncidentLog
+    from batchrunner.engines.base import IncidentQueue
     from batchrunner.engines.flags import Flags
     from batchrunner.engines.logs.facts import Facts
     from batchrunner.engines.logs.series import Series
@@ -46,7 +46,7 @@ class Healer:
     The servers of one engine share a healer: what one of them dies of, the others need not die of too.
     """
 
-    def __init__(self, given: Mapping[str, Any], memory: Remembered, incidents: IncidentLog) -> None:
+    def __init__(self, given: Mapping[str, Any], memory: Remembered, incidents: IncidentQueue) -> None:
         """Take the job's `engine.args` and what earlier runs learned."""
         self.args: dict[str, Any] = {}
         """Arguments of the next start that replace the job's own, or add to them."""
@@ -72,7 +72,7 @@ class Healer:
             self._incidents.report(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
-        """Change `args` for a death of the server `name`; tell whether the next start differs from the last.
+        """Change `args` after a death of the server `name`; return whether the next start will differ.
 
         If it does, no row is at fault.
         """
@@ -141,7 +141,7 @@ class Healer:
 
 
 def healer_for(
-    spec: LaunchedEngine, model: str, incidents: IncidentLog, *, tp: int | None = None, cpu: bool
+    spec: LaunchedEngine, model: str, incidents: IncidentQueue, *, tp: int | None = None, cpu: bool
 ) -> Healer | None:
     """Return the healer of a job's servers, with what earlier runs learned; None if the job wants none."""
     if not spec.heal:
@@ -157,7 +157,7 @@ def healer_for(
 
 
 class _Reading(NamedTuple):
-    """What the beginning and the end of a log say."""
+    """The content of a log's beginning and end."""
 
     facts: Facts
     series: Series

@@ -70,8 +70,8 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _meminfo(root: Path, name: str) -> list[int]:
-    told = re.search(rf"^{name}: +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
-    return [int(told[1]) << 10] if told else []
+    found = re.search(rf"^{name}: +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    return [int(found[1]) << 10] if found else []
 
 
 def _number(path: Path, name: str) -> int | None:

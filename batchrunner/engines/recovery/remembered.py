@@ -82,13 +82,13 @@ class Remembered:
             log.warning("what worked is not remembered for the next run: %s", failure)
 
     def _read(self) -> Lesson | None:
-        told = orjson.loads(self.path.read_bytes())
-        if told["format"] != FORMAT or any(told[name] != value for name, value in self._about.items()):
+        stored = orjson.loads(self.path.read_bytes())
+        if stored["format"] != FORMAT or any(stored[name] != value for name, value in self._about.items()):
             raise ValueError("it is not of this version, or about another engine")
-        args = {name: value for name, value in told["args"].items() if name in REMEMBERED or name in OFF}
+        args = {name: value for name, value in stored["args"].items() if name in REMEMBERED or name in OFF}
         if not all(_is_ours(name, value) for name, value in args.items()):
             raise TypeError("its args should be numbers, or switch graphs off")
-        return Lesson(args, str(told["why"])[:200], str(told["on"])[:10]) if args else None
+        return Lesson(args, str(stored["why"])[:200], str(stored["on"])[:10]) if args else None
 
 
 def _is_ours(name: str, value: Any) -> bool:

@@ -61,9 +61,9 @@ def in_effect(facts: Facts, flag: str) -> float | None:
     """Return a flag's value in effect, as it would be given; None where it is not known."""
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
-    told = getattr(facts.ready, _AT_READY.get(flag, ""), None)
-    value = facts.number(flag.replace("-", "_")) if told is None else told
-    if value is None or (told is None and flag == "max-running-requests"):  # logged as it was given
+    at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
+    if value is None or (at_ready is None and flag == "max-running-requests"):  # logged as it was given
         return None if value is None else int(value)
     value = as_flag(facts, flag, value)
     return int(value) if value == int(value) else value
@@ -133,8 +133,8 @@ def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
 def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
     """Raise the fraction of the card for weights and pool, above the least that SGLang names."""
     now = facts.number("mem_fraction_static") or FRACTIONS[0]
-    told = re.search(r"above (0\.\d+)", death.why)
-    share = round(max(now, float(told[1]) if told else 0.0) + FRACTION_STEP, 3)
+    least = re.search(r"above (0\.\d+)", death.why)
+    share = round(max(now, float(least[1]) if least else 0.0) + FRACTION_STEP, 3)
     return flags.setting("mem-fraction-static", share) if share <= HIGHEST_FRACTION else {}
 
 

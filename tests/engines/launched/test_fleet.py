@@ -10,7 +10,7 @@ import pytest
 from batchrunner.core.errors import (
     EngineStartError,
 )
-from batchrunner.engines.base import IncidentLog
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.job.spec import GatewayEngine, LimitsSpec
@@ -69,7 +69,7 @@ def test_command_lines(tmp_path: Path) -> None:
     assert len({server.argv[server.argv.index("--port") + 1] for server in servers}) == 2
     assert [server.log_path.name for server in servers] == ["engine-replica-0.log", "engine-replica-1.log"]
     gateway = GatewayProcess(
-        spec, IncidentLog(), key=fleet._key, log_dir=tmp_path, limits=LimitsSpec(request_timeout=90)
+        spec, IncidentQueue(), key=fleet._key, log_dir=tmp_path, limits=LimitsSpec(request_timeout=90)
     )
     line = " ".join(gateway.process.argv)
     assert "--request-timeout-secs 150" in line

@@ -12,7 +12,7 @@ import pytest
 from batchrunner.core.errors import (
     EngineStartError,
 )
-from batchrunner.engines.base import IncidentLog
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.job.spec import GatewayEngine, LimitsSpec
 
@@ -26,7 +26,7 @@ def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
     spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
     gateway = GatewayProcess(
-        spec, IncidentLog(), key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9)
+        spec, IncidentQueue(), key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9)
     )
     with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
         asyncio.run(gateway.start())
