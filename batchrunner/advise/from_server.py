@@ -146,18 +146,18 @@ class _Server:
         self._summed = len(load) or 1
         return load
 
-    def _add(self, signals: Sequence[SchedulerLoad]) -> None:
+    def _add(self, loads: Sequence[SchedulerLoad]) -> None:
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
-        for told in signals:
-            new = told.taken_at is None or self._seen.get(told.scheduler) != told.taken_at
-            self._seen[told.scheduler] = told.taken_at
-            if new and told.has_work:
+        for load in loads:
+            new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
+            self._seen[load.scheduler] = load.taken_at
+            if new and load.has_work:
                 sample = LoadSample(
-                    time.monotonic(), told.running, told.queue, told.token_usage, told.max_running,
-                    None if graph is None or not told.running else bool(graph),
+                    time.monotonic(), load.running, load.queue, load.token_usage, load.max_running,
+                    None if graph is None or not load.running else bool(graph),
                     rate and rate / self._summed,
                 )  # fmt: skip
-                self._series.add(told.scheduler, sample)
+                self._series.add(load.scheduler, sample)
 
 
 def _free_at_first(memory: dict[str, Any]) -> float | None:

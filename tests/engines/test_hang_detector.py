@@ -79,6 +79,17 @@ def test_what_nobody_saw_does_not_count() -> None:
     assert timer.poll(now + 3600, "x", busy=True) is None
 
 
+def test_a_restart_ends_the_silence() -> None:
+    """Neither the silence before it nor the time that it took is the new server's."""
+    timer, now = warm_timer()
+    timer.poll(now, "x", busy=True)
+    while timer.poll(now, "x", busy=True) is None and not timer.stalls:
+        now += 0.5
+    timer.restarted()
+    assert not timer.stalls
+    assert silence_of(timer, now + 3600, "x") == pytest.approx(SHORTEST_S, abs=1)
+
+
 def test_idleness_is_no_silence() -> None:
     """Without rows there is nothing to do; the silence begins with the first one."""
     timer, now = warm_timer()
