@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.gateway import gateway_process, start_gateway
-from batchrunner.job.spec import GatewayEngine
+from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.launched.gateway import GatewayProcess
+from batchrunner.job.spec import GatewayEngine, LimitsSpec
 from benchmarks.engine import (
     KEY_VARIABLE,
     SEED,
@@ -109,13 +109,14 @@ def measure(model: Path | None, tokenizer: Path, rows: int, pairs: int) -> dict[
         least = write_groups(folder / "groups.parquet")
         servers = [stack.enter_context(serve(made, folder, key=key, name=f"server-{n}")) for n in range(2)]
         loop = stack.enter_context(asyncio.Runner())
-        gateway, url = gateway_process(
-            GatewayEngine(kind="gateway", model=str(made)),
-            key=key, log_dir=folder, request_timeout_s=REQUEST_TIMEOUT_S,
+        gateway = GatewayProcess(
+            GatewayEngine(kind="gateway", model=str(made)), IncidentQueue(),
+            key=key, log_dir=folder, limits=LimitsSpec(request_timeout=REQUEST_TIMEOUT_S),
         )  # fmt: skip
-        loop.run(start_gateway(gateway, url))
-        stack.callback(lambda: loop.run(gateway.stop()))
-        loop.run(_give(url, key, servers))
+        url = gateway.url
+        loop.run(gateway.start())
+        stack.callback(lambda: loop.run(gateway.close()))
+        loop.run(gateway.take_workers([server.url for server in servers]))
         engines = {
             "gateway": {"kind": "gateway", "url": url, "api_key_env": KEY_VARIABLE},
             "direct": {
@@ -141,14 +142,6 @@ def measure(model: Path | None, tokenizer: Path, rows: int, pairs: int) -> dict[
                 for turn in range(pairs)
             ]
     return {"rows": rows, "least_tokens_of_groups": least, "pairs": found}
-
-
-async def _give(url: str, key: str, servers: list[Server]) -> None:
-    workers = WorkerList(url, key)
-    try:
-        assert await workers.bring_to({server.url for server in servers})
-    finally:
-        await workers.close()
 
 
 def report(found: dict[str, Any]) -> None:

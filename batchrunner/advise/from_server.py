@@ -10,13 +10,23 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import orjson
 
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
-from batchrunner.engines.http.load import counters_in, from_loads, from_metrics
+from batchrunner.engines.http.load import counters_in, from_metrics
+from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
+from batchrunner.engines.http.status import (
+    KEY_REFUSED,
+    LOADS,
+    METRICS,
+    MODEL_INFO,
+    NOT_REACHED,
+    NOT_SGLANG,
+    SERVER_INFO,
+    ServerStatus,
+)
 from batchrunner.engines.logs.facts import Facts, number
-from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.records import ServerReady
 from batchrunner.engines.logs.series import Series, spread
 from batchrunner.engines.logs.signs import LoadSample
 
@@ -31,8 +41,6 @@ POLL_S = 0.25
 METRICS_S = 1.5
 """Seconds between two polls of `/metrics`: a long text, whose gauges are seconds old."""
 TIMEOUT_S = 5.0
-MOST_BYTES = 8 << 20
-"""Size of a reply at most; `/metrics` of a large server has a tenth of it."""
 KEY_VARIABLE = "SGLANG_API_KEY"
 
 
@@ -50,9 +58,8 @@ async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        server = _Server(session, url, limits)
+    async with aiohttp.ClientSession(headers=headers) as session:
+        server = _Server(ServerStatus(session, url), limits)
         await server.ask_arguments()
         end = time.monotonic() + span_s
         while not enough.is_set() and time.monotonic() < end:
@@ -65,9 +72,8 @@ async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
 class _Server:
     """One server that is polled."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, limits: Thresholds) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, status: ServerStatus, limits: Thresholds) -> None:
+        self._status = status
         self._series = Series(limits)
         self._facts = Facts()
         self._seen: dict[str, float | None] = {}
@@ -79,35 +85,39 @@ class _Server:
 
     async def ask_arguments(self) -> None:
         """Read the server's arguments and limits; raises InputError."""
+        url = self._status.url
         try:
-            info = await self._json("/server_info") or await self._json("/get_server_info")
-        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            status, info = await self._status.mapping(SERVER_INFO, TIMEOUT_S)
+        except NOT_REACHED as failure:
             reason = f"{getattr(failure, 'os_error', failure)}" or f"no answer within {TIMEOUT_S:g} s"
-            raise InputError(f"{self._url}: no server answers there: {reason}") from None
-        if not info or "model_path" not in info:
+            raise InputError(f"{url}: no server answers there: {reason}") from None
+        if status in KEY_REFUSED:
+            raise InputError(f"{url}: refuses the API key: set {KEY_VARIABLE}")
+        if "model_path" not in info:
             raise InputError(
-                f"{self._url}: not an SGLang server (no /server_info): give a server's own address, "
+                f"{url}: not an SGLang server (no {SERVER_INFO[0]}): give a server's own address, "
                 "not a gateway's"
             )
         self._facts.version = info.get("version")
         self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}
-        state = next((s for s in _listed(info.get("internal_states")) if isinstance(s, dict)), {})
+        state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
         self._facts.ready = _limits(info, state, memory)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # the model's class is optional
-            about = await self._json("/model_info") or {}
-            self._facts.model = next(map(str, _listed(about.get("architectures"))), None)
+        with contextlib.suppress(*NOT_REACHED):  # the model's class is optional
+            _, model = await self._status.mapping(MODEL_INFO, TIMEOUT_S)
+            classes = model.get("architectures")
+            self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
 
     async def poll(self) -> None:
         """Record one sample of each scheduler; a poll that fails is skipped."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        with contextlib.suppress(*NOT_REACHED, *NOT_SGLANG):
             metrics: Sequence[SchedulerLoad] = []
             if time.monotonic() >= self._next_metrics:
                 metrics = await self._metrics()
-            self._add(await self._loads(metrics))
+            self._add(await self._status.load(LOADS, TIMEOUT_S) or metrics)
 
     def situation(self) -> Situation:
         """Return the situation, with the growth of the counters."""
@@ -125,27 +135,20 @@ class _Server:
     async def _metrics(self) -> list[SchedulerLoad]:
         """Record the counters of `/metrics`; return the load that it has, if the server has it."""
         self._next_metrics = time.monotonic() + METRICS_S
-        text = await self._text("/metrics")
-        self._facts.metrics = text is not None and "sglang:" in text
-        if text is None or not self._facts.metrics:
+        status, body = await self._status.get(METRICS, TIMEOUT_S)
+        text = body.decode(errors="replace") if status == 200 else ""  # noqa: PLR2004
+        self._facts.metrics = "sglang:" in text
+        if not self._facts.metrics:
             return []
         self._last = counters_in(text)
         self._first = self._first or self._last
-        load = from_metrics(text, self._url)
+        load = from_metrics(text, self._status.url)
         self._summed = len(load) or 1
         return load
 
-    async def _loads(self, metrics: Sequence[SchedulerLoad]) -> Sequence[SchedulerLoad]:
-        reply = await self._json("/v1/loads?include=core")
-        if reply is None:
-            return metrics
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            return from_loads(reply, self._url)
-        return []
-
-    def _add(self, signals: Sequence[SchedulerLoad]) -> None:
+    def _add(self, loads: Sequence[SchedulerLoad]) -> None:
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
-        for load in signals:
+        for load in loads:
             new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
             self._seen[load.scheduler] = load.taken_at
             if new and load.has_work:
@@ -155,25 +158,6 @@ class _Server:
                     rate and rate / self._summed,
                 )  # fmt: skip
                 self._series.add(load.scheduler, sample)
-
-    async def _json(self, path: str) -> dict[str, Any] | None:
-        text = await self._text(path)
-        with contextlib.suppress(orjson.JSONDecodeError):
-            found = orjson.loads(text or "")
-            return found if isinstance(found, dict) else None
-        return None
-
-    async def _text(self, path: str) -> str | None:
-        """Return the reply of a path, None where there is none; raises InputError for a wrong API key."""
-        async with self._session.get(self._url + path) as response:
-            if response.status in {401, 403}:
-                raise InputError(f"{self._url}: refuses the API key: set {KEY_VARIABLE}")
-            body = bytearray()
-            async for part in response.content.iter_any():
-                body += part
-                if len(body) > MOST_BYTES:
-                    return None
-            return body.decode(errors="replace") if response.ok else None
 
 
 def _free_at_first(memory: dict[str, Any]) -> float | None:
@@ -188,16 +172,11 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
     """Return the first scheduler's limits: its state has numbers where arguments may be null."""
     merged = {**info, **{name: value for name, value in state.items() if value}}
-    merged["max_running_requests"] = state.get("effective_max_running_requests_per_dp") or merged.get(
-        "max_running_requests"
-    )
+    most = "max_running_requests"
+    merged[most] = limit_in_effect(state, most) or merged.get(most)
     names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
     pool, chunk, running, context = (
         None if (limit := number(merged.get(name))) is None else int(limit) for name in names
     )
     left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
     return ServerReady(pool, chunk, running, context, left)
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

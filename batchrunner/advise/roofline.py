@@ -17,8 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.engines.model_files import UnknownShapeError, shape_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from batchrunner.engines.model_files import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +57,6 @@ The limit of a GPU that is not here is unknown."""
 
 class UnknownLimitError(ValueError):
     """The limit cannot be computed: the message says what is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The figures of a model that decide how long its passes take."""
-
-    layers: int
-    attention: int
-    """`H`: query heads x head_dim, the hidden size in most models."""
-    kv_heads: int
-    head_dim: int
-    parameters: float
-    active: float
-    """`P`: parameters that one token passes; in a mixture of experts fewer than all."""
-
-    def kv_bytes(self, width: float) -> float:
-        """Return `κ`, the bytes of KV cache a token; `width` is the bytes of one number."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +161,11 @@ _NOT_COVERED = {
     "layer_types": "layers of several kinds",
     "sliding_window": "attention in a sliding window",
     "vision_config": "a part for images",
+    "text_config": "a part beside the language model",
     "mamba_d_state": "Mamba layers",
     "encoder_layers": "an encoder",
 }
 """Fields of a config.json whose model the formulas do not describe."""
-
-_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
 
 
 def model_of_config(config: Mapping[str, Any]) -> ModelShape:
@@ -189,21 +174,10 @@ def model_of_config(config: Mapping[str, Any]) -> ModelShape:
     Raises UnknownLimitError for a kind of model that the formulas do not describe.
     """
     _refuse_others(config)
-    if missing := [name for name in _NEEDED if not isinstance(config.get(name), int)]:
-        raise UnknownLimitError(f"config.json lacks {missing[0]}")
-    layers, hidden, heads, vocabulary, inner = (config[name] for name in _NEEDED)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    experts, chosen, shared = _experts(config)
-    expert = 3 * hidden * int(config.get("moe_intermediate_size") or inner) if experts else 3 * hidden * inner
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    router = hidden * experts
-    return ModelShape(
-        layers, heads * head_dim, kv_heads, head_dim,
-        parameters=embeddings + layers * (attention + router + expert * max(experts, 1) + shared),
-        active=embeddings + layers * (attention + router + expert * max(chosen, 1) + shared),
-    )  # fmt: skip
+    try:
+        return shape_of(config)
+    except UnknownShapeError as failure:
+        raise UnknownLimitError(str(failure)) from None
 
 
 def _refuse_others(config: Mapping[str, Any]) -> None:
@@ -214,12 +188,3 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
             raise UnknownLimitError(f"the formulas do not cover {what} ({name} in config.json)")
     if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
         raise UnknownLimitError("the formulas do not cover experts in some of the layers only")
-
-
-def _experts(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the experts of a layer, those that a token passes, and the parameters of shared experts."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((int(config[name]) for name in names if config.get(name)), 0)
-    chosen = int(config.get("num_experts_per_tok") or 0)
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    return experts, chosen, 3 * int(config["hidden_size"]) * shared

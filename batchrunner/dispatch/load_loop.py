@@ -40,7 +40,7 @@ class LoadLoop:
     async def run(self) -> None:
         """Poll until cancelled; raises what an observer raises."""
         while True:
-            loads = await self._engine.signals()
+            loads = await self._engine.loads()
             now = time.monotonic()
             self._feedback.observe(loads, now, unsent=self._backlog.unsent)
             self._backlog.wake_dispatcher()

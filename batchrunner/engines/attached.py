@@ -1,82 +1,155 @@
-"""Servers that run already: somebody else starts them again, and until then rows go elsewhere, or wait."""
+"""Engines that run already: servers, or a gateway and its workers. Others restart them if they fail."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING
 
+from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import Incident
-from batchrunner.engines.hang_detector import HangDetector, marks
-from batchrunner.engines.http.client import HttpEngine
+from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.hang_detector import HangDetector, progress_of
+from batchrunner.engines.http.client import GATEWAY_ROUTE, SGLangClient
+from batchrunner.engines.http.worker_list import WorkerList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
-    from batchrunner.engines.http.endpoint import Route
     from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
+
+REFRESH_S = 15.0
+"""Seconds between two reads of a gateway's list of workers, which others change."""
 
 
 class AttachedServers:
     """One or more replicas of one model; one that hangs gets no rows for a while, or until it moves."""
 
     def __init__(self, urls: Sequence[str], *, api_key: str | None, limits: LimitsSpec) -> None:
-        self._client = HttpEngine(urls, api_key=api_key, request_timeout_s=limits.request_timeout)
-        self._vigils = {url: HangDetector(limits.hang) for url in urls}
+        self._urls = urls
+        self._client = SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout)
+        self._hangs = {url: HangDetector(limits.hang) for url in urls}
         self._closed_s = limits.hang
-        self._closed_until: dict[str, float] = {}
-        self._closed_with: dict[str, object] = {}
-        """What those that hang told when they were found to."""
-        self._incidents: list[Incident] = []
+        self._closed: dict[str, tuple[float, object]] = {}
+        """By server that hangs: the time until which it gets no rows, and its load when it was found."""
+        self._incidents = IncidentQueue()
 
     async def open(self) -> EngineInfo:
-        """Connect and read what every replica says of itself; see `Engine.open`."""
-        return await self._client.open()
+        """Connect and read the description of every server; see `Engine.open`."""
+        return await self._client.open(self._urls)
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         return await self._client.generate(request, route)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
-        """Ask the server; see `Engine.tokens_of`."""
+        """Ask the first server; see `Engine.tokens_of`."""
         return await self._client.tokens_of(request)
 
-    async def signals(self) -> Sequence[SchedulerLoad]:
+    async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now."""
-        signals = await self._client.signals()
+        loads = await self._client.loads()
         now = time.monotonic()
-        for url, route in self._client.routes.items():
-            told = [signal for signal in signals if signal.server == url]
-            if route.closed is None:
-                self._watch(url, route, told, now)
-            elif now > self._closed_until[url] or (told and marks(told) != self._closed_with[url]):
-                self._reopen(url, route)
-        return signals
+        for url in self._client.endpoints:
+            own = [load for load in loads if load.server == url]
+            if url not in self._closed:
+                self._watch(url, own, now)
+            else:
+                until, last = self._closed[url]
+                if now > until or (own and progress_of(own) != last):
+                    self._reopen(url)
+        return loads
 
     def incidents(self) -> list[Incident]:
-        """Return what befell the servers; see `Engine.incidents`."""
-        told, self._incidents = self._incidents, []
-        return told
+        """Return which servers hang, and which go on; see `Engine.incidents`."""
+        return self._incidents.take()
 
     async def close(self) -> None:
         """Close all connections."""
         await self._client.close()
 
-    def _watch(self, url: str, route: Route, told: Sequence[SchedulerLoad], now: float) -> None:
-        hang = self._vigils[url].look(now, told, in_flight=route.in_flight, answers=route.answers)
+    def _watch(self, url: str, loads: Sequence[SchedulerLoad], now: float) -> None:
+        endpoint = self._client.endpoints[url]
+        hang = self._hangs[url].poll(now, loads, in_flight=endpoint.in_flight, answers=endpoint.answers)
         if hang is None:
             return
         why = f"{url} {hang.why}"
-        log.warning("%s: they go back, and it gets none for %g s or until it moves", why, self._closed_s)
-        self._incidents.append(Incident("hangs", url, why))
-        self._closed_with[url], self._closed_until[url] = marks(told), now + self._closed_s
-        route.close(why)
+        log.warning(
+            "%s: its rows are sent again, and it gets none for %g s or until it moves", why, self._closed_s
+        )
+        self._incidents.report(Incident("hangs", url, why))
+        self._closed[url] = now + self._closed_s, progress_of(loads)
+        endpoint.close(why)
 
-    def _reopen(self, url: str, route: Route) -> None:
+    def _reopen(self, url: str) -> None:
         log.warning("%s gets rows again", url)
-        self._incidents.append(Incident("back", url))
-        self._vigils[url].restarted()
-        route.closed = None
+        self._incidents.report(Incident("back", url))
+        del self._closed[url]
+        self._hangs[url].restarted()
+        self._client.endpoints[url].reopen()
+
+
+class AttachedGateway:
+    """A Model Gateway that runs already: one route leads to all workers, each of which reports its load."""
+
+    def __init__(self, url: str, *, api_key: str | None, limits: LimitsSpec) -> None:
+        self._url = url
+        self._client = SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout)
+        self._hang_s = limits.hang
+        self._hangs: dict[str, HangDetector] = {}
+        self._incidents = IncidentQueue()
+        self._workers = WorkerList(url, api_key)
+        self._read_at = 0.0
+
+    async def open(self) -> EngineInfo:
+        """Find the workers and read the description of each; see `Engine.open`."""
+        urls = await self._workers.addresses()
+        self._read_at = time.monotonic()
+        if not urls:
+            raise EngineStartError(f"{self._url}: the gateway has no workers that speak HTTP")
+        info = await self._client.open(urls, gateway=self._url)
+        notes = (f"{len(urls)} workers behind the gateway {self._url}: {', '.join(urls)}", *info.notes)
+        return dataclasses.replace(info, kind="gateway", notes=notes)
+
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send one request once; see `Engine.generate`."""
+        return await self._client.generate(request, route)
+
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask the first worker; see `Engine.tokens_of`."""
+        return await self._client.tokens_of(request)
+
+    async def loads(self) -> Sequence[SchedulerLoad]:
+        """Return the load of each worker that answers now."""
+        if time.monotonic() - self._read_at > REFRESH_S:
+            self._read_at = time.monotonic()
+            with contextlib.suppress(EngineStartError):  # the gateway is down: the workers known are polled
+                if urls := await self._workers.addresses():
+                    self._client.replace_replicas(urls)
+        loads = await self._client.loads()
+        for url in self._client.replicas:
+            self._watch(url, [load for load in loads if load.server == url])
+        return loads
+
+    def incidents(self) -> list[Incident]:
+        """Return which workers hang; see `Engine.incidents`."""
+        return self._incidents.take()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._workers.close()
+        await self._client.close()
+
+    def _watch(self, url: str, loads: Sequence[SchedulerLoad]) -> None:
+        """Report a worker that hangs; only the gateway can stop giving it rows."""
+        in_flight = self._client.endpoints[GATEWAY_ROUTE].in_flight
+        detector = self._hangs.setdefault(url, HangDetector(self._hang_s, alone=False))
+        hang = detector.poll(time.monotonic(), loads, in_flight=in_flight)
+        if hang:
+            log.warning("%s %s: only its gateway can take it out", url, hang.why)
+            self._incidents.report(Incident("hangs", url, hang.why))

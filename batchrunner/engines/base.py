@@ -1,4 +1,4 @@
-"""The protocol that every engine speaks, and nothing else."""
+"""The protocol that every engine follows, and the queue of incidents that some of them use."""
 
 from __future__ import annotations
 
@@ -27,19 +27,35 @@ class Engine(Protocol):
         """
 
     async def tokens_of(self, request: Request) -> list[int] | None:
-        """Return the tokens that the engine makes of a prompt, or None where it has no way to tell.
+        """Return the tokens that the engine makes of a prompt, or None where it cannot.
 
         Raises as `generate` does where the prompt is refused, or asking failed.
         """
 
-    async def signals(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each scheduler now; empty where the engine does not tell.
+    async def loads(self) -> Sequence[SchedulerLoad]:
+        """Return the load of each scheduler now; empty where the engine does not report it.
 
-        Never raises for a poll that failed: an empty answer is the sign.
+        A poll that fails raises nothing: the schedulers that it was for are left out.
         """
 
     def incidents(self) -> list[Incident]:
-        """Return what befell the engine's servers since this was last asked, oldest first."""
+        """Return what happened to the engine's servers since the last call, oldest first."""
 
     async def close(self) -> None:
-        """Let go of everything. May be called twice, and after a failed open."""
+        """Release everything. May be called twice, and after a failed open."""
+
+
+class IncidentQueue:
+    """Incidents that `Engine.incidents` has not returned yet."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Incident] = []
+
+    def report(self, incident: Incident) -> None:
+        """Add an incident."""
+        self._waiting.append(incident)
+
+    def take(self) -> list[Incident]:
+        """Remove and return all incidents, oldest first."""
+        taken, self._waiting = self._waiting, []
+        return taken

@@ -1,4 +1,4 @@
-"""Which device an engine that we start will use, and what SGLang needs to be told for a CPU."""
+"""The device of an engine that we start, and the arguments and environment that SGLang needs there."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
-"""A stand-in for the CUDA-only wheel `sgl_kernel`; first on the engine's PYTHONPATH on a CPU."""
+"""A stand-in for the package `sgl_kernel`, which needs CUDA; first on the engine's PYTHONPATH on a CPU."""
 
 CPU_NOTE = (
     "SGLang's CPU engine: for trying jobs and for tests, slow by nature; a GPU is used where there is one"
 )
 
-# Dense models on torch's own attention, in the one type that every CPU is fast at.
-# The pool is small on purpose: SGLang would take most of the machine's memory for it.
+# Dense models on torch's own attention, in the one number type that every CPU computes fast.
+# The pool is small because SGLang would take most of the machine's memory for it.
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -32,20 +32,20 @@ CPU_ARGS: dict[str, Any] = {
 }
 
 SMI_TIMEOUT_S = 30.0
-"""`nvidia-smi` takes seconds where the driver is not kept loaded."""
+"""Seconds; `nvidia-smi` takes several where the driver is not kept loaded."""
 
 
 def has_gpu() -> bool:
-    """Tell whether an NVIDIA or AMD GPU is there and not hidden by CUDA_VISIBLE_DEVICES."""
+    """Tell whether there is an NVIDIA or AMD GPU that CUDA_VISIBLE_DEVICES does not hide."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
 
 
 def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty where uncounted.
+    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty if not known.
 
-    `environ` is what it gets beyond our own environment, a job's `engine.env`.
+    `environ` is the process's environment beyond our own, a job's `engine.env`.
     """
     visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -57,36 +57,43 @@ def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU."""
+    """A GPU, by nvidia-smi."""
 
     name: str
     memory_bytes: int
 
 
 def cards() -> list[Gpu]:
-    """Return the machine's NVIDIA GPUs, whichever of them we may use; empty where nobody tells."""
+    """Return all NVIDIA GPUs of the machine, by nvidia-smi; empty without it."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    told = [line.rpartition(", ") for line in done.stdout.splitlines()]
-    return [Gpu(name, int(size) << 20) for name, _, size in told if size.isdigit()]  # told in MiB
+    lines = [line.rpartition(", ") for line in done.stdout.splitlines()]
+    return [Gpu(name, int(mib) << 20) for name, _, mib in lines if mib.isdigit()]
 
 
 def card_name() -> str | None:
-    """Return the name of the machine's GPUs; None where they differ or nobody tells."""
+    """Return the name of the machine's GPUs; None where they differ or are not known."""
     names = {card.name for card in cards()}
     return names.pop() if len(names) == 1 else None
 
 
 def on_cpu(device: str) -> bool:
-    """Resolve the job's `device`."""
+    """Tell whether a job's `engine.device` means the CPU on this machine."""
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
+def plain_environment() -> dict[str, str]:
+    """Return our environment, for a program that runs with it."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
+    return environ
+
+
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
-    """Return the variables with which SGLang serves on a CPU."""
+    """Return the environment variables with which SGLang serves on a CPU."""
     path = environ.get("PYTHONPATH")
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -95,10 +102,11 @@ def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """Return the job's arguments over our defaults: metrics and cache report on, plus the CPU's needs.
+    """Return the job's arguments over our defaults: metrics and cache report on, and the CPU's needs.
 
-    Rows come in the order in which they should be computed; `lpm` would change it while few wait. A line a
-    request would be most of the log, and hide what a death is told by.
+    The schedule policy is `fcfs` because rows are sent in the order in which they should be computed, which
+    `lpm` would change while few wait. The HTTP log is off because a line per request would hide the causes
+    of failures.
     """
     defaults: dict[str, Any] = {
         "enable-metrics": True,

@@ -1,4 +1,4 @@
-"""Which flags a version of SGLang has, and how it spells those that were renamed."""
+"""The flags that a version of SGLang has, and its spelling of those that were renamed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.device import cpu_environment, has_gpu
-from batchrunner.engines.launched.process import plain_environment
+from batchrunner.engines.device import cpu_environment, has_gpu, plain_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 HELP_TIMEOUT_S = 120.0
-"""`--help` imports torch: 6 s here, more from a cold network disk."""
+"""Seconds; `--help` imports torch, which takes 6 s, and more from a cold network disk."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
 _SPELLINGS = (
     ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
@@ -27,14 +26,15 @@ _SPELLINGS = (
     ("pp-size", "pipeline-parallel-size", "pp"),
     ("ep-size", "expert-parallel-size", "ep"),
 )
-"""The names of one thing, newest first (SGLang 0.2.15 to 0.5.23)."""
+"""The spellings of each renamed flag, newest first (SGLang 0.2.15 to 0.5.23)."""
 _AS_OLD_AS = {
     "fa3": "moe-dense-tp-size",
     "trtllm_mha": "decode-attention-backend",
     "trtllm_mla": "decode-attention-backend",
     "fp8_e4m3": "ep-size",
 }
-"""A flag that came with a value, or in the release after: where only the flags' names are known."""
+"""Value → a flag that came in the same release or the next: it shows, where only the flags' names are known,
+whether a version takes the value."""
 _OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
 _NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
@@ -42,17 +42,17 @@ _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The flags of one version; without `names` it is not known which it has."""
+    """The flags of one version of SGLang; without `names` they are not known."""
 
     version: str | None = None
     names: frozenset[str] = frozenset()
-    """Without the leading dashes."""
+    """Names without the leading dashes."""
     choices: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The values that a flag takes, where it takes only some."""
 
     @property
     def note(self) -> str:
-        """What is to be said where the version's flags are not known, else empty."""
+        """Note for the reader of advice where the version's flags are not known, else empty."""
         return "" if self.names else CHECK_HELP
 
     def spelling(self, name: str) -> str | None:
@@ -82,7 +82,7 @@ class Flags:
 
 
 def name_in(args: Mapping[str, Any], name: str) -> str:
-    """Return under which of a flag's names it stands among `engine.args`; this one where it does not."""
+    """Return the spelling under which `engine.args` has a flag; the given name where it has none."""
     return next((spelling for spelling in _spellings(name) if spelling in args), name)
 
 
@@ -98,26 +98,26 @@ def _option(name: str, value: Any) -> str:
 
 
 def installed(python: str | None = None, environ: Mapping[str, str] | None = None) -> Flags:
-    """Ask the SGLang that this interpreter has, once; Flags without names where it has none.
+    """Return the flags of an interpreter's SGLang; without names where it has none.
 
-    `environ` is the job's `engine.env`. Takes some 6 s the first time.
+    `environ` is the job's `engine.env`. The first call runs `--help`, some 6 s; later ones are cached.
     """
     return _ask(python or sys.executable, tuple(sorted((environ or {}).items())))
 
 
 def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the version of the SGLang that an interpreter has, `environ` being the job's; None without."""
+    """Return the version of an interpreter's SGLang; `environ` is the job's. None where it has none."""
     environment = plain_environment() | dict(environ)
     return _output([python or sys.executable, "-c", _VERSION], environment).strip() or None
 
 
 def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
-    """Return the flags of a server that tells all its arguments: /server_info does, and its log."""
+    """Return the flags of a server by all its arguments, from `/server_info` or its log."""
     return Flags(version, frozenset(name.replace("_", "-") for name in arguments))
 
 
 def parse_help(text: str, version: str | None = None) -> Flags:
-    """Read what `python -m sglang.launch_server --help` prints."""
+    """Read the output of `python -m sglang.launch_server --help`."""
     found = [name.groups() for option in _OPTION.findall(text) for name in _NAME.finditer(option)]
     choices = {name: frozenset(values.split(",")) for name, values in found if values}
     return Flags(version, frozenset(name for name, _ in found), choices)
@@ -133,8 +133,8 @@ def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
     if not has_gpu():
         environment |= cpu_environment(environment)
     environment |= dict(environ)
-    told = _output([python, "-m", "sglang.launch_server", "--help"], environment)
-    return parse_help(told, version_of(python, dict(environ)))
+    help_text = _output([python, "-m", "sglang.launch_server", "--help"], environment)
+    return parse_help(help_text, version_of(python, dict(environ)))
 
 
 def _output(command: list[str], environment: dict[str, str]) -> str:

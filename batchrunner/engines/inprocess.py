@@ -1,8 +1,8 @@
-"""`sglang.Engine` in this process: no HTTP between us and the scheduler.
+"""The engine `sglang.Engine` in this process: no HTTP between the runner and the scheduler.
 
-It lives in a thread with an event loop of its own: loading does not stop ours, and SGLang, which takes over
-signal handlers in the main thread, leaves them alone. Chat messages go through the server's own chat code,
-so that their tokens are those of the HTTP server.
+It has a thread with an event loop of its own, so that loading does not stop the runner's loop, and SGLang
+leaves the signal handlers alone, which it replaces in the main thread. Chat messages go through the server's
+own chat code, so that their tokens are those of the HTTP server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from batchrunner.engines.device import (
     server_args,
 )
 from batchrunner.engines.http import wire
-from batchrunner.engines.http.tokenizer_info import tokenizing_of
+from batchrunner.engines.http.server_info import prefill_tokens, tokenizer_info
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class InprocessSGLang:
         self._vocabulary = vocabulary_of(spec.model)
         self._pending: set[asyncio.Future[Any]] = set()
         self._dead = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one that watches for SIGQUIT
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that handles SIGQUIT
 
     async def open(self) -> EngineInfo:
         """Load the model; see `Engine.open`."""
@@ -74,14 +74,14 @@ class InprocessSGLang:
         log.info("starting sglang.Engine for %s", self._spec.model)
         try:
             with _interrupts_ignored():
-                version = await self._there(self._load, cpu)
+                version = await self._in_thread(self._load, cpu)
         except ImportError as failure:
             raise EngineStartError(
                 f"no usable SGLang here ({failure}): install batchrunner[engine]"
             ) from None
         except (Exception, SystemExit) as failure:  # noqa: BLE001 - it fails in as many ways as there are flags
             raise EngineStartError(f"the engine did not start: {type(failure).__name__}: {failure}") from None
-        load = (await self._there(self._loads))[0]
+        load = (await self._in_thread(self._loads))[0]
         manager = self._engine.tokenizer_manager
         return EngineInfo(
             kind="inprocess",
@@ -90,9 +90,9 @@ class InprocessSGLang:
             max_running=load.max_running_requests,
             max_total_tokens=load.max_total_num_tokens,
             context_length=manager.model_config.context_len,
-            prefill_tokens=wire.prefill_tokens(vars(self._engine.server_args)),
+            prefill_tokens=prefill_tokens(vars(self._engine.server_args)),
             caches_prefixes=not self._engine.server_args.disable_radix_cache,
-            tokenizing=tokenizing_of(_model_info(manager), manager.server_args.resolved_dict()),
+            tokenizing=tokenizer_info(_model_info(manager), manager.server_args.resolved_dict()),
             card=None if cpu else await asyncio.to_thread(card_name),
             notes=(CPU_NOTE,) if cpu else (),
         )
@@ -102,21 +102,21 @@ class InprocessSGLang:
         wire.refuse_deadly(request, self._vocabulary)
         ask = self._ask_chat if request.kind == "messages" else self._ask
         try:
-            reply = await asyncio.wait_for(self._there(ask, request), self._timeout_s)
+            reply = await asyncio.wait_for(self._in_thread(ask, request), self._timeout_s)
         except TimeoutError:
             raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
-        except (ValueError, TypeError) as failure:  # what SGLang's server turns into a 400
+        except (ValueError, TypeError) as failure:  # SGLang's server answers these with 400
             raise RowRefusedError(str(failure)) from None
         return wire.completion_of(request, reply)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask SGLang's own `/v1/tokenize`; see `Engine.tokens_of`."""
         try:
-            return wire.tokens_in(await self._there(self._tokenize, request))
+            return wire.tokens_in(await self._in_thread(self._tokenize, request))
         except (ValueError, TypeError) as failure:  # as in `generate`
             raise RowRefusedError(str(failure)) from None
 
-    async def signals(self) -> list[SchedulerLoad]:
+    async def loads(self) -> list[SchedulerLoad]:
         """Return the scheduler's load now."""
         return [
             SchedulerLoad(
@@ -130,15 +130,15 @@ class InprocessSGLang:
                 max_running=load.max_running_requests,
                 taken_at=load.timestamp,
             )
-            for load in ([] if self._dead else await self._there(self._loads))
+            for load in ([] if self._dead else await self._in_thread(self._loads))
         ]
 
     def incidents(self) -> list[Incident]:
-        """Return nothing: an engine in this process ends with it."""
+        """Return none: a run ends with an engine in its process."""
         return []
 
     async def close(self) -> None:
-        """End the engine's processes, and only those: SGLang's own shutdown ends every child of ours."""
+        """End the engine's processes, and only those: SGLang's own shutdown ends every child process."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
             atexit.unregister(engine.shutdown)
@@ -154,8 +154,8 @@ class InprocessSGLang:
             self._loop = None
         await asyncio.to_thread(self._stack.close)
 
-    async def _there(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        """Call in the engine's thread and wait here."""
+    async def _in_thread(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Call a function in the engine's thread, and wait for it in the runner's loop."""
         assert self._portal is not None
         waiting = asyncio.wrap_future(self._portal.start_task_soon(function, *args))
         self._pending.add(waiting)
@@ -216,7 +216,7 @@ class InprocessSGLang:
         raise wire.error_of(reply.status_code, reply.body)
 
     def _watch_for_death(self) -> None:
-        """Survive SIGQUIT, with which a dying scheduler ends its parent; only the main thread can."""
+        """Handle SIGQUIT, with which a dying scheduler ends its parent; only the main thread can."""
         if threading.current_thread() is threading.main_thread():
             self._loop = asyncio.get_running_loop()
             self._loop.add_signal_handler(signal.SIGQUIT, self._died)
@@ -228,7 +228,7 @@ class InprocessSGLang:
 
 
 def _model_info(manager: Any) -> dict[str, Any]:
-    """Return what the HTTP server's `/model_info` says of the model, as far as it is read."""
+    """Return the fields of the HTTP server's `/model_info` that are read."""
     model = manager.model_config
     return {
         "model_path": manager.model_path,
@@ -240,7 +240,7 @@ def _model_info(manager: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Start SGLang's processes deaf to SIGINT: a Ctrl-C reaches them too and would end rows in flight."""
+    """Have SGLang's processes ignore SIGINT: a Ctrl-C reaches them too, and would end rows in flight."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

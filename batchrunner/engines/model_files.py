@@ -1,13 +1,23 @@
-"""A model's name: whether it can be there, where, and what it is called in a run's fingerprint."""
+"""A model's name → its directory, its identity in a run's fingerprint, and what its config.json says."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.jsonfile import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SIZES_NEEDED = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",
+)  # fmt: skip
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def model_identity(model: str) -> str:
@@ -46,9 +56,69 @@ def check_model(model: str) -> None:
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")
 
 
+def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Return a model's config.json; empty where it is not on this machine.
+
+    A model that takes more than text describes its language model in `text_config`: that goes first.
+    """
+    config = read_json(model_directory(model, revision) / "config.json")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
 def vocabulary_of(model: str) -> int | None:
     """Return the number of token ids that a model knows, or None where its files are not on this machine."""
-    config = read_json(model_directory(model) / "config.json")
-    text = config.get("text_config")
-    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    size = read_config(model).get("vocab_size")
     return size if isinstance(size, int) else None
+
+
+def weights_dtype(config: Mapping[str, Any]) -> str:
+    """Return the type of the weights as they are stored, by torch's name."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+class UnknownShapeError(ValueError):
+    """A config.json does not say how large the model is; the message names what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes that decide how much memory a model takes and how long its passes take."""
+
+    layers: int
+    attention: int
+    """Width of attention: query heads x head_dim, the hidden size in most models."""
+    kv_heads: int
+    head_dim: int
+    parameters: float
+    active: float
+    """Parameters that one token passes; fewer than all in a mixture of experts."""
+
+    def kv_bytes(self, width: float) -> float:
+        """Return the bytes of KV cache that a token takes, at `width` bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Count the parameters of a dense decoder, or of one with experts in every layer, by its config.json.
+
+    Raises UnknownShapeError where a size is missing.
+    """
+    sizes = {"intermediate_size": config.get("moe_intermediate_size"), **config}
+    if missing := [name for name in _SIZES_NEEDED if not (isinstance(sizes.get(name), int) and sizes[name])]:
+        raise UnknownShapeError(f"config.json does not tell {missing[0]}")
+    layers, hidden, heads, vocabulary, inner = (sizes[name] for name in _SIZES_NEEDED)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+    chosen = int(config.get("num_experts_per_tok") or 0)
+    expert = 3 * hidden * int((experts and config.get("moe_intermediate_size")) or inner)
+    shared = 3 * hidden * int(config.get("shared_expert_intermediate_size") or 0)
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    # of each layer: attention, the router that chooses experts, the expert that all tokens pass
+    common = hidden * head_dim * (2 * heads + 2 * kv_heads) + hidden * experts + shared
+    return ModelShape(
+        layers, heads * head_dim, kv_heads, head_dim,
+        parameters=embeddings + layers * (common + expert * max(experts, 1)),
+        active=embeddings + layers * (common + expert * max(chosen if experts else 1, 1)),
+    )  # fmt: skip

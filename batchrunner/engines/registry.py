@@ -1,7 +1,8 @@
-"""From the job's `engine` to an Engine; heavy engines are imported only when they are asked for."""
+"""The job's `engine` → an Engine; an engine's imports are made only when a job asks for it."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, assert_never
 
 from batchrunner.engines.model_files import model_identity
@@ -24,35 +25,27 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, reader: Detokenizer | None = None
+    spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, detokenizer: Detokenizer | None = None
 ) -> Engine:
     """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`.
 
-    A `reader` is for servers that are launched: they go without a tokenizer then.
+    With a `detokenizer` launched servers run without a tokenizer; other engines ignore it.
     """
-    if reader is not None and isinstance(spec, LaunchedEngine):
+    if detokenizer is not None and isinstance(spec, LaunchedEngine):
         spec = spec.model_copy(update={"args": {**spec.args, "skip-tokenizer-init": True}})
     match spec:
         case AttachEngine():
             from batchrunner.engines.attached import AttachedServers  # noqa: PLC0415
-            from batchrunner.engines.http.client import api_key_from  # noqa: PLC0415
 
-            key = api_key_from(spec.api_key_env)
-            return AttachedServers(spec.urls, api_key=key, limits=limits)
-        case ServerEngine():
-            from batchrunner.engines.launched.server import LaunchedServer  # noqa: PLC0415
-
-            return LaunchedServer(spec, log_path=log_dir / "engine-server.log", limits=limits, reader=reader)
+            return AttachedServers(spec.urls, api_key=_api_key(spec), limits=limits)
         case GatewayEngine(url=str(url)):
-            from batchrunner.engines.attached_gateway import AttachedGateway  # noqa: PLC0415
-            from batchrunner.engines.http.client import api_key_from  # noqa: PLC0415
+            from batchrunner.engines.attached import AttachedGateway  # noqa: PLC0415
 
-            key = api_key_from(spec.api_key_env)
-            return AttachedGateway(url, api_key=key, limits=limits)
-        case GatewayEngine():
-            from batchrunner.engines.launched.fleet import LaunchedGateway  # noqa: PLC0415
+            return AttachedGateway(url, api_key=_api_key(spec), limits=limits)
+        case ServerEngine() | GatewayEngine():
+            from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
-            return LaunchedGateway(spec, log_dir=log_dir, limits=limits, reader=reader)
+            return LaunchedFleet(spec, log_dir=log_dir, limits=limits, detokenizer=detokenizer)
         case InprocessEngine():
             from batchrunner.engines.inprocess import InprocessSGLang  # noqa: PLC0415
 
@@ -66,7 +59,7 @@ def make_engine(
 
 
 def model_of(spec: EngineSpec) -> str | None:
-    """Return the identity of the model that the engine will have, or None where only the engine knows."""
+    """Return the identity of the engine's model, or None where only the engine knows it."""
     model = launched_model(spec)
     if model is not None:
         return model_identity(model)
@@ -74,5 +67,10 @@ def model_of(spec: EngineSpec) -> str | None:
 
 
 def launched_model(spec: EngineSpec) -> str | None:
-    """Return the model that the run itself has to load, as the job names it."""
+    """Return the model that the run loads itself, by the job's name for it; None if it loads none."""
     return spec.model if isinstance(spec, (ServerEngine, InprocessEngine, GatewayEngine)) else None
+
+
+def _api_key(spec: AttachEngine | GatewayEngine) -> str | None:
+    """Return the API key that the job's environment variable holds, or None."""
+    return os.environ.get(spec.api_key_env) or None

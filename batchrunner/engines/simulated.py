@@ -1,7 +1,7 @@
-"""No engine at all: made-up answers at a made-up speed, for tests, benchmarks and a look at the screen.
+"""The simulated engine: made-up answers at a made-up speed, for tests, benchmarks and demonstrations.
 
-`answer` makes up what comes back; `batchrunner.simulation` decides, as SGLang's scheduler would, when; and
-`Simulator` lets real time pass and speaks the engine protocol.
+`answer` makes up a completion, `batchrunner.simulation` decides when it is ready, as SGLang's scheduler
+would, and `Simulator` waits for that in real time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from batchrunner.job.spec import SimulatedEngine
 
 MARK = "[simulated] "
-"""Every answer starts with it, so that none is ever taken for a model's."""
+"""Beginning of every answer, so that none is taken for a model's."""
 LONGEST_TEXT_WORDS = 200
-"""A text ends here, however many tokens it is said to have: a million rows must fit into memory."""
+"""Most words of a text, whatever its number of tokens: a million rows must fit into memory."""
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own default."""
 
 LEAST_TICK_S = 0.001
-"""Between two looks at the clock."""
+"""Least seconds between two steps of the simulation."""
 
 _NOTE = "simulated engine: answers are made up and speeds mean nothing"
 _CHARACTERS_A_TOKEN = 4
-_TOKENS_A_MESSAGE = 4  # a chat template's marks around a message
+_TOKENS_A_MESSAGE = 4  # those that a chat template puts around a message
 _MEDIAN_OUTPUT_TOKENS = 150
 _SPREAD = 0.8  # sigma of the lognormal: the longest tenth has about three times the median
 _VOCABULARY = (
@@ -47,7 +47,7 @@ _VOCABULARY = (
     *("value", "result", "data", "study", "text", "part", "case", "time", "way", "point", "order", "light"),
 )
 
-# Looked up, not computed: an answer must cost a few microseconds where benchmarks ask for a million.
+# Tables, because an answer must take a few microseconds: benchmarks ask for a million.
 _QUANTILES = 1024
 _LENGTHS_TOKENS = [
     round(math.exp(math.log(_MEDIAN_OUTPUT_TOKENS) + _SPREAD * NormalDist().inv_cdf((i + 0.5) / _QUANTILES)))
@@ -57,20 +57,20 @@ _TAPE_STARTS = 4096
 _TAPE = [_VOCABULARY[crc32(b"%d" % i) % len(_VOCABULARY)] for i in range(_TAPE_STARTS + LONGEST_TEXT_WORDS)]
 
 
-def answer(request: Request, room_tokens: int) -> Completion:
+def answer(request: Request, limit_tokens: int) -> Completion:
     """Make up the completion of a request: the same one for the same prompt and seed, in any process.
 
-    `room_tokens` holds prompt and output together. Raises RowRefusedError, in SGLang's words, where the
-    prompt leaves no room for an output; an output that would not fit is cut (finish reason `length`).
+    Prompt and output have `limit_tokens` together. Raises RowRefusedError, in SGLang's words, where the
+    prompt leaves none for an output; an output that is too long is cut (finish reason `length`).
     """
     prompt_tokens = count_tokens(request)
-    if prompt_tokens >= room_tokens:
+    if prompt_tokens >= limit_tokens:
         raise RowRefusedError(
             f"The input ({prompt_tokens} tokens) is longer than "
-            f"the model's context length ({room_tokens} tokens)."
+            f"the model's context length ({limit_tokens} tokens)."
         )
     samples = _hashes(request)
-    lengths = [_length(request.sampling, sample, room_tokens - prompt_tokens) for sample in samples]
+    lengths = [_length(request.sampling, sample, limit_tokens - prompt_tokens) for sample in samples]
     return Completion(
         texts=[_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)],
         finish_reasons=[reason for _, reason in lengths],
@@ -91,17 +91,17 @@ def count_tokens(request: Request) -> int:
 
 
 def _hashes(request: Request) -> list[int]:
-    """32 bits a sample, which decide its length and its words."""
+    """Return 32 bits for each sample, which decide its length and its words."""
     # repr, because a prompt of any kind has one; hash() would differ from process to process
     prompt = repr(request.prompt).encode("utf-8", "surrogatepass")
     first = crc32(prompt, crc32(b"%d" % (request.sampling.get("sampling_seed") or 0)))
     return [first, *(crc32(b"%d" % i, first) for i in range(1, request.sampling.get("n") or 1))]
 
 
-def _length(sampling: dict[str, Any], sample: int, room_tokens: int) -> tuple[int, str]:
-    """Output tokens of a sample, and why it ended."""
+def _length(sampling: dict[str, Any], sample: int, limit_tokens: int) -> tuple[int, str]:
+    """Return the output tokens of a sample, and why it ended."""
     asked = sampling.get("max_new_tokens")
-    most = min(DEFAULT_MAX_NEW_TOKENS if asked is None else asked, room_tokens)
+    most = min(DEFAULT_MAX_NEW_TOKENS if asked is None else asked, limit_tokens)
     wished = max(_LENGTHS_TOKENS[sample % _QUANTILES], sampling.get("min_new_tokens") or 0)
     if wished > most or sampling.get("ignore_eos"):
         return most, "length"
@@ -114,7 +114,7 @@ def _text(sample: int, tokens: int) -> str:
 
 
 class Simulator:
-    """The `simulated` engine: answers of `answer`, scheduled as SGLang would, in real time.
+    """The `simulated` engine: made-up answers, scheduled as SGLang would, in real time.
 
     A decode pass takes half of `step_s` for an empty batch and all of it for a full one; a prefill takes
     as long again for a full budget of tokens. Grammars (`json_schema` and its like) are ignored, and prompts
@@ -127,12 +127,12 @@ class Simulator:
         half_s = spec.step_s / 2
         cost = CostModel(half_s, half_s / spec.max_running, 0.0, half_s / config.max_prefill_tokens)
         self._replica = Replica(config, cost)
-        self._room_tokens = min(spec.context_length, spec.max_total_tokens)
+        self._limit_tokens = min(spec.context_length, spec.max_total_tokens)
         self._stepping: asyncio.Task[None] | None = None
         self._began = time.monotonic()
 
     async def open(self) -> EngineInfo:
-        """Say what is simulated, and that it is."""
+        """Describe the engine, with a note that it is simulated."""
         return EngineInfo(
             kind="simulated",
             model="simulated",
@@ -150,17 +150,17 @@ class Simulator:
         Raises RowRefusedError where the prompt is too long. A call that is pending when the engine is
         closed stays so until its caller cancels it.
         """
-        completion = answer(request, self._room_tokens)
+        completion = answer(request, self._limit_tokens)
         if self._spec.step_s > 0:
             completion = await self._decode(request, completion)
         return completion
 
     async def tokens_of(self, request: Request) -> list[int] | None:  # noqa: ARG002 - see `Engine`
-        """Return nothing: it has no tokenizer."""
+        """Return None: it has no tokenizer."""
         return None
 
-    async def signals(self) -> Sequence[SchedulerLoad]:
-        """Return the load as the one made-up scheduler last wrote it down."""
+    async def loads(self) -> Sequence[SchedulerLoad]:
+        """Return the load that the one simulated scheduler reported last."""
         gauges = self._replica.gauges
         return [
             SchedulerLoad(
@@ -177,7 +177,7 @@ class Simulator:
         ]
 
     def incidents(self) -> list[Incident]:
-        """Return nothing: nothing befalls what is not there."""
+        """Return none: a simulated engine does not fail."""
         return []
 
     async def close(self) -> None:
@@ -215,7 +215,7 @@ class Simulator:
             end.sample.payload.set()
 
     async def _run(self) -> None:
-        """Follow the clock while there is work."""
+        """Advance the simulation in real time while there is work."""
         while self._replica.busy:
             await asyncio.sleep(max(LEAST_TICK_S, self._spec.step_s / 2))
             self._advance()

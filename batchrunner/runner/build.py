@@ -94,7 +94,7 @@ async def build_run(
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,
     )
-    first_windows = limits.begin(await engine.signals(), began, unsent=rows.unread)
+    first_windows = limits.begin(await engine.loads(), began, unsent=rows.unread)
 
     # rows: source → reorder → tokenise → queue → slot → engine → count → store
     reorderer = _reorderer(job, info, schedulers=len(first_windows))

@@ -85,7 +85,7 @@ async def execute(
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
             engine = make_engine(
-                job.engine, log_dir=run_dir.own, limits=job.limits, reader=detokenizer_for(job)
+                job.engine, log_dir=run_dir.own, limits=job.limits, detokenizer=detokenizer_for(job)
             )
             stack.push_async_callback(engine.close)
             info = await _open(engine, control)

@@ -6,15 +6,8 @@ from collections import defaultdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.logs.lines import (
-    Arguments,
-    LoggedBatch,
-    ServerReady,
-    WeightsLoaded,
-    clean,
-    origin_of,
-    record_in,
-)
+from batchrunner.engines.logs.lines import clean, origin_of, record_in
+from batchrunner.engines.logs.records import Arguments, LoggedBatch, ServerReady, WeightsLoaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchrunner.advise.roofline import UnknownLimitError, model_of_config
-from batchrunner.core.jsonfile import read_json
 from batchrunner.engines.device import cards, gpus, on_cpu
 from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.facts import architecture_of
-from batchrunner.engines.model_files import model_directory
+from batchrunner.engines.model_files import read_config
 from batchrunner.engines.recovery.host import free_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
 def _pool_tokens(engine: ServerEngine) -> int:
     """Return how many tokens a quarter of the free memory holds; 0 where model or memory are not known."""
     try:
-        config = read_json(model_directory(engine.model, engine.args.get("revision")) / "config.json")
+        config = read_config(engine.model, engine.args.get("revision"))
         token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)
     except UnknownLimitError:
         return 0

@@ -135,15 +135,15 @@ class MeasuringEngine:
         """Ask the engine; see `Engine.tokens_of`."""
         return await self._engine.tokens_of(request)
 
-    async def signals(self) -> Sequence[SchedulerLoad]:
+    async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load, and record it."""
-        signals = await self._engine.signals()
+        loads = await self._engine.loads()
         now = time.monotonic()
         if self._began is not None:
-            self.stop(self._watch.record_load(now - self._began, signals, self._log_size()))
+            self.stop(self._watch.record_load(now - self._began, loads, self._log_size()))
         if now - self._opened > self._within_s:
             self.stop(("cut", "the time for tuning was over"))
-        return signals
+        return loads
 
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched import supervisor as guard
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, ServerSupervisor
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
@@ -161,17 +162,13 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     assert 0 < report_of(job)["rows_ok"] < 300
 
 
-class Mortal:
-    """A program that ends whenever the test says so."""
+class MortalProcess:
+    """A process that ends whenever the test says so."""
 
     name = "the program"
 
     def __init__(self) -> None:
-        self.starts = 0
         self.end = asyncio.Event()
-
-    async def start(self) -> None:
-        self.starts += 1
 
     async def ended(self) -> None:
         await self.end.wait()
@@ -180,16 +177,36 @@ class Mortal:
     async def stop(self) -> None:
         return
 
-    def obituary(self, what: str) -> str:
+    def failure_message(self, what: str) -> str:
         return f"{what}: out of memory"
+
+
+class Mortal:
+    """The program that a supervisor restarts."""
+
+    def __init__(self) -> None:
+        self.process: LaunchedProcess = MortalProcess()  # type: ignore[assignment]
+        self.end: asyncio.Event = self.process.end  # type: ignore[attr-defined]
+        self.starts = 0
+
+    async def start(self) -> None:
+        self.starts += 1
+
+    def heal(self) -> bool:
+        return False
+
+    async def went_down(self) -> None:
+        return
+
+    async def came_up(self) -> None:
+        return
 
 
 async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only quick deaths in a row are a crash loop: one every few minutes goes on for ever."""
     monkeypatch.setattr(guard, "QUICK_S", 0.0)
     mortal = Mortal()
-    process: LaunchedProcess = mortal  # type: ignore[assignment]
-    watched = ServerSupervisor(process, mortal.start, print)
+    watched = ServerSupervisor(mortal, IncidentQueue())
     watching = asyncio.create_task(watched.watch())
     for death in range(1, 3 * MOST_QUICK_DEATHS):
         mortal.end.set()
@@ -204,8 +221,7 @@ async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for the program learns why there is none."""
     monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.0)
     mortal = Mortal()
-    process: LaunchedProcess = mortal  # type: ignore[assignment]
-    watched = ServerSupervisor(process, mortal.start, print)
+    watched = ServerSupervisor(mortal, IncidentQueue())
     watching = asyncio.create_task(watched.watch())
     while not watching.done():
         mortal.end.set()

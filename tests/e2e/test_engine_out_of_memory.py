@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer
 from batchrunner.engines.recovery.remembered import Lesson, Remembered
 from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
@@ -266,7 +267,7 @@ def test_the_jobs_own_arguments_win_under_any_name() -> None:
     """What was learned of an argument that the job calls otherwise is not given beside it."""
     memory = Remembered("model", "1 x H100", "0.5.23")
     memory.keep(Lesson({"cuda-graph-max-bs-decode": 32, "mem-fraction-static": 0.8}, "memory", "2026-11-22"))
-    healer = Healer({"cuda-graph-max-bs": 256}, memory, lambda _: None)
+    healer = Healer({"cuda-graph-max-bs": 256}, memory, IncidentQueue())
     healer.recall()
     assert healer.args == {"mem-fraction-static": 0.8}
 

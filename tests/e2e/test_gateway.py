@@ -19,10 +19,11 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.types import Request, RowRef
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.gateway import gateway_process, start_gateway
+from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.load import parse_engine
 from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, LimitsSpec, SamplingSpec
@@ -59,10 +60,9 @@ class RealGateway:
     def __init__(self, log_dir: Path) -> None:
         self.key = secrets.token_hex(8)
         spec = GatewayEngine(kind="gateway", model="of/the/fakes")
-        self.process, self.url = gateway_process(spec, key=self.key, log_dir=log_dir, request_timeout_s=60)
-
-    async def start(self) -> None:
-        await start_gateway(self.process, self.url)
+        limits = LimitsSpec(request_timeout=60)
+        self.process = GatewayProcess(spec, IncidentQueue(), key=self.key, log_dir=log_dir, limits=limits)
+        self.url = self.process.url
 
     async def use(self, *urls: str) -> None:
         workers = WorkerList(self.url, self.key)
@@ -83,11 +83,11 @@ def real_gateway(
     tmp_path_factory: pytest.TempPathFactory, loop_runner: asyncio.Runner
 ) -> Iterator[RealGateway]:
     made = RealGateway(tmp_path_factory.mktemp("gateway"))
-    loop_runner.run(made.start())
+    loop_runner.run(made.process.start())
     try:
         yield made
     finally:
-        loop_runner.run(made.process.stop())
+        loop_runner.run(made.process.close())
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path
         await real_gateway.use(one.url, two.url)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(KEY_VARIABLE, real_gateway.key)
-            patch.setattr("batchrunner.engines.attached_gateway.REFRESH_S", 0)
+            patch.setattr("batchrunner.engines.attached.REFRESH_S", 0)
             engine = make_engine(
                 parse_engine({"kind": "gateway", "url": real_gateway.url}),
                 log_dir=tmp_path,
@@ -162,13 +162,13 @@ async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path
             try:
                 info = await engine.open()
                 assert info.routes == ("gateway",)
-                signals = await engine.signals()
+                signals = await engine.loads()
                 assert {(s.scheduler, s.route) for s in signals} == {
                     (one.url, "gateway"),
                     (two.url, "gateway"),
                 }
                 await real_gateway.use(one.url, two.url, three.url)
-                assert len(await engine.signals()) == 3
+                assert len(await engine.loads()) == 3
             finally:
                 await engine.close()
         await real_gateway.use()

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.engines.launched.fleet import LaunchedGateway
+from batchrunner.engines.launched.fleet import LaunchedFleet
 from tests.conftest import (
     SMALL_MODEL,
     job_of,
@@ -102,9 +102,9 @@ def test_killed_runner_leaves_nothing(tmp_path: Path, tiny: Path) -> None:
     assert pq.read_table(parts).num_rows >= 50
 
 
-def _fleet(engine: batchrunner.OpenEngine) -> LaunchedGateway:
+def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
     made = engine._engine
-    assert isinstance(made, LaunchedGateway)
+    assert isinstance(made, LaunchedFleet)
     return made
 
 
@@ -163,7 +163,7 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     report = batchrunner.run(job, engine=replicas)
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 300, 0)
     fleet = _fleet(replicas)
-    assert _schedulers(job) == {server.url for server in fleet._servers}
+    assert _schedulers(job) == fleet._replicas.keys()
     assert report.engine["max_running"] == 64
     for log in fleet._log_dir.glob("engine-*.log"):
         assert fleet._key not in log.read_text(errors="replace")
@@ -176,7 +176,7 @@ def test_replica_that_is_killed(
 ) -> None:
     """It is started again and put back; no row is lost, written twice, or blamed."""
     fleet = _fleet(replicas)
-    victim = fleet._servers[0]
+    victim = next(iter(fleet._replicas.values()))
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
     job["limits"] = {"max_attempts": 1}
     report = _run_and(replicas, job, lambda: _signal(victim.process, signal.SIGKILL), parts=2)
@@ -196,7 +196,7 @@ def test_replica_that_is_killed(
 @pytest.mark.engine
 def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """A replica that is stopped for 20 s keeps its rows; woken, it does them, and both go on."""
-    victim, other = _fleet(replicas)._servers
+    victim, other = _fleet(replicas)._replicas.values()
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=2000)
     job["limits"] = {"max_attempts": 1}
     woken: list[float] = []
@@ -223,7 +223,7 @@ def test_gateway_that_is_killed(
     assert gateway is not None
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=600)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _signal(gateway, signal.SIGKILL))
+    report = _run_and(replicas, job, lambda: _signal(gateway.process, signal.SIGKILL))
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 600, 0)
     assert [row["row"] for row in results_of(job)] == list(range(600))
     assert "the gateway died (exit 137)" in caplog.text

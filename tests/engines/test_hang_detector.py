@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.types import SchedulerLoad
-from batchrunner.engines.hang_detector import TIMES_LONGEST, WARM_UP, HangDetector, Pulse
+from batchrunner.engines.hang_detector import TIMES_LONGEST, WARM_UP, HangDetector, SilenceTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,19 +19,19 @@ SHORTEST_S = 60.0
 URL = "http://127.0.0.1:30000"
 
 
-def warm_pulse(pause_s: float = 1.0) -> tuple[Pulse, float]:
-    """Return a pulse that has seen work every so often for long enough, and the time."""
-    pulse, now = Pulse(SHORTEST_S), 0.0
+def warm_timer(pause_s: float = 1.0) -> tuple[SilenceTimer, float]:
+    """Return a timer that has seen work every so often for long enough, and the time."""
+    timer, now = SilenceTimer(SHORTEST_S), 0.0
     while now <= WARM_UP * SHORTEST_S + 2 * pause_s:
         now += pause_s
-        assert pulse.look(now, now, busy=True) is None
-    return pulse, now
+        assert timer.poll(now, now, busy=True) is None
+    return timer, now
 
 
-def silence_of(pulse: Pulse, now: float, work: object) -> float:
+def silence_of(timer: SilenceTimer, now: float, work: object) -> float:
     """Return after how long a silence is called a hang, looked at every half second."""
     began = now
-    while pulse.look(now, work, busy=True) is None:
+    while timer.poll(now, work, busy=True) is None:
         now += 0.5
         assert now - began < 10_000, "never"
     return now - began
@@ -40,51 +40,62 @@ def silence_of(pulse: Pulse, now: float, work: object) -> float:
 @given(pauses=st.lists(st.floats(0.1, SHORTEST_S), min_size=1, max_size=50), polls=st.floats(0.1, 10))
 def test_work_is_never_a_hang(pauses: list[float], polls: float) -> None:
     """Something done at least every `limits.hang` is no hang, however rare the looks."""
-    pulse, now = Pulse(SHORTEST_S), 0.0
+    timer, now = SilenceTimer(SHORTEST_S), 0.0
     for work, pause in enumerate(pauses):
         until = now + pause
         while now < until:
-            assert pulse.look(now, work, busy=True) is None
+            assert timer.poll(now, work, busy=True) is None
             now += polls
 
 
 def test_how_long_a_silence_is_borne() -> None:
     """Five times the floor at first, the floor when the server is known to be quick."""
-    assert silence_of(Pulse(SHORTEST_S), 0.0, "x") == pytest.approx(WARM_UP * SHORTEST_S, abs=1)
-    pulse, now = warm_pulse()
-    assert silence_of(pulse, now, "x") == pytest.approx(SHORTEST_S, abs=1)
+    assert silence_of(SilenceTimer(SHORTEST_S), 0.0, "x") == pytest.approx(WARM_UP * SHORTEST_S, abs=1)
+    timer, now = warm_timer()
+    assert silence_of(timer, now, "x") == pytest.approx(SHORTEST_S, abs=1)
 
 
 def test_a_slow_server_is_given_longer() -> None:
     """What was silent for 30 s and went on may be silent for longer."""
-    pulse, now = warm_pulse()
+    timer, now = warm_timer()
     for step in range(60):
-        assert pulse.look(now + step / 2, "x", busy=True) is None
-    assert silence_of(pulse, now + 30, "y") == pytest.approx(TIMES_LONGEST * 30, rel=0.05)
+        assert timer.poll(now + step / 2, "x", busy=True) is None
+    assert silence_of(timer, now + 30, "y") == pytest.approx(TIMES_LONGEST * 30, rel=0.05)
 
 
 def test_what_did_nothing_since_its_last_hang_is_given_twice_as_long() -> None:
     """Work that only takes long comes to its end at the second try; after work it is as before."""
-    pulse, now = warm_pulse()
-    now += silence_of(pulse, now, "x")
-    second_s = silence_of(pulse, now, "x")
+    timer, now = warm_timer()
+    now += silence_of(timer, now, "x")
+    second_s = silence_of(timer, now, "x")
     assert second_s == pytest.approx(2 * SHORTEST_S, abs=1)
-    assert silence_of(pulse, now + second_s, "y") == pytest.approx(SHORTEST_S, abs=1)
+    assert silence_of(timer, now + second_s, "y") == pytest.approx(SHORTEST_S, abs=1)
 
 
 def test_what_nobody_saw_does_not_count() -> None:
     """A runner that was stopped for an hour does not find its server hung when it goes on."""
-    pulse, now = warm_pulse()
-    pulse.look(now, "x", busy=True)
-    assert pulse.look(now + 3600, "x", busy=True) is None
+    timer, now = warm_timer()
+    timer.poll(now, "x", busy=True)
+    assert timer.poll(now + 3600, "x", busy=True) is None
+
+
+def test_a_restart_ends_the_silence() -> None:
+    """Neither the silence before it nor the time that it took is the new server's."""
+    timer, now = warm_timer()
+    timer.poll(now, "x", busy=True)
+    while timer.poll(now, "x", busy=True) is None and not timer.stalls:
+        now += 0.5
+    timer.restarted()
+    assert not timer.stalls
+    assert silence_of(timer, now + 3600, "x") == pytest.approx(SHORTEST_S, abs=1)
 
 
 def test_idleness_is_no_silence() -> None:
     """Without rows there is nothing to do; the silence begins with the first one."""
-    pulse, now = warm_pulse()
+    timer, now = warm_timer()
     for second in range(1000):
-        assert pulse.look(now + second, "x", busy=False) is None
-    assert silence_of(pulse, now + 1000, "x") == pytest.approx(SHORTEST_S, abs=1)
+        assert timer.poll(now + second, "x", busy=False) is None
+    assert silence_of(timer, now + 1000, "x") == pytest.approx(SHORTEST_S, abs=1)
 
 
 def load(running: int, work: float, *, queue: int = 0, at: float = 0.0) -> SchedulerLoad:
@@ -110,19 +121,19 @@ def two_ranks(first: SchedulerLoad, second: SchedulerLoad) -> list[SchedulerLoad
 )
 def test_what_counts_as_work(told: Callable[[int], list[SchedulerLoad]], hangs: bool) -> None:
     """A forward pass does, counted or seen in what is running; a reply to a poll does not."""
-    vigil = HangDetector(1.0)
-    assert any(vigil.look(step / 2, told(step), in_flight=8) for step in range(40)) is hangs
+    detector = HangDetector(1.0)
+    assert any(detector.poll(step / 2, told(step), in_flight=8) for step in range(40)) is hangs
 
 
 def test_answers_are_work() -> None:
     """Rows that come back prove that the server works, whatever its gauges say; fewer polls matter not."""
-    vigil = HangDetector(1.0)
-    looks = [vigil.look(step / 2, [load(4, 1)], in_flight=8, answers=step // 4) for step in range(100)]
+    detector = HangDetector(1.0)
+    looks = [detector.poll(step / 2, [load(4, 1)], in_flight=8, answers=step // 4) for step in range(100)]
     assert not any(looks)
 
 
 def test_a_replica_behind_a_gateway_without_rows() -> None:
     """Rows in flight at the gateway are another replica's where this one tells that it has none."""
     idle, working = HangDetector(1.0, alone=False), HangDetector(1.0, alone=False)
-    assert not any(idle.look(step / 2, [load(0, 1)], in_flight=8) for step in range(100))
-    assert any(working.look(step / 2, [load(4, 1)], in_flight=8) for step in range(100))
+    assert not any(idle.poll(step / 2, [load(0, 1)], in_flight=8) for step in range(100))
+    assert any(working.poll(step / 2, [load(4, 1)], in_flight=8) for step in range(100))

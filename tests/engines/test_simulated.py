@@ -75,7 +75,7 @@ def test_every_request_ends_once(rows: list[tuple[int, int, str]], max_running: 
 
         async def call(tokens: int, n: int) -> Completion:
             completion = await engine.generate(make_request(max_new_tokens=tokens, n=n), "engine")
-            (load,) = await engine.signals()
+            (load,) = await engine.loads()
             assert load.running <= max_running
             assert load.used_tokens is not None
             assert load.used_tokens <= 30
@@ -94,7 +94,7 @@ def test_every_request_ends_once(rows: list[tuple[int, int, str]], max_running: 
             gave_up = isinstance(end, asyncio.CancelledError) and when != "stay"
             assert gave_up or (isinstance(end, Completion) and len(end.texts) == n)
         for _ in range(1000):  # what was dropped goes with the pass under way
-            (load,) = await engine.signals()
+            (load,) = await engine.loads()
             if (load.running, load.queue, load.used_tokens) == (0, 0, 0):
                 break
             await asyncio.sleep(0.001)
@@ -182,7 +182,7 @@ async def test_says_that_it_is_simulated() -> None:
     assert info.kind == info.model == "simulated"
     assert (info.max_running, info.max_total_tokens, info.context_length) == (8, 500, 100)
     assert "simulated" in " ".join(info.notes)
-    (load,) = await engine.signals()
+    (load,) = await engine.loads()
     assert load.source == load.scheduler == "simulated"
     assert (load.max_running, load.max_total_tokens) == (8, 500)
     await engine.close()
@@ -200,4 +200,4 @@ async def test_close_stops_decoding() -> None:
     assert asyncio.all_tasks() - {call} == {asyncio.current_task()}
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    assert (await engine.signals())[0].running == 0
+    assert (await engine.loads())[0].running == 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batchrunner.advise.situation import Situation
     from batchrunner.engines.flags import Flags
     from batchrunner.engines.logs.facts import Trouble
-    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.logs.records import Phase
 
 STEP = 0.01
 """The guides' step of `--mem-fraction-static`."""

@@ -1,7 +1,4 @@
-"""How many requests the machine lets us hold open at once: file descriptors and ephemeral ports.
-
-Also a port to listen on that no connection takes, and connections from several loopback addresses.
-"""
+"""The machine's limits on open connections (files, local ports), ports to listen on, loopback addresses."""
 
 from __future__ import annotations
 
@@ -19,19 +16,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RESERVED_FILES = 128
-"""Descriptors kept for files, logs, pipes and the interpreter."""
+"""File descriptors kept for files, logs, pipes and the interpreter."""
 PORT_SHARE = 0.9
-"""Closed connections hold their port for a minute (TIME_WAIT), so not all of the range is ever free."""
+"""Fraction of the range of local ports that is used: a closed connection holds its port for a minute
+(TIME_WAIT)."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
 _LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
-"""From 22,000 on SGLang draws the ports of its own processes, which it binds later."""
+"""Range of ports to listen on. From 22,000 on SGLang draws ports for its processes, and binds them later."""
 _PORT_TRIES = 50
 _IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>; Python names it from 3.12 on
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit on open files to the hard one; return how many sockets may be open."""
+    """Raise the soft limit on open files to the hard one; return the number of sockets that may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -51,10 +49,10 @@ def ephemeral_ports() -> int:
 
 
 def free_port() -> int:
-    """Return a loopback port to listen on, below the ports that connections are given where one is free.
+    """Return a free loopback port to listen on, below the range of local ports of connections if possible.
 
-    A server that is started again on its port must find it free: with ten thousand connections open, a port
-    of the connections' own range is likely to be taken by one of them meanwhile.
+    A server that restarts on its port must find it free. With ten thousand connections open, one of them is
+    likely to have taken a port of their own range meanwhile.
     """
     above = max(_LOWEST_PORT + 1, min(_port_range()[0], _HIGHEST_PORT + 1))
     for _ in range(_PORT_TRIES):
@@ -67,9 +65,10 @@ def free_port() -> int:
 
 
 class HeldPort:
-    """A free port that no other batchrunner on this machine is given until it is released.
+    """A free port that no other batchrunner on this machine gets until it is released.
 
-    A server that loads for minutes listens only then. Raises OSError where there is none.
+    Being bound later is no protection: a server listens only after minutes of loading. Raises OSError where
+    no port is free.
     """
 
     def __init__(self) -> None:
@@ -84,17 +83,16 @@ class HeldPort:
         raise OSError(errno.EADDRINUSE, "no port is free")
 
     def release(self) -> None:
-        """Let others have it."""
+        """Let others have the port."""
         self._hold.close()
 
 
 def loopback_sources(addresses: int) -> Callable[[tuple[int, int, int, str, tuple[str, int]]], socket.socket]:
-    """Return a maker of sockets for connections to loopback, each from the next of several own addresses.
+    """Return a maker of sockets for connections to loopback, which takes source addresses in turn.
 
-    The ephemeral ports are counted for each pair of addresses, so a server that listens on 127.0.0.1 alone
-    can be reached over N times as many connections from 127.0.0.1 … 127.0.0.N. (A test shows it
-    with a range of a few ports. The other way, several addresses as destinations, would need a gateway that
-    listens on 0.0.0.0, for all the network to see.)
+    Local ports are limited for each pair of addresses, so a server that listens on 127.0.0.1 alone can have
+    N times as many connections from 127.0.0.1 … 127.0.0.N. (Several destination addresses would do too, but
+    then a gateway must listen on 0.0.0.0, for all the network to see.)
     """
     sources = itertools.cycle(f"127.0.0.{n}" for n in range(1, addresses + 1))
 
@@ -128,9 +126,9 @@ def _is_free(port: int) -> bool:
 
 
 def open_connections(addresses: int, files_each: int = 1) -> tuple[int, str]:
-    """Return how many connections can be open to this many addresses, and by what that is limited.
+    """Return how many connections can be open to this many addresses, and the limit that says so, in words.
 
-    `files_each` is 2 where a process of ours passes each on: it has the same limit on files, and needs two.
+    `files_each` is 2 for a gateway on this machine: it has the same limit on files and needs two for a row.
     """
     files, ports = raise_file_limit() // files_each, ephemeral_ports() * addresses
     if files <= ports:

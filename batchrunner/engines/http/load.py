@@ -1,4 +1,4 @@
-"""What a server says of its load, as text → Signals: pure, for every source that SGLang offers."""
+"""A server's report of its load → SchedulerLoads, for every source that SGLang offers. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ PREFIX = "sglang:"
 
 
 def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[SchedulerLoad]:
-    """Read the reply of `GET /v1/loads?include=core` (SGLang ≥ 0.5.9): one entry a DP rank.
+    """Read the reply of `GET /v1/loads?include=core` (SGLang ≥ 0.5.9), which has an entry per DP rank.
 
-    `route` leads to the server at `url`, where it is not the URL itself.
-
-    Raises KeyError or TypeError where the reply is something else.
+    `route` is the route to the server at `url`, if it is not the URL itself. Raises KeyError or TypeError
+    where the reply is something else.
     """
     loads = reply["loads"]
     return [
@@ -40,12 +39,12 @@ def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> 
 
 
 def from_metrics(text: str, url: str, route: str | None = None) -> list[SchedulerLoad]:
-    """Read `GET /metrics` (Prometheus text; servers started with --enable-metrics).
+    """Read `GET /metrics`, Prometheus text of a server with --enable-metrics; empty without SGLang's gauges.
 
-    Raises ValueError where the text is not Prometheus's; empty where SGLang's gauges are not in it.
+    Raises ValueError where the text is not Prometheus's.
     """
     gauges: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for rank, name, value in _told(text):
+    for rank, name, value in _samples_in(text):
         gauges[rank][name] = value
     ranks = {rank: g for rank, g in gauges.items() if "num_running_reqs" in g and "num_queue_reqs" in g}
     return [
@@ -70,16 +69,16 @@ def counters_in(text: str) -> dict[str, float]:
     Raises ValueError where the text is not Prometheus's.
     """
     found: defaultdict[str, float] = defaultdict(float)
-    for _, name, value in _told(text):
+    for _, name, value in _samples_in(text):
         found[name] += value
     return dict(found)
 
 
-def _told(text: str) -> Iterator[tuple[str, str, float]]:
+def _samples_in(text: str) -> Iterator[tuple[str, str, float]]:
     """Yield SGLang's counters and gauges: the DP rank, the name without `sglang:`, the value.
 
-    All pipeline stages and tensor-parallel ranks of a DP rank say the same: the first speaks. With DP
-    attention it is not 0.
+    All pipeline stages and tensor-parallel ranks of a DP rank report the same values, so only the first one
+    counts. With DP attention that is not rank 0.
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
@@ -102,7 +101,7 @@ def _told(text: str) -> Iterator[tuple[str, str, float]]:
 
 
 def _work(load: Mapping[str, Any]) -> float | None:
-    """Return microseconds of prefill + decode steps; None before the release that counts them (0.5.23)."""
+    """Return microseconds of prefill + decode steps; None before SGLang 0.5.23, which counts them."""
     if "total_prefill_busy_us" not in load:
         return None
     return float(load["total_prefill_busy_us"] + (load.get("decode_moments") or [0])[0])

@@ -1,4 +1,4 @@
-"""Requests and replies as SGLang's HTTP interface has them: pure, no connection."""
+"""The format of requests and replies of SGLang's HTTP interface. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from batchrunner.input.tokenize.detokenizer import Detokenizer
 
 ERROR_CHARACTERS = 500
-"""An error message in a result row is cut to this length."""
+"""Most characters of an error message in a result row."""
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {
@@ -34,7 +34,7 @@ _CHAT_NAMES = {
 }
 
 
-# What is read of a reply, and no more: the rest of it is skipped without being made into Python values.
+# The fields that are read of a reply: the rest is skipped without being made into Python values.
 
 
 class _Meta(msgspec.Struct):
@@ -89,9 +89,9 @@ _read_ids = msgspec.json.Decoder(_IdsReply).decode
 
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
-# What a gateway says where no replica took the row, or the one that did was gone before the answer was
-# whole. Seen on sglang_router 0.3.2: with status 500, for a connection refused and for one cut alike.
-_NOT_REACHED = (
+# A gateway's error codes where no replica took the row, or the replica ended before the answer was complete.
+# sglang_router 0.3.2 gives them with status 500, for a refused connection and for one that was cut off.
+_REPLICA_DOWN = (
     "call_upstream_",
     "read_response_",
     "no_workers",
@@ -103,22 +103,16 @@ _NOT_REACHED = (
 GENERATE_PATH, CHAT_PATH, TOKENIZE_PATH = "/generate", "/v1/chat/completions", "/v1/tokenize"
 
 
-def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a server's resolved arguments allow a prefill pass to take."""
-    limits = (arguments.get("chunked_prefill_size"), arguments.get("max_prefill_tokens"))
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
-
-
 def path_of(request: Request) -> str:
     """Return the endpoint for this kind of prompt: the server renders the chat template of messages."""
     return CHAT_PATH if request.kind == "messages" else GENERATE_PATH
 
 
 def refuse_deadly(request: Request, vocabulary: int | None) -> None:
-    """Raise RowRefusedError for what a server would accept and die of.
+    """Raise RowRefusedError for a prompt that a server would accept and die of.
 
-    Seen on SGLang 0.5.23: an empty `text`, and a token id that the model does not have, end the scheduler,
-    and every row in flight with it.
+    In SGLang 0.5.23 an empty `text` and a token id that the model does not have end the scheduler, and with
+    it every row in flight.
     """
     if request.kind == "messages":
         return
@@ -135,7 +129,7 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
 
 
 def refuse_dropped(request: Request) -> None:
-    """Raise RowRefusedError for parameters that a gateway would leave out: the answer would be another."""
+    """Raise RowRefusedError for parameters that a gateway would drop, which would change the answer."""
     dropped = GATEWAY_DROPS["chat" if request.kind == "messages" else "generate"]
     if not dropped.isdisjoint(request.sampling):
         name = min(dropped.intersection(request.sampling))
@@ -148,10 +142,10 @@ def body_of(request: Request) -> dict[str, Any]:
 
 
 def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """Write a body as it is sent; raises RowRefusedError for what JSON and `default` cannot hold."""
+    """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
     try:
         return orjson.dumps(body, default=default)
-    except TypeError as failure:  # an unpaired surrogate, that a template can write
+    except TypeError as failure:  # an unpaired surrogate, which a template can write
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
 
 
@@ -189,7 +183,7 @@ def chat_body(request: Request) -> dict[str, Any]:
 
 
 def tokenize_body(request: Request) -> dict[str, Any]:
-    """Make the body for `/v1/tokenize` that makes of a prompt what its own endpoint would."""
+    """Make the body for `/v1/tokenize`, to get the tokens that the prompt's own endpoint would use."""
     if request.kind == "messages":
         body = {"messages": request.prompt, "chat_template_kwargs": request.chat_template_kwargs}
         return {"model": "default", **body}
@@ -223,37 +217,39 @@ def completion_of(request: Request, reply: bytes | Any) -> Completion:
         ) from None
     except msgspec.DecodeError:
         raise AttemptFailedError("the answer is not JSON") from None
-    if chat:  # a thought that was cut is no empty answer
+    if chat:  # reasoning that was cut off before the answer is no empty answer
         return _checked(_from_chat(found), any(c.message.reasoning_content for c in found.choices))
     return _checked(_from_generate(found))
 
 
-def _checked(completion: Completion, thought: bool = False) -> Completion:
+def _checked(completion: Completion, reasoned: bool = False) -> Completion:
     if "abort" in completion.finish_reasons:
         raise AttemptFailedError("aborted by the engine")
-    if not any(completion.texts) and not thought:
+    if not any(completion.texts) and not reasoned:
         raise AttemptFailedError("empty answer")
     return completion
 
 
-def completion_in_ids(request: Request, reply: bytes, reader: Detokenizer) -> Completion:
-    """Read a reply with status 200 of an engine without a tokenizer; raises as `completion_of` does."""
+def completion_in_ids(request: Request, reply: bytes, detokenizer: Detokenizer) -> Completion:
+    """Read a reply with status 200 of a server without a tokenizer; raises as `completion_of` does."""
     try:
         found = _read_ids(reply)
     except msgspec.DecodeError:
-        return completion_of(request, reply)  # an abort, or no answer of SGLang: it says which
+        return completion_of(request, reply)  # an abort, or no answer of SGLang's
     samples = found if isinstance(found, list) else [found]
     read = [
-        _Sample(reader.text(request, sample.output_ids, sample.meta_info.finish_reason), sample.meta_info)
+        _Sample(
+            detokenizer.text(request, sample.output_ids, sample.meta_info.finish_reason), sample.meta_info
+        )
         for sample in samples
     ]
     return _checked(_from_generate(read))
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Say what a reply with another status means for the row."""
+    """Return the error that a reply with another status means for the row."""
     message = f"{status}: {_message_of(body)}"
-    if status >= 500 and _code_of(body).startswith(_NOT_REACHED):  # noqa: PLR2004
+    if status >= 500 and _code_of(body).startswith(_REPLICA_DOWN):  # noqa: PLR2004
         return EngineDownError(message)
     if status in _BUSY:
         seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
@@ -304,7 +300,7 @@ def _reason(reason: Any) -> str | None:
 
 
 def _check_aborts(metas: Sequence[_Meta]) -> None:
-    """Raise for an abort, which a 200 can carry with a status of its own that says whose fault it is."""
+    """Raise for an abort, which a reply with status 200 can contain, with a status of its own."""
     for meta in metas:
         reason = meta.finish_reason
         if isinstance(reason, dict) and reason.get("type") == "abort":
@@ -322,7 +318,7 @@ def _json(value: Any, name: str) -> Any:
 
 
 def _code_of(body: bytes) -> str:
-    """Return the gateway's name for an error; empty where it is not a gateway's."""
+    """Return the gateway's code of an error; empty where the body is not a gateway's."""
     try:
         return str(orjson.loads(body)["error"]["code"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -330,7 +326,7 @@ def _code_of(body: bytes) -> str:
 
 
 def _message_of(body: bytes) -> str:
-    """Dig the sentence out of SGLang's several shapes of an error body."""
+    """Return the sentence in an error body, of which SGLang has several formats."""
     try:
         found: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -342,6 +338,6 @@ def _message_of(body: bytes) -> str:
 
 
 def _short(text: str) -> str:
-    """One line without the server's own stack, which follows a blank line."""
+    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
     line = " ".join(text.strip().split("\n\n")[0].split())
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"

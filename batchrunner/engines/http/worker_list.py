@@ -1,4 +1,4 @@
-"""The workers of a Model Gateway: read, and brought to what they should be, over its HTTP interface."""
+"""The workers of a Model Gateway, read and changed over its HTTP interface."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 10.0
 POLL_S = 0.1
 ASK_AGAIN_S = 10.0
-"""Changes are queued by the gateway; one that has not come about is asked for again after this time."""
+"""Seconds after which a change that has not happened is requested again: the gateway queues changes."""
 GIVE_UP_S = 120.0
 _RANK = re.compile(r"@\d+$")  # a gateway with --dp-aware lists each DP rank of a worker
 
 
 class WorkerList:
-    """The list of one gateway, which may be down at any time: then there is nothing to change."""
+    """The list of workers of one gateway, which may be down at any time."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url
@@ -55,10 +55,9 @@ class WorkerList:
         return list(dict.fromkeys(url.rstrip("/") for url in urls if url.startswith("http")))
 
     async def bring_to(self, wanted: set[str]) -> bool:
-        """Add and take out workers until the list is `wanted`; False if that does not come about.
+        """Add and remove workers until the list is `wanted`; return False if it is not within 120 s.
 
-        `wanted` is looked at anew each time, and a gateway that does not answer is asked again: whoever
-        changes the one or starts the other need not wait for us.
+        `wanted` may change meanwhile, and a gateway that does not answer is asked again until it does.
         """
         async with self._one_at_a_time:
             began = time.monotonic()

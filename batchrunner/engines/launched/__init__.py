@@ -1,1 +1,4 @@
-"""TODO launched."""
+"""Launched engines: servers and gateways that a run starts, supervises and ends.
+
+Nobody imports from here but the registry (`fleet`: LaunchedFleet). `launcher.py` is a script of its own.
+"""

@@ -1,163 +1,166 @@
-"""Replicas and a Model Gateway before them, started by us, and started again where one dies or hangs."""
+"""The engine of a run that starts its own servers: one, or replicas behind a Model Gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import secrets
 import time
 from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import Incident
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
-from batchrunner.engines.hang_detector import HangDetector
-from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine
+from batchrunner.engines.http.client import SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
-from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.gateway import gateway_process, start_gateway
+from batchrunner.engines.launched.gateway import GatewayProcess
+from batchrunner.engines.launched.replica import FleetReplica
 from batchrunner.engines.launched.sglang_server import SGLangServer
-from batchrunner.engines.launched.supervisor import ServerSupervisor
+from batchrunner.engines.logs.load import LogFollower
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.recovery.fits import cards_of, check_fits
 from batchrunner.engines.recovery.healer import healer_for
+from batchrunner.job.spec import GatewayEngine
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
     from pathlib import Path
     from typing import Any
 
-    from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
-    from batchrunner.engines.launched.process import LaunchedProcess
+    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
     from batchrunner.engines.recovery.healer import Healer
     from batchrunner.input.tokenize.detokenizer import Detokenizer
-    from batchrunner.job.spec import GatewayEngine, LimitsSpec
-
-log = logging.getLogger(__name__)
+    from batchrunner.job.spec import LimitsSpec, ServerEngine
 
 KEEP_ALIVE_S = 120
-"""How long replicas keep the gateway's idle connections; it drops them itself after 90 s. SGLang's 5 s would
-have it send rows into connections that are just being closed."""
+"""Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
+SGLang's own 5 s it would send rows into connections that are just being closed."""
 
 
-class LaunchedGateway:
-    """Replicas and gateway that live as long as this object is open, and never longer than this process."""
+class LaunchedFleet:
+    """Servers that live as long as this object is open, and never longer than this process.
+
+    One server without a gateway takes rows directly. Replicas take them through a gateway, and the run goes
+    on while one of them is left.
+    """
 
     def __init__(
-        self, spec: GatewayEngine, *, log_dir: Path, limits: LimitsSpec, reader: Detokenizer | None = None
+        self,
+        spec: ServerEngine | GatewayEngine,
+        *,
+        log_dir: Path,
+        limits: LimitsSpec,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         self._spec = spec
-        self._reader = reader
         self._log_dir = log_dir
         self._limits = limits
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
-        self._client: HttpEngine | None = None
-        self._servers: list[SGLangServer] = []
-        self._gateway: LaunchedProcess | None = None
-        self._workers: WorkerList | None = None
-        self._ready: set[str] = set()  # replicas that are up
-        self._listed: set[str] = set()  # what the gateway's list should be
-        self._guards: dict[str, ServerSupervisor] = {}
-        """Of each replica by its URL, and of the gateway."""
-        self._vigils: dict[str, HangDetector] = {}
-        self._incidents: list[Incident] = []
-        self._watching: set[asyncio.Task[None]] = set()
+        self._client = SGLangClient(
+            api_key=self._key,
+            request_timeout_s=limits.request_timeout,
+            detokenizer=detokenizer,
+            verdicts=self,
+        )
+        self._replicas: dict[str, FleetReplica] = {}
+        self._gateway: GatewayProcess | None = None
+        self._incidents = IncidentQueue()
+        self._watching: list[asyncio.Task[None]] = []
+        self._follower: LogFollower | None = None
 
     async def open(self) -> EngineInfo:
-        """Start the replicas and the gateway, all at once, and wait until they are ready."""
+        """Start servers and gateway, all at once, and wait until they are ready; see `Engine.open`."""
         spec = self._spec
         assert spec.model is not None
         check_model(spec.model)
         cpu = on_cpu(spec.device)
         raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
-        args = server_args(spec.args, cpu=cpu)
-        await asyncio.to_thread(check_fits, spec.model, args, tp=spec.tp, cpu=cpu)
-        healer = await asyncio.to_thread(
-            healer_for, spec, spec.model, self._incidents.append, tp=spec.tp, cpu=cpu
-        )
-        self._servers = self._make_servers(spec.model, cpu=cpu, healer=healer)
-        self._gateway, url = gateway_process(
-            spec, key=self._key, log_dir=self._log_dir, request_timeout_s=self._limits.request_timeout
-        )
-        self._workers = WorkerList(url, self._key)
-        await _all_or_first_failure([self._start_gateway(), *(server.start() for server in self._servers)])
-        urls = [server.url for server in self._servers]
-        self._ready |= set(urls)
-        self._listed |= self._ready
-        if not await self._workers.bring_to(self._listed):
-            raise EngineStartError(self._gateway.obituary("the gateway did not take the replicas"))
-        self._client = HttpEngine(
-            urls,
-            api_key=self._key,
-            request_timeout_s=self._limits.request_timeout,
-            gateway=url,
-            reader=self._reader,
-        )
-        info = await self._client.open()
-        tell = self._incidents.append
-        self._guards = {server.url: self._guard(server) for server in self._servers}
-        self._guards[GATEWAY_ROUTE] = ServerSupervisor(
-            self._gateway, self._start_gateway, tell, up=self._give_workers
-        )
-        self._client.blame.excuses = lambda url, sent_at: self._guards[url].excuses(sent_at)
-        self._vigils = {
-            name: HangDetector(self._limits.hang, alone=name not in urls) for name in self._guards
+        tp = spec.tp if isinstance(spec, GatewayEngine) else None
+        await asyncio.to_thread(check_fits, spec.model, server_args(spec.args, cpu=cpu), tp=tp, cpu=cpu)
+        healer = await asyncio.to_thread(healer_for, spec, spec.model, self._incidents, tp=tp, cpu=cpu)
+        if isinstance(spec, GatewayEngine):
+            self._gateway = GatewayProcess(
+                spec, self._incidents, key=self._key, log_dir=self._log_dir, limits=self._limits
+            )
+        self._replicas = {
+            server.url: FleetReplica(
+                server, self._gateway, self._client.failures, self._incidents, hang_s=self._limits.hang
+            )
+            for server in self._make_servers(spec.model, cpu=cpu, healer=healer)
         }
-        self._watching = {asyncio.create_task(guard.watch()) for guard in self._guards.values()}
-        notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
+        programs: list[FleetReplica | GatewayProcess] = [
+            *self._replicas.values(),
+            *([self._gateway] if self._gateway else []),
+        ]
+        log_path = programs[-1].process.log_path
+        follower = None if self._gateway else LogFollower(next(iter(self._replicas)), log_path)
+        await _all_or_first_failure([program.start() for program in programs])
+        if self._gateway:
+            await self._gateway.take_workers([*self._replicas])
+        info = await self._client.open([*self._replicas], self._gateway.url if self._gateway else None)
+        self._follower = None if self._client.reports_load else follower
+        self._watching = [asyncio.create_task(program.supervisor.watch()) for program in programs]
+        counted = not (self._gateway or cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
-            kind="gateway",
+            kind=spec.kind,
             model=model_identity(spec.model),
             card=None if cpu else await asyncio.to_thread(card_name),
-            log=str(self._gateway.log_path),
-            notes=notes,
+            gpus=len(gpus()) if counted else None,
+            log=str(log_path),
+            notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
         )
 
     async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once; see `Engine.generate`."""
-        assert self._client is not None
-        lost = [guard.lost for guard in self._guards.values() if guard.lost]
-        gateway = self._guards[GATEWAY_ROUTE].lost
-        if gateway or len(lost) == len(self._servers):  # with one replica left the run goes on
-            raise gateway or lost[0]
+        """Send one request once, to one server not before it is up; see `Engine.generate`."""
+        lost = [replica.supervisor.lost for replica in self._replicas.values() if replica.supervisor.lost]
+        if self._gateway is None:
+            for replica in self._replicas.values():
+                await replica.supervisor.ready()
+        elif self._gateway.supervisor.lost or len(lost) == len(self._replicas):
+            raise self._gateway.supervisor.lost or lost[0]
         return await self._client.generate(request, route)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
-        """Ask a replica; see `Engine.tokens_of`."""
-        assert self._client is not None
+        """Ask the first server; see `Engine.tokens_of`."""
         return await self._client.tokens_of(request)
 
-    async def signals(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each replica that answers now."""
-        if self._client is None:
-            return []
-        signals = await self._client.signals()
-        self._watch(signals)
-        return signals
+    async def loads(self) -> Sequence[SchedulerLoad]:
+        """Return the load of each server, from its log if it has no other source; restart what hangs."""
+        loads = self._follower.poll() if self._follower else await self._client.loads()
+        now = time.monotonic()
+        for endpoint in self._client.endpoints.values():
+            for replica in self._replicas.values():
+                replica.poll(loads, endpoint, now)
+            if self._gateway:
+                polled = {load.server for load in loads}
+                up = {replica.url for replica in self._replicas.values() if replica.is_up}
+                idle = up <= polled and not any(load.has_work for load in loads)
+                self._gateway.poll(loads, endpoint, now, idle=idle)
+        return loads
+
+    async def excuses(self, url: str, sent_at: float) -> bool:
+        """Tell whether a server ended since then for a reason that is no row's fault; see `DeathVerdicts`."""
+        return await self._replicas[url].supervisor.excuses(sent_at)
 
     def incidents(self) -> list[Incident]:
-        """Return what befell the replicas and the gateway; see `Engine.incidents`."""
-        told, self._incidents[:] = self._incidents[:], []
-        return told
+        """Return what happened to the servers and the gateway; see `Engine.incidents`."""
+        return self._incidents.take()
 
     async def close(self) -> None:
-        """End the gateway, the replicas and everything they started."""
+        """End the gateway, the servers and everything they started."""
         for watching in self._watching:
             watching.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        for connections in (self._client, self._workers):
-            if connections is not None:
-                await connections.close()
-        self._client = None
-        stops = [server.stop() for server in self._servers]
-        if self._gateway is not None:
-            stops.append(self._gateway.stop())
-        await asyncio.gather(*stops)
+        await self._client.close()
+        stops = [replica.server.close() for replica in self._replicas.values()]
+        await asyncio.gather(*stops, *([self._gateway.close()] if self._gateway else []))
 
     def _make_servers(self, model: str, *, cpu: bool, healer: Healer | None = None) -> list[SGLangServer]:
         spec = self._spec
+        if not isinstance(spec, GatewayEngine):
+            log_path = self._log_dir / "engine-server.log"
+            return [SGLangServer(spec, model, key=self._key, log_path=log_path, cpu=cpu, healer=healer)]
         slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args, spec.tp), spec.replicas)
         return [
             SGLangServer(
@@ -177,76 +180,9 @@ class LaunchedGateway:
             for n, devices in enumerate(slices)
         ]
 
-    async def _start_gateway(self) -> None:
-        assert self._gateway is not None
-        assert self._workers is not None
-        await start_gateway(self._gateway, self._workers.url)
-
-    def _watch(self, signals: Sequence[SchedulerLoad]) -> None:
-        """Find the replicas that hang, and the gateway: where it has rows, and no replica has."""
-        assert self._client is not None
-        route, now = self._client.routes[GATEWAY_ROUTE], time.monotonic()
-        for url in self._ready:
-            told = [signal for signal in signals if signal.server == url]
-            hang = self._vigils[url].look(now, told, in_flight=route.in_flight)
-            if hang:
-                self._guards[url].hangs(hang)
-            elif self._vigils[url].stalls == (url in self._listed):
-                self._spare(url)
-        idle = self._ready <= {signal.server for signal in signals} and not any(s.has_work for s in signals)
-        hang = self._vigils[GATEWAY_ROUTE].look(
-            now, signals, in_flight=route.in_flight if idle else 0, answers=route.answers
-        )
-        if hang:
-            self._guards[GATEWAY_ROUTE].hangs(hang)
-
-    def _spare(self, url: str) -> None:
-        """Take a replica that stalls off the gateway's list, if it is not the last, or put it back.
-
-        Else the gateway would go on giving it rows, until all that may be in flight are there.
-        """
-        listed = url not in self._listed
-        if listed or len(self._listed) > 1:
-            change = asyncio.create_task(self._list(url, listed=listed))
-            self._watching.add(change)
-            change.add_done_callback(self._watching.discard)
-
-    def _guard(self, server: SGLangServer) -> ServerSupervisor:
-        """Take a replica that dies out of the gateway, start it again, put it back."""
-        return ServerSupervisor(
-            server.process,
-            server.start,
-            self._incidents.append,
-            down=lambda: self._set_ready(server.url, ready=False),
-            up=lambda: self._set_ready(server.url, ready=True),
-            heal=server.heal,
-            then="taken out of the gateway and started again",
-        )
-
-    async def _set_ready(self, url: str, *, ready: bool) -> None:
-        assert self._client is not None
-        (self._ready.add if ready else self._ready.discard)(url)
-        self._vigils[url].restarted()
-        self._client.blame.saw(url, alive=ready)
-        await self._list(url, listed=ready)
-
-    async def _list(self, url: str, *, listed: bool) -> None:
-        """Put a replica on the gateway's list, or take it off."""
-        assert self._workers is not None
-        changed = listed != (url in self._listed)
-        (self._listed.add if listed else self._listed.discard)(url)
-        if not await self._workers.bring_to(self._listed):
-            log.warning("the gateway's list is not what it should be: %s", ", ".join(sorted(self._listed)))
-        elif changed:
-            self._incidents.append(Incident("in" if listed else "out", url))
-
-    async def _give_workers(self) -> None:
-        assert self._workers is not None
-        await self._workers.bring_to(self._listed)
-
 
 def gpu_slices(devices: Sequence[str], each: int, replicas: int | str) -> list[list[str]]:
-    """Deal the GPUs out, as many to each replica; an empty slice leaves CUDA_VISIBLE_DEVICES as it is.
+    """Give each replica its own GPUs; an empty slice leaves CUDA_VISIBLE_DEVICES as it is.
 
     Without GPUs that can be counted (a CPU, or a vendor's own way of naming) `auto` is one replica. Raises
     EngineStartError where there are too few.

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.core.errors import EngineStartError
+from batchrunner.core.types import Incident
+from batchrunner.engines.device import plain_environment
+from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.connections import free_port
-from batchrunner.engines.launched.process import LaunchedProcess, answers, plain_environment, to_argv
+from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.launched.process import LaunchedProcess, to_argv
+from batchrunner.engines.launched.supervisor import ServerSupervisor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    import aiohttp
+    from batchrunner.core.types import SchedulerLoad
+    from batchrunner.engines.base import IncidentQueue
+    from batchrunner.engines.http.endpoint import Endpoint
+    from batchrunner.job.spec import GatewayEngine, LimitsSpec
 
-    from batchrunner.job.spec import GatewayEngine
+log = logging.getLogger(__name__)
 
 START_S = 120.0
 """It imports torch where SGLang is installed: 5 s of CPU time, more on a busy machine."""
@@ -23,30 +35,110 @@ KEEP_TOGETHER: dict[str, Any] = {
     "max-idle-secs": 300,
     "eviction-interval-secs": 60,
 }
-"""A new key goes to the replica that has the fewest requests, and the same one follows it. There is one for
-each row, so they are forgotten after a while (the gateway's own limit is four hours)."""
+"""A new affinity key goes to the replica with the fewest requests, and the same key follows it. Rows without
+a common prefix have a key each, so keys are forgotten after 300 s (the gateway's own limit is four hours)."""
 LATER_S = 60.0
-"""The gateway gives up on a request this long after the runner, who then says so in its own words."""
+"""Seconds that the gateway waits for an answer beyond the runner's own limit, which is to end first."""
 
 
-def gateway_process(
-    spec: GatewayEngine, *, key: str, log_dir: Path, request_timeout_s: float
-) -> tuple[LaunchedProcess, str]:
-    """Return the program, not yet started, and its URL. It starts without workers: they are added later.
+class GatewayProcess:
+    """A gateway that a supervisor restarts, and the list of workers that it should have.
 
-    So one way of adding them serves the first start, a replica that comes back and a gateway that does, and
-    their key is in no command line. Bodies up to 512 MB pass by default.
+    It starts without workers, and they are added over HTTP. So there is one way to add them at the first
+    start, when a replica comes back and when the gateway does, and their key is in no command line.
     """
-    port = free_port()
-    args: dict[str, Any] = {
+
+    def __init__(
+        self, spec: GatewayEngine, incidents: IncidentQueue, *, key: str, log_dir: Path, limits: LimitsSpec
+    ) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = LaunchedProcess(
+            module="sglang_router.launch_router",
+            argv=["--host", "127.0.0.1", "--port", str(port), *to_argv(_arguments(spec, limits))],
+            key=key,
+            environ={**plain_environment(), **spec.env},
+            log_path=log_dir / "engine-gateway.log",
+            python=spec.python,
+            name="the gateway",
+            needs="sglang_router: install batchrunner[gateway], or set engine.python",
+        )
+        self.supervisor = ServerSupervisor(self, incidents)
+        self._incidents = incidents
+        self._hangs = HangDetector(limits.hang)
+        self._workers = WorkerList(self.url, key)
+        self._listed: set[str] = set()
+        self._changes: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start it and wait until it takes workers; raises EngineStartError where it does not."""
+        await self.process.start()
+        # not /readiness, which is 503 before there is a worker
+        await self.process.wait_until_ready(self.url, ["/health"], START_S)
+
+    def heal(self) -> bool:
+        """Return False: a gateway has no safer arguments."""
+        return False
+
+    async def went_down(self) -> None:
+        """Do nothing: requests find out by themselves."""
+
+    async def came_up(self) -> None:
+        """Give a restarted gateway its workers again."""
+        await self._workers.bring_to(self._listed)
+
+    async def take_workers(self, urls: Sequence[str]) -> None:
+        """Give the gateway its first workers; raises EngineStartError where it does not take them."""
+        self._listed.update(urls)
+        if not await self._workers.bring_to(self._listed):
+            raise EngineStartError(self.process.failure_message("the gateway did not take the replicas"))
+
+    async def list_worker(self, url: str, *, listed: bool) -> None:
+        """Put a worker on the gateway's list, or take it off."""
+        changed = listed != (url in self._listed)
+        (self._listed.add if listed else self._listed.discard)(url)
+        if not await self._workers.bring_to(self._listed):
+            log.warning("the gateway's list is not what it should be: %s", ", ".join(sorted(self._listed)))
+        elif changed:
+            self._incidents.report(Incident("in" if listed else "out", url))
+
+    def spare(self, url: str, *, stalls: bool) -> None:
+        """Take a worker that stalls off the list, if it is not the last, and put it back when it moves.
+
+        Otherwise the gateway would go on giving it rows, until all that may be in flight are there.
+        """
+        if stalls == (url in self._listed) and (not stalls or len(self._listed) > 1):
+            change = asyncio.create_task(self.list_worker(url, listed=not stalls))
+            self._changes.add(change)
+            change.add_done_callback(self._changes.discard)
+
+    def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float, *, idle: bool) -> None:
+        """Restart the gateway if it hangs: it has rows for long, and no replica has any (`idle`)."""
+        in_flight = endpoint.in_flight if idle else 0
+        hang = self._hangs.poll(now, loads, in_flight=in_flight, answers=endpoint.answers)
+        if hang:
+            self.supervisor.hangs(hang)
+
+    async def close(self) -> None:
+        """End the gateway."""
+        for change in self._changes:
+            change.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
+        await self._workers.close()
+        await self.process.stop()
+
+
+def _arguments(spec: GatewayEngine, limits: LimitsSpec) -> dict[str, Any]:
+    """Return the gateway's arguments. Bodies up to 512 MB pass by default."""
+    return {
         **(KEEP_TOGETHER if spec.policy == "auto" else {"policy": spec.policy}),
-        # the runner repeats and paces; the gateway would repeat a refusal five times within half a second
+        # the runner retries, with pauses; the gateway would repeat a refusal five times within half a second
         "disable-retries": True,
         # … and after ten failures of a replica answer 503 for it for a minute
         "disable-circuit-breaker": True,
         "max-concurrent-requests": -1,  # no limit, and so no queue of its own
-        "request-timeout-secs": math.ceil(request_timeout_s + LATER_S),
-        # SGLang's /health takes up to 20 s before it says no; processes that end are seen by us at once
+        "request-timeout-secs": math.ceil(limits.request_timeout + LATER_S),
+        # SGLang's /health takes up to 20 s before it says no; supervisors see at once when a process ends
         "health-check-interval-secs": 30,
         "health-check-timeout-secs": 25,
         "shutdown-grace-period-secs": 1,
@@ -56,24 +148,3 @@ def gateway_process(
         "prometheus-port": free_port(),
         **spec.gateway_args,
     }
-    process = LaunchedProcess(
-        module="sglang_router.launch_router",
-        argv=["--host", "127.0.0.1", "--port", str(port), *to_argv(args)],
-        key=key,
-        environ={**plain_environment(), **spec.env},
-        log_path=log_dir / "engine-gateway.log",
-        python=spec.python,
-        name="the gateway",
-        needs="sglang_router: install batchrunner[gateway], or set engine.python",
-    )
-    return process, f"http://127.0.0.1:{port}"
-
-
-async def start_gateway(process: LaunchedProcess, url: str) -> None:
-    """Start it and wait until it takes workers; raises EngineStartError where it does not."""
-
-    async def is_up(session: aiohttp.ClientSession) -> bool:
-        return await answers(session, url, "/health")  # /readiness is 503 before there is a worker
-
-    await process.start()
-    await process.wait_until_ready(is_up, START_S)

@@ -47,13 +47,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl(2); without it (not Linux) the end of the pipe is all that stops the server."""
+    """Call prctl(2). Without it (not Linux) only the end of the pipe stops the server."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def read_config(descriptor: int) -> dict[str, Any]:
-    """Read the first line of `descriptor`, a byte at a time: what follows it is left alone."""
+    """Read the first line of `descriptor`, byte by byte, so that nothing after it is read."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
@@ -77,7 +77,7 @@ class RedactedLog:
         self._partial = b""
 
     def feed(self, data: bytes) -> None:
-        """Write the whole lines of `data`; keep what is after the last for the next call."""
+        """Write the whole lines of `data`; keep the rest for the next call."""
         lines, newline, rest = (self._partial + data).rpartition(b"\n")
         self._partial = rest
         self._write(lines + newline)
@@ -98,8 +98,8 @@ class RedactedLog:
                 data = data[os.write(self._file, data) :]
 
 
-def family(root: int, session: int) -> list[int]:
-    """Find the living descendants of `root` and all of the session `session`, by /proc."""
+def descendants(root: int, session: int) -> list[int]:
+    """Return the living descendants of `root` and all processes of `session`, by /proc."""
     parents: dict[int, int] = {}
     found: set[int] = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -130,7 +130,7 @@ class Supervisor:
         self.asked_to_stop = False
 
     def ask_to_stop(self, *_: object) -> None:
-        """Note SIGTERM (a signal handler)."""
+        """Record SIGTERM (a signal handler)."""
         self.asked_to_stop = True
 
     def reap(self) -> None:
@@ -146,7 +146,7 @@ class Supervisor:
                     self.status = code
 
     def step(self, also: tuple[int, ...] = ()) -> list[int]:
-        """Copy what output there is, or wait a moment; returns which of `also` can be read."""
+        """Copy the output that there is, or wait 0.1 s; return those of `also` that can be read."""
         watched = [fd for fd in (self.output, *also) if fd >= 0]
         ready = select.select(watched, [], [], POLL_S)[0]
         if self.output in ready:
@@ -160,13 +160,16 @@ class Supervisor:
         return [fd for fd in ready if fd in also]
 
     def serve(self, lifeline: int) -> None:
-        """Until the server ends, `lifeline` does, or SIGTERM comes."""
+        """Return when the server ends, `lifeline` does, or SIGTERM comes."""
         while self.status is None and not self.asked_to_stop:
             if self.step((lifeline,)) and not os.read(lifeline, CHUNK_BYTES):
                 return
 
     def stop(self, grace_s: float) -> int:
-        """SIGTERM to the server, SIGKILL to all that is left, last output; the exit status."""
+        """Send SIGTERM to the server, then SIGKILL to all that is left; copy the last output.
+
+        Return the exit status.
+        """
         deadline = time.monotonic() + grace_s
         if self.status is None:
             os.kill(self.server, signal.SIGTERM)
@@ -183,11 +186,11 @@ class Supervisor:
         return 128 + signal.SIGKILL if self.status is None else self.status
 
     def kill_all(self) -> bool:
-        """SIGKILL to the whole tree; False once nothing of it lives."""
+        """Send SIGKILL to the whole tree; return False once nothing of it lives."""
         if self.status is None:  # where there is no /proc, its group is what can be reached
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.server, signal.SIGKILL)
-        alive = family(os.getpid(), self.server)
+        alive = descendants(os.getpid(), self.server)
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -195,7 +198,7 @@ class Supervisor:
 
 
 def run_server(config: dict[str, Any], parent: int, output: int) -> None:
-    """Become the server: a session of its own, output to the pipe, then the module in place."""
+    """Become the server: start a session, write to the pipe, run the module in this process."""
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above: no signal will come
@@ -215,7 +218,7 @@ def run_server(config: dict[str, Any], parent: int, output: int) -> None:
 
 
 def main() -> int:
-    """Read the configuration, fork the server, watch it; returns the server's exit status."""
+    """Read the configuration, fork the server, watch it; return its exit status."""
     config = read_config(0)
     log = RedactedLog(config["log"], config.get("secret"))
     # A Ctrl-C reaches the whole terminal: whether it means "stop" is for the pipe's owner to say.
@@ -224,7 +227,7 @@ def main() -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the server orphans stays within reach
     parent = os.getpid()
     reading, writing = os.pipe()
-    # SIGTERM waits until there is a server to pass it to.
+    # SIGTERM is blocked until there is a server to pass it to.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     server = os.fork()
     if server == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -15,10 +14,10 @@ import aiohttp
 import orjson
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.logs.cause import cause_in, last_line, story
+from batchrunner.engines.logs.cause import cause_in, head_and_tail, last_line
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 GRACE_S = 10.0
 POLL_S = 0.25
 WORD_EVERY_S = 15.0
-"""Loading takes minutes for large models: a sign of life, with the last line of the log."""
+"""Seconds between two lines that say that a program still starts: large models load for minutes."""
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class LaunchedProcess:
 
     module: str
     argv: Sequence[str]
-    """Its command line, without the key."""
+    """The program's arguments, without the key."""
     key: str
     """An API key that no argument vector, environment or log shows."""
     environ: Mapping[str, str]
@@ -43,28 +42,28 @@ class LaunchedProcess:
     python: str | None = None
     """The interpreter, where it is not this one."""
     name: str = "the engine"
-    """How messages call it."""
+    """The program's name in messages."""
     needs: str = "SGLang: install batchrunner[engine], or set engine.python"
-    """What an interpreter lacks that does not know the module."""
+    """Package to install if the interpreter does not have the module, for the error."""
     _process: asyncio.subprocess.Process | None = field(default=None, init=False)
     _log_begins: int = field(default=0, init=False)
 
     @property
     def runs(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Whether the program was started and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     @property
-    def code(self) -> int | None:
-        """The exit status of this life; None while it lasts, and once it has been stopped."""
+    def exit_code(self) -> int | None:
+        """The exit status of the last start; None while the program runs, and after `stop`."""
         return self._process.returncode if self._process else None
 
-    def story(self) -> list[str]:
-        """Return the beginning and the end of what it has logged in this life."""
-        return story(self.log_path, self._log_begins)
+    def logged(self) -> list[str]:
+        """Return the first and the last lines that the program logged since its last start."""
+        return head_and_tail(self.log_path, self._log_begins)
 
     async def start(self) -> None:
-        """Start it; raises EngineStartError where the interpreter cannot be run."""
+        """Start the program; raises EngineStartError where the interpreter cannot be run."""
         python = self.python or sys.executable
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -84,33 +83,36 @@ class LaunchedProcess:
         self._process.stdin.write(orjson.dumps(config) + b"\n")
         await self._process.stdin.drain()
 
-    async def wait_until_ready(
-        self, is_ready: Callable[[aiohttp.ClientSession], Awaitable[bool]], timeout_s: float
-    ) -> None:
-        """Return when `is_ready` says so; raises EngineStartError where that does not come to pass."""
+    async def wait_until_ready(self, url: str, paths: Sequence[str], timeout_s: float) -> None:
+        """Return when a GET gives 200 on the first of these paths that the program knows (not 404).
+
+        Raises EngineStartError if the program ends or takes too long.
+        """
         began = time.monotonic()
         next_word_s = WORD_EVERY_S
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
-            while not await is_ready(session):
+            while not await _is_ready(session, url, paths):
                 if not self.runs:
-                    raise EngineStartError(self.obituary(f"{self.name} did not start"))
+                    raise EngineStartError(self.failure_message(f"{self.name} did not start"))
                 waited_s = time.monotonic() - began
                 if waited_s > next_word_s:
                     next_word_s += WORD_EVERY_S
                     log.info("still starting (%.0f s): %s", waited_s, last_line(self.log_path)[:120])
                     if self.found_port_taken():  # SGLang then hangs
-                        raise EngineStartError(self.obituary(f"{self.name} did not start"))
+                        raise EngineStartError(self.failure_message(f"{self.name} did not start"))
                 if waited_s > timeout_s:
-                    raise EngineStartError(self.obituary(f"{self.name} was not ready within {timeout_s:g} s"))
+                    raise EngineStartError(
+                        self.failure_message(f"{self.name} was not ready within {timeout_s:g} s")
+                    )
                 await asyncio.sleep(POLL_S)
 
     async def ended(self) -> None:
-        """Return when it has ended, for whatever reason."""
+        """Return when the program has ended, for whatever reason."""
         if self._process is not None:
             await self._process.wait()
 
     async def stop(self) -> None:
-        """End it and everything it started; may be called again where that was cancelled."""
+        """End the program and everything it started; may be called again if it was cancelled."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # the launcher ends its program when its pipe ends
@@ -118,24 +120,17 @@ class LaunchedProcess:
             self._process = None
 
     def found_port_taken(self) -> bool:
-        """Tell whether this start failed for a port that another process has."""
+        """Tell whether the last start failed because another process has one of its ports."""
         return "address already in use" in cause_in(self.log_path, self._log_begins).lower()
 
-    def obituary(self, what: str) -> str:
+    def failure_message(self, what: str) -> str:
         """Return `what` with the exit status and the cause from the log."""
         cause = cause_in(self.log_path, self._log_begins)
         package = self.module.partition(".")[0]
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
             return f"{what}: {self.python or sys.executable} has no {self.needs}"
-        status = "" if self.code is None else f" (exit {self.code})"
+        status = "" if self.exit_code is None else f" (exit {self.exit_code})"
         return f"{what}{status}: {cause or 'its log is empty'} [{self.log_path}]"
-
-
-def plain_environment() -> dict[str, str]:
-    """Return our environment, for a program that runs with it."""
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
-    return environ
 
 
 def to_argv(args: Mapping[str, Any]) -> list[str]:
@@ -154,8 +149,7 @@ def to_argv(args: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-async def answers(session: aiohttp.ClientSession, url: str, *paths: str) -> bool:
-    """Tell whether a GET gives 200 on the first of these paths that the program knows (not 404)."""
+async def _is_ready(session: aiohttp.ClientSession, url: str, paths: Sequence[str]) -> bool:
     timeout = aiohttp.ClientTimeout(total=5)
     for path in paths:
         try:

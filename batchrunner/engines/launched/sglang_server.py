@@ -1,4 +1,4 @@
-"""One `sglang.launch_server` on a loopback port, as `server` and every replica of a gateway start it."""
+"""One `sglang.launch_server` on a loopback port, with the job's arguments or safer ones."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.device import cpu_environment, server_args
+from batchrunner.engines.device import cpu_environment, plain_environment, server_args
 from batchrunner.engines.http.connections import HeldPort
-from batchrunner.engines.launched.process import LaunchedProcess, answers, plain_environment, to_argv
-from batchrunner.engines.recovery.diagnosis import Life
+from batchrunner.engines.launched.process import LaunchedProcess, to_argv
+from batchrunner.engines.recovery.diagnosis import EndedServer
 from batchrunner.engines.recovery.host import oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import aiohttp
 
     from batchrunner.engines.recovery.healer import Healer
     from batchrunner.job.spec import LaunchedEngine
 
 log = logging.getLogger(__name__)
 
-
 START_TRIES = 3
 """SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
 once, two draw the same one in 28 of 8,000 starts."""
+_READY_PATHS = ("/ready", "/model_info")
+"""Paths that answer 200 when a server takes requests; releases before `/ready` answer 404 there."""
 
 
 class SGLangServer:
@@ -45,17 +44,18 @@ class SGLangServer:
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
     ) -> None:
-        """Take what is common from the job, and what is this server's own: `argv` and `environ`."""
+        """Take what all servers of a job have from `spec`, and what this one has of its own beside it."""
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
-        self.name = name
         self._model = model
         self._start_timeout_s = spec.start_timeout
-        self._own = ["--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number), *argv]
+        self._own_argv = [
+            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)), *argv,
+        ]  # fmt: skip
         self._given = server_args(spec.args, cpu=cpu)
         self._healer = healer
-        self._args: dict[str, Any] = {}  # of this life
-        self._kills: int | None = None
+        self._args: dict[str, Any] = {}  # of the last start
+        self._kills: int | None = None  # the kernel's count at the last start
         self._is_up = False
         environment = plain_environment()
         if cpu:
@@ -64,7 +64,7 @@ class SGLangServer:
             environment.setdefault("HF_HUB_OFFLINE", "1")
         self.process = LaunchedProcess(
             module="sglang.launch_server",
-            argv=self._own,
+            argv=self._own_argv,
             key=key,
             environ={**environment, **spec.env, **(environ or {})},
             log_path=log_path,
@@ -75,12 +75,12 @@ class SGLangServer:
     async def start(self) -> None:
         """Start it and wait until it takes requests; raises EngineStartError where it does not.
 
-        Where a start fails for want of memory it is tried again with safer arguments, as a life is that ends.
+        A start that fails for want of memory is repeated with safer arguments, as after a death.
         """
         self._is_up = False
         while not self._is_up:
             self._args = {**self._given, **(self._healer.args if self._healer else {})}
-            self.process.argv = [*self._own, *to_argv(self._args)]
+            self.process.argv = [*self._own_argv, *to_argv(self._args)]
             self._kills = oom_kills()
             try:
                 await self._start()
@@ -92,36 +92,32 @@ class SGLangServer:
                 self._is_up = True
 
     def heal(self) -> bool:
-        """Tell whether the next start is another one, for what ended this life; False where it has not."""
-        if self._healer is None or self.process.code is None:
+        """Change the next start's arguments by the cause of death; return whether any help."""
+        if self._healer is None or self.process.exit_code is None:
             return False
-        return self._healer.heal(self.name, self._life())
+        return self._healer.heal(self.process.name, self._ended())
 
-    def _life(self) -> Life:
+    async def close(self) -> None:
+        """End it, and give its port back."""
+        if self._healer and self._is_up and self.process.runs:
+            self._healer.outlived(self._ended())
+        await self.process.stop()
+        self._port.release()
+
+    def _ended(self) -> EndedServer:
         kills = (oom_kills() or 0) - (self._kills or 0)
-        return Life(self.process.story(), self._args, self.process.code, kills)
+        return EndedServer(self.process.logged(), self._args, self.process.exit_code, kills)
 
     async def _start(self) -> None:
         log.info("starting SGLang for %s at %s; its log: %s", self._model, self.url, self.process.log_path)
         for tries_left in reversed(range(START_TRIES)):
             await self.process.start()
             try:
-                await self.process.wait_until_ready(self._is_ready, self._start_timeout_s)
+                await self.process.wait_until_ready(self.url, _READY_PATHS, self._start_timeout_s)
             except EngineStartError:
                 if not tries_left or not self.process.found_port_taken():
                     raise
             else:
                 return
-            log.warning("%s: another process took one of its ports: starting it again", self.name)
+            log.warning("%s: another process took one of its ports: starting it again", self.process.name)
             await self.process.stop()
-
-    async def stop(self) -> None:
-        """End it, and give its port back."""
-        if self._healer and self._is_up and self.process.runs:
-            self._healer.outlived(self._life())
-        await self.process.stop()
-        self._port.release()
-
-    async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
-        """Ask `/ready`; releases before it existed answer 404 there: ready when `/model_info` answers."""
-        return await answers(session, self.url, "/ready", "/model_info")

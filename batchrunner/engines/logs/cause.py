@@ -1,4 +1,4 @@
-"""The lines of an engine's log that say why it did not start or why it died."""
+"""The lines of an engine's log that say why it did not start, or why it died."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TAIL_BYTES = 4 << 20
-"""Of its end: after one rank's error its siblings may write thousands of tracebacks."""
+"""Bytes read of a log's end: after one rank's error the others may write thousands of tracebacks."""
 HEAD_BYTES = 1 << 20
-"""Of a log's beginning: the arguments of a server (16 kB a process) and its limits stand there."""
+"""Bytes read of a log's beginning, which has a server's arguments (16 kB a process) and limits."""
 LINE_BYTES = 64 << 10
-"""Of its end, where the newest line alone is asked for, again and again."""
+"""Bytes read of a log's end to find its newest line, which is asked for often."""
 MOST_LINES = 3
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
 # for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
@@ -24,18 +24,18 @@ _CAUSE = re.compile(
     r"|Not enough memory.*|.*address already in use.*|.*Killed$|Subprocess \S+ .*crashed.*)",
     re.IGNORECASE,
 )
-# what follows from a cause elsewhere, and would hide it
+# errors that follow from another one, which they would hide
 _CONSEQUENCE = re.compile(
     r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
 )
-# a process that somebody killed (most often the kernel, for memory) says nothing: no error before it is why
+# a killed process (most often by the kernel, for memory) logs no error: those before it are not why it died
 _KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 
 def cause_in(log: Path, since: int = 0) -> str:
-    """Return the one to three lines of the log that matter most, joined by ` / `; empty without a log.
+    """Return the one to three lines that say most about a failure, joined by ` / `; empty without a log.
 
-    `since` is where the log of this start begins, in bytes.
+    `since` is the byte at which the log of the last start begins.
     """
     lines = _lines(log, since)
     causes = [line for line in lines if _CAUSE.match(line)]
@@ -53,8 +53,8 @@ def last_line(log: Path) -> str:
     return next((line for line in reversed(_lines(log, most=LINE_BYTES)) if line), "")
 
 
-def story(log: Path, since: int = 0) -> list[str]:
-    """Return the lines of a log's beginning and end, as they are; empty without one."""
+def head_and_tail(log: Path, since: int = 0) -> list[str]:
+    """Return the lines of a log's beginning and end from the byte `since` on; empty without a log."""
     try:
         with log.open("rb") as file:
             file.seek(since)
@@ -67,12 +67,12 @@ def story(log: Path, since: int = 0) -> list[str]:
 
 
 def unstamped(line: str) -> str:
-    """Return a line without its time stamp, and clean: sglang_router colours its log, terminal or not."""
+    """Return a line without time stamp and colours, which sglang_router writes to files too."""
     return _PREFIX.sub("", clean(line).strip()).strip()
 
 
 def _lines(log: Path, since: int = 0, most: int = TAIL_BYTES) -> list[str]:
-    """Read the log's end without time stamps."""
+    """Return the lines of a log's end without time stamps."""
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - most))

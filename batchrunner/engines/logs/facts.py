@@ -1,4 +1,4 @@
-"""What is known of a server beside its load: arguments, limits, memory, model, card, what befell it."""
+"""Facts about a server beside its load: arguments, limits, memory, model, card, troubles, death."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchrunner.engines.logs.lines import Died, OutOfMemory, Phase, ServerReady
+    from batchrunner.engines.logs.records import Died, OutOfMemory, Phase, ServerReady
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 
@@ -21,9 +21,9 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "A6000": "ampere", "3090": "ampere",
 }  # fmt: skip
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
-"""Cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9."""
+"""Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
 LARGEST = 1e15
-"""No argument, limit or memory of a server is larger."""
+"""Larger numbers are no argument, limit or memory of a server."""
 KNOWN_CARDS = ", ".join(_ARCHITECTURES)
 _MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "Kimi", "MiniMax", "Grok", "Dbrx")
 _MLA = ("DeepseekV2", "DeepseekV3", "Kimi")
@@ -31,42 +31,42 @@ _MLA = ("DeepseekV2", "DeepseekV3", "Kimi")
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One time that memory ran out."""
+    """A time at which memory ran out."""
 
     phase: Phase
     what: OutOfMemory
     running: int = 0
-    """`#running-req` before it."""
+    """Requests that ran just before, `#running-req`."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """Filled while a source is read; what is not known stays None or empty."""
+    """Facts that are filled in while a source is read; what is not known is None or empty."""
 
     version: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    """By SGLang's own field names, with underscores."""
+    """Server arguments by SGLang's own names, with underscores."""
     ready: ServerReady | None = None
     troubles: list[Trouble] = field(default_factory=list)
     last_trouble: Trouble | None = None
-    """Of what ran out of memory since the last batch: what came before, the server has survived."""
+    """The last trouble since the last batch: the server survived those before."""
     died: Died | None = None
-    """What the log says of a death: that it was a SIGKILL, the exception, or that there was one."""
+    """The line that explains a death best: a SIGKILL, the exception, or that there was one."""
     card: str | None = None
     card_gb: float | None = None
-    """Memory of one GPU."""
+    """Memory of one GPU in GB."""
     weights_gb: float | None = None
-    """Of one rank."""
+    """Weights on one rank in GB."""
     quantised: str | None = None
-    """How the checkpoint is quantised; empty where it is not."""
+    """The checkpoint's quantisation; empty where it has none."""
     model: str | None = None
-    """Its class."""
+    """The model's class, such as LlamaForCausalLM."""
     metrics: bool | None = None
-    """Whether /metrics answers."""
+    """Whether `/metrics` answers."""
     mute: bool = False
-    """A live server that tells its load nowhere."""
+    """Whether a live server does not report its load."""
     idle_gpus: int = 0
-    """Those that a run's server saw and did not take."""
+    """GPUs that were visible to a run's server, and that it did not use."""
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return an argument that is a number."""
@@ -75,7 +75,7 @@ class Facts:
 
     @property
     def tp(self) -> int:
-        """GPUs that one replica's weights are spread over."""
+        """GPUs that the weights of one replica are split over."""
         return int(self.number("tp_size", 1) or 1)
 
     @property
@@ -86,51 +86,51 @@ class Facts:
 
     @property
     def in_16_bits(self) -> bool:
-        """Whether it is known that the weights are not quantised."""
+        """Whether the weights are known to be unquantised."""
         return self.quantised == "" and not self.arguments.get("quantization")
 
     @property
     def attn_dp(self) -> int:
-        """Ranks that DP attention parts the requests of one replica among; 1 without it."""
+        """Ranks among which DP attention divides the requests of one replica; 1 without DP attention."""
         ranks = self.number("attn_dp_size", 1) or 1
         older = ranks == 1 and self.arguments.get("enable_dp_attention")  # before --attn-dp-size
         return int((self.number("dp_size", 1) if older else ranks) or 1)
 
     @property
     def max_running(self) -> int | None:
-        """`max_running_requests` of one scheduler."""
-        told = self.ready.max_running_requests if self.ready else None
-        return told or int(self.number("max_running_requests", 0) or 0) // self.attn_dp or None
+        """Limit on the running requests of one scheduler, `max_running_requests`."""
+        logged = self.ready.max_running_requests if self.ready else None
+        return logged or int(self.number("max_running_requests", 0) or 0) // self.attn_dp or None
 
     @property
     def chunk(self) -> int | None:
-        """`chunked_prefill_size` of one scheduler, in tokens."""
-        told = self.ready.chunked_prefill_size if self.ready else None
-        return told or int(self.number("chunked_prefill_size", 0) or 0) or None
+        """Tokens of a prefill chunk of one scheduler, `chunked_prefill_size`."""
+        logged = self.ready.chunked_prefill_size if self.ready else None
+        return logged or int(self.number("chunked_prefill_size", 0) or 0) or None
 
     @property
     def architecture(self) -> Architecture | None:
-        """The card's generation, where its name is known."""
+        """The card's generation; None where its name is not known."""
         return architecture_of(self.card or "")
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it computes on a CPU."""
+        """Whether the server computes on a CPU."""
         return self.arguments.get("device") == "cpu"
 
     @property
     def is_moe(self) -> bool:
-        """Whether the model has experts, by its class."""
+        """Whether the model has experts, by the name of its class."""
         return any(name in (self.model or "") for name in _MOE)
 
     @property
     def is_mla(self) -> bool:
-        """Whether its attention is multi-head latent, as DeepSeek's is."""
+        """Whether the model's attention is multi-head latent (MLA), by the name of its class."""
         return any(name in (self.model or "") for name in _MLA)
 
     @property
     def graph_disabled(self) -> bool:
-        """Whether the arguments switch off CUDA graphs for decoding."""
+        """Whether the arguments switch CUDA graphs off for decoding."""
         return _decode_graph(self.arguments) == "disabled" or bool(self.arguments.get("disable_cuda_graph"))
 
     @property
@@ -143,13 +143,13 @@ class Facts:
 
 
 def number(value: Any) -> float | None:
-    """Return what somebody else wrote where it is a number that can be counted with, else None."""
+    """Return a value from another program if it is a usable number, else None."""
     counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if counts else None
 
 
 def architecture_of(card: str) -> Architecture | None:
-    """Return the generation of a card, by any name that has a known one's words in it."""
+    """Return the generation of a card whose name contains a known one's words."""
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
     return next((found for name, found in _ARCHITECTURES.items() if f"_{name}_" in words), None)
 
@@ -165,6 +165,6 @@ def _decode_graph(arguments: Mapping[str, Any]) -> Any:
 
 
 def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:
-    """Tell whether the arguments say that prefill passes run without a CUDA graph."""
+    """Tell whether the arguments switch CUDA graphs off for prefill passes."""
     backend = _phase(arguments, "prefill").get("backend") or arguments.get("cuda_graph_backend_prefill")
     return backend == "disabled" or arguments.get("enable_piecewise_cuda_graph") is False

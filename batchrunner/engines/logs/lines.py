@@ -1,8 +1,8 @@
-"""One line of an SGLang log, of any release, → what it tells. Pure, and the only parser of such lines.
+"""One line of an SGLang log, of any release → a record of what it says. Pure, the only parser of such lines.
 
-SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Which pairs there are, and in
-which order, changed with nearly every release, so each is looked up by its name and never by its place.
-Sources: the code of SGLang 0.2.15, 0.3.6, 0.4.2 to 0.4.6, 0.5.2, 0.5.9 and 0.5.23, and the tuning guides.
+SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Their choice and order changed
+with nearly every release, so each pair is found by its name and never by its position. Sources: the
+code of SGLang 0.2.15, 0.3.6, 0.4.2 to 0.4.6, 0.5.2, 0.5.9 and 0.5.23, and the tuning guides.
 """
 
 from __future__ import annotations
@@ -12,127 +12,36 @@ import re
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from itertools import repeat
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-Phase = Literal["load", "pool", "graph", "prefill-graph", "prefill", "decode", "requests", "general"]
-
-
-class LoggedBatch(NamedTuple):
-    """A reading of one scheduler, at a prefill pass or every 40 decode steps."""
-
-    decode: bool
-    running: int
-    """`#running-req`."""
-    queue: int
-    """`#queue-req`."""
-    usage: float
-    """`token usage`, 0-1; of a hybrid model the fuller pool's, which limits."""
-    tokens: int | None = None
-    graph: bool | None = None
-    """Whether a CUDA graph ran; None where the line does not say, and on a CPU."""
-    throughput: float | None = None
-    """Tokens a second, generated or put in."""
-    new_seqs: int = 0
-    new_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class Retraction(NamedTuple):
-    """The KV pool was full: running requests went back to the queue."""
-
-    requests: int
-    tokens: int = 0
-    """What they had in the pool, and have to have computed again; 0 in releases that do not say."""
-
-
-class ServerReady(NamedTuple):
-    """What the scheduler says before it takes requests; memory in GB, tokens and requests as counts."""
-
-    max_total_num_tokens: int | None
-    chunked_prefill_size: int | None
-    max_running_requests: int | None
-    context_len: int | None
-    gpu_gb: float | None
-    """`available_gpu_mem`; None on a CPU."""
-
-
-class WeightsLoaded(NamedTuple):
-    """Loading begins (`free_gb` is the device's free memory) or ends (`used_gb`, `model`)."""
-
-    free_gb: float | None
-    used_gb: float | None = None
-    model: str | None = None
-    """The class, such as LlamaForCausalLM."""
-    quantised: str | None = None
-    """How the checkpoint is quantised, empty where it is not; None of a release that does not say."""
-
-
-class OutOfMemory(NamedTuple):
-    """Memory ran out, and an engine dies of it; `phase` is `general` where the line alone tells none."""
-
-    phase: Phase
-    text: str
-    total_gb: float | None = None
-    """The card's memory, where torch says it."""
-
-
-class Died(NamedTuple):
-    """A process of the server ended that should not have."""
-
-    killed: bool
-    """By SIGKILL, which is what the kernel sends for want of memory; also who runs `kill -9`."""
-    text: str
-
-
-class Raised(NamedTuple):
-    """The last line of a traceback; whether anything died of it, other lines tell."""
-
-    text: str
-
-
-class Doing(NamedTuple):
-    """What the server does from here on, out of progress lines and tracebacks."""
-
-    phase: Phase
-
-
-class Arguments(NamedTuple):
-    """The server's arguments, resolved, as the log prints them at the start."""
-
-    values: dict[str, Any]
-
-
-class LoggedCard(NamedTuple):
-    """The card's name, as the files of kernel settings have it."""
-
-    name: str
-
-
-Record: TypeAlias = (
-    LoggedBatch
-    | Retraction
-    | ServerReady
-    | WeightsLoaded
-    | OutOfMemory
-    | Died
-    | Raised
-    | Doing
-    | Arguments
-    | LoggedCard
+from batchrunner.engines.logs.records import (
+    Arguments,
+    Died,
+    LoggedBatch,
+    LoggedCard,
+    OutOfMemory,
+    PhaseBegins,
+    Raised,
+    Retraction,
+    ServerReady,
+    WeightsLoaded,
 )
+
+if TYPE_CHECKING:
+    from batchrunner.engines.logs.records import Phase, Record
 
 
 class Origin(NamedTuple):
-    """When a line was written, and by which process of which server."""
+    """The time of a line, and the process and server that wrote it."""
 
     at: float | None
-    """Seconds; only differences mean something."""
+    """Seconds since an unknown time: only differences mean something."""
     server: str
-    """What `srun --label`, Docker, Kubernetes or journalctl put before the line; empty where nothing."""
+    """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty without one."""
     dp: str
     """The DP rank's number; empty where there is none."""
     rank: str
-    """All ranks: `DP0 TP0`."""
+    """All ranks of the process, such as `DP0 TP0`."""
 
 
 _LABEL = (
@@ -145,12 +54,12 @@ _ORIGIN = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
-"""Bounded: a line that is damaged is left out, and raises nothing."""
+"""At most 15 digits: a longer number is from a damaged line, which is left out."""
 _RUNNING, _QUEUE, _TOKENS = (
     re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
 _PREFILLED = [re.compile(rf"#{name}: *{_COUNT}") for name in ("new-seq", "new-token", "cached-token")]
-_USAGE = re.compile(rf"usage: *{_NUMBER}")  # token usage, of a hybrid model mamba usage too
+_USAGE = re.compile(rf"usage: *{_NUMBER}")  # token usage; a hybrid model has mamba usage too
 _RATE = re.compile(rf"throughput \(token/s\): *{_NUMBER}")
 _READY = re.compile(
     r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
@@ -199,13 +108,13 @@ _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("HIP out of memory", "general"),
     ("Out of memory. Try to lower", "general"),
 )
-_TOLD = ("Try to lower", "Cuda failure", "what(): ")
-"""What an engine dies of is raised; these are also told without the error's name."""
+_WITHOUT_ERROR = ("Try to lower", "Cuda failure", "what(): ")
+"""Signs of running out of memory that also count where the line does not begin with an error's name."""
 _ACCESS = ' HTTP/1.1" '
-"""One request, as uvicorn logs it."""
+"""Part of a line in which uvicorn logs a request."""
 _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
-"""`--log-requests`: what a prompt or an answer says is no word of SGLang's."""
-_DOING: tuple[tuple[str, Phase], ...] = (
+"""Parts of the lines of `--log-requests`, which quote prompts and answers: they are no words of SGLang's."""
+_PHASES: tuple[tuple[str, Phase], ...] = (
     ("in forward_extend", "prefill"),
     ("in forward_decode", "decode"),
     ("in _execute_extend", "prefill"),  # 0.5.23
@@ -222,18 +131,18 @@ _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache", "_name=",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
-"""What lines of any other kind that matters have in them."""
+"""Each other line that matters has one of these in it: a quick test for the many that do not."""
 
 
 def record_in(line: str) -> Record | None:
-    """Return what a line tells; None for the many that tell nothing of this. Raises nothing."""
+    """Return what a line says; None for the many that say nothing of use. Never raises."""
     record = _record(line)
-    asked = "obj" in line and any(sign in line for sign in _REQUESTS)
-    return None if asked else record
+    quotes_request = "obj" in line and any(sign in line for sign in _REQUESTS)
+    return None if quotes_request else record
 
 
 def _record(line: str) -> Record | None:
-    if _ACCESS in line:  # nine lines in ten of a large log
+    if _ACCESS in line:  # nine of ten lines of a large log
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -245,7 +154,7 @@ def _record(line: str) -> Record | None:
 
 
 def origin_of(line: str) -> Origin:
-    """Return where a line came from, as far as its beginning tells."""
+    """Return where a line comes from, as far as its first words say."""
     found = _ORIGIN.match(line)
     if found is None:
         return Origin(None, "", "", "")
@@ -255,7 +164,7 @@ def origin_of(line: str) -> Origin:
 
 
 def clean(line: str) -> str:
-    """Return a line without colours, and without what a progress bar wrote before it."""
+    """Return a line without colours, and without the progress bar that was written before it."""
     if "\x1b" in line:
         line = _COLOUR.sub("", line)
     line = line.rstrip()
@@ -263,7 +172,7 @@ def clean(line: str) -> str:
 
 
 def _batch(line: str) -> LoggedBatch | None:
-    """Read the pairs of a batch line that matter; None where it is none, or was cut before its queue."""
+    """Read the pairs that matter of a batch line; None for another line, or one cut off before its queue."""
     start = line.find("Decode batch")
     decode = start >= 0
     start = start if decode else line.find("Prefill batch")
@@ -312,14 +221,14 @@ def _rare(line: str) -> Record | None:
         return _arguments(line.partition("server_args=")[2].strip())
     if card := _CARD.search(line):
         return LoggedCard(card[1])
-    return next((Doing(phase) for sign, phase in _DOING if sign in line), None)
+    return next((PhaseBegins(phase) for sign, phase in _PHASES if sign in line), None)
 
 
 def _failure(line: str) -> OutOfMemory | Died | Raised | None:
     if _KILLED.search(line):
         return Died(killed=True, text=line.strip())
     raised = _RAISED.match(line)
-    if (raised or any(sign in line for sign in _TOLD)) and (record := _out_of_memory(line)):
+    if (raised or any(sign in line for sign in _WITHOUT_ERROR)) and (record := _out_of_memory(line)):
         return record
     if any(sign in line for sign in _CRASHED):
         return Died(killed=False, text=line.strip())
@@ -339,13 +248,13 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
 
 
 def _quantised(line: str) -> str | None:
-    """Read `quant=fp8`; it took the place of `dtype=`, which quantised weights have too."""
+    """Read `quant=fp8`. Older releases log `dtype=` instead, for quantised weights too: then None."""
     found = _QUANTISED.search(line)
     return found[1] if found else None if "dtype=" in line or "type=" not in line else ""
 
 
 def _arguments(text: str) -> Arguments:
-    """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; of one that was cut, what is there."""
+    """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; if it is cut off, read what is there."""
     if text.startswith("{"):
         values = _literal(text)
         if isinstance(values, dict):
@@ -363,7 +272,7 @@ def _literal(text: str) -> Any:
 
 @lru_cache(maxsize=64)  # lines of one second stand together
 def _seconds(time: str) -> float | None:
-    """Return a time stamp in seconds; without a date (releases before 0.4.2) of the first of January 1970."""
+    """Return a time stamp in seconds; one without a date (before 0.4.2) counts as 1 January 1970."""
     try:
         if len(time) > len("12:00:00"):
             return datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp()

@@ -1,24 +1,29 @@
-"""The load out of a server's log: for releases that tell it nowhere else. Pure: lines in, Signals out."""
+"""The load out of a server's log, for SGLang releases that report it nowhere else."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from batchrunner.core.types import SchedulerLoad
-from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, origin_of, record_in
+from batchrunner.engines.logs.lines import origin_of, record_in
+from batchrunner.engines.logs.records import LoggedBatch, ServerReady
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
+
+BLOCK_BYTES = 4 << 20
+"""Most bytes of a log that one poll reads."""
 
 
 class LogLoad:
-    """The newest load of each scheduler that a log has told of."""
+    """The newest load of each scheduler in the lines of a log. Pure: lines in, loads out."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._limits: ServerReady | None = None
         self._newest: dict[str, tuple[LoggedBatch, int]] = {}
-        self._told = 0
+        self._batches = 0
 
     def read(self, lines: Iterable[str]) -> None:
         """Take the next lines of the log."""
@@ -27,10 +32,10 @@ class LogLoad:
             if isinstance(record, ServerReady):
                 self._limits = record
             elif isinstance(record, LoggedBatch):
-                self._told += 1
-                self._newest[origin_of(line).dp] = record, self._told
+                self._batches += 1
+                self._newest[origin_of(line).dp] = record, self._batches
 
-    def signals(self) -> list[SchedulerLoad]:
+    def loads(self) -> list[SchedulerLoad]:
         """Return the newest load of each scheduler."""
         return [
             SchedulerLoad(
@@ -43,8 +48,27 @@ class LogLoad:
                 max_total_tokens=self._limits.max_total_num_tokens if self._limits else None,
                 max_running=self._limits.max_running_requests if self._limits else None,
                 route=self._url,
-                taken_at=told,
-                work=told,
+                taken_at=number,
+                work=number,
             )
-            for rank, (batch, told) in sorted(self._newest.items())
+            for rank, (batch, number) in sorted(self._newest.items())
         ]
+
+
+class LogFollower:
+    """Reads what is added to a log from now on."""
+
+    def __init__(self, url: str, path: Path) -> None:
+        self._path = path
+        self._read_bytes = path.stat().st_size if path.exists() else 0
+        self._load = LogLoad(url)
+
+    def poll(self) -> list[SchedulerLoad]:
+        """Read the whole lines that were added; return the newest load of each scheduler."""
+        with self._path.open("rb") as log:
+            log.seek(self._read_bytes)
+            block = log.read(BLOCK_BYTES)
+        whole = block[: block.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        self._load.read(whole.decode(errors="replace").splitlines())
+        return self._load.loads()

@@ -1,4 +1,4 @@
-"""A log of any size and encoding → its load over time and what it says of its server, in bounded memory."""
+"""A log of any size and encoding → the load over time and facts about its server, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.facts import Facts, Trouble
-from batchrunner.engines.logs.lines import (
+from batchrunner.engines.logs.lines import clean, origin_of, record_in
+from batchrunner.engines.logs.records import (
     Arguments,
     Died,
-    Doing,
     LoggedBatch,
     LoggedCard,
     OutOfMemory,
+    PhaseBegins,
     Raised,
     Record,
     Retraction,
     ServerReady,
     WeightsLoaded,
-    clean,
-    origin_of,
-    record_in,
 )
 from batchrunner.engines.logs.series import Prefills, Series
 from batchrunner.engines.logs.signs import LoadSample
@@ -31,46 +29,46 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.logs.records import Phase
     from batchrunner.engines.logs.thresholds import Thresholds
 
 BLOCK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 18
-"""Characters: what is longer is no line of SGLang's, and is not kept."""
+"""Most characters of a line: SGLang writes no longer ones, and they are not kept."""
 SILENT_S = 2.0
-"""Reading that takes longer says how far it is, where there is a terminal."""
+"""Seconds of reading after which a progress bar appears, on a terminal."""
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
 )  # fmt: skip
-"""Arguments that change the load: a server that starts anew with others begins a new story."""
+"""Arguments that change the load: when a server restarts with others, what was read before is dropped."""
 _CAPTURES = {"graph", "prefill-graph"}
-"""Phases in which a forward pass in a traceback is the one that is captured."""
+"""Phases that capture graphs: a forward pass in a traceback belongs to the capture then."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class LogReader:
-    """Takes the records of a log, one after another."""
+    """Reads logs line by line into one series of loads and one set of facts."""
 
     def __init__(self, limits: Thresholds) -> None:
         self.series = Series(limits)
         self.facts = Facts()
         self.records = 0
-        """Lines that told something."""
+        """Number of lines that only SGLang writes."""
         self.source = ""
-        """Goes before the schedulers' names, where several logs are read."""
+        """Prefix of the schedulers' names, where several logs are read."""
         self._speakers: dict[str, str] = {}
-        """The rank that tells of each scheduler: with tensor parallelism all may say the same."""
+        """The rank whose lines count, by scheduler: with tensor parallelism all ranks may log the same."""
         self._phase: Phase = "general"
         self._running = 0
-        self._buried: Died | None = None
-        """The death of an earlier life: it counts until there is a batch again."""
+        self._old_death: Died | None = None
+        """A death before the last restart: it counts until the server logs a batch again."""
         self._prefills = Series(limits)
 
     def read(self, path: Path) -> LogReader:
         """Read a file to its end; raises InputError where it is not an SGLang log."""
-        others, self._buried = self.facts, None
+        others, self._old_death = self.facts, None
         self.facts = replace(others, arguments={}, troubles=[], last_trouble=None, died=None)
         try:
             for line in lines_of(path):
@@ -84,12 +82,12 @@ class LogReader:
                 f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
                 "(such as `Decode batch, #running-req: …` or `server_args=…`)"
             )
-        self.series.complete(self._prefills)  # scoring and embedding do nothing else
+        self.series.complete(self._prefills)  # a server that scores or embeds logs no decode batches
         self.series.settle()
         return self
 
     def _add(self, others: Facts) -> None:
-        """Add what befell the servers of other logs, which has nothing to do with this one's."""
+        """Add the troubles of the servers of other logs."""
         facts = self.facts
         facts.arguments = facts.arguments or others.arguments
         facts.troubles = others.troubles + facts.troubles
@@ -122,7 +120,7 @@ class LogReader:
                 self._phase = "general"
             case WeightsLoaded():
                 self._weights(record)
-            case Doing() if self._phase not in _CAPTURES or record.phase not in {"prefill", "decode"}:
+            case PhaseBegins() if self._phase not in _CAPTURES or record.phase not in {"prefill", "decode"}:
                 self._phase = record.phase
             case LoggedCard():
                 self.facts.card = record.name
@@ -134,8 +132,8 @@ class LogReader:
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
-        if self.facts.died is self._buried:  # else other ranks go on for seconds
-            self.facts.died = self._buried = self.facts.last_trouble = None
+        if self.facts.died is self._old_death:  # after a new death other ranks log on for seconds
+            self.facts.died = self._old_death = self.facts.last_trouble = None
         most = self.facts.max_running
         if batch.decode:
             sample = LoadSample(
@@ -149,26 +147,26 @@ class LogReader:
             self.series.prefills.add(batch, self.facts.chunk, scheduler)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
-        """Return the scheduler that a line is about and when; None where another rank speaks for it."""
+        """Return a line's scheduler and time; no scheduler where another rank's lines count for it."""
         origin = origin_of(line)
         scheduler = f"{self.source} {origin.server} {origin.dp}"
         speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
         return scheduler if speaks else None, origin.at
 
     def _started(self, record: Arguments) -> None:
-        """Begin anew where the server started with other flags: nothing but its card is as it was."""
+        """Drop what was read if the server restarted with other arguments: only its card is the same."""
         before = self.facts.arguments
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
             self._forget(self.series)
             self._forget(self._prefills)
             self.facts = Facts(card=self.facts.card)
-        self._buried = self.facts.died
-        self._speakers.clear()  # with another tensor parallelism ranks are called otherwise
+        self._old_death = self.facts.died
+        self._speakers.clear()  # a restart may have changed the names of the ranks
         self.facts.arguments = record.values
         self._phase = "load"
 
     def _forget(self, series: Series) -> None:
-        """Drop the schedulers of this source; with several logs the prefill passes are everybody's."""
+        """Drop this log's schedulers, and the prefill passes, which all logs share, with the last of them."""
         tracks = series.tracks.items()
         series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
         if not series.tracks:
@@ -184,8 +182,8 @@ class LogReader:
             facts.quantised = record.quantised
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
-        """Of a death keep what tells most: that it was killed, else the first exception; others follow it."""
-        known = None if self.facts.died is self._buried else self.facts.died
+        """Keep the record that explains a death best: a SIGKILL, or else the first exception."""
+        known = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
             self._trouble(record)
         elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
@@ -203,11 +201,11 @@ class LogReader:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Return a file's lines; of another encoding than UTF-8 what is ASCII in it, which is all that matters.
+    """Return a file's lines. In an unknown encoding only the ASCII is right, which is all that matters.
 
-    Memory is bounded, also where the file has no line ends. Raises OSError.
+    Memory is bounded, even if the file has no line ends. Raises OSError.
     """
-    from tqdm import tqdm  # noqa: PLC0415 - the runs that read no log start without it
+    from tqdm import tqdm  # noqa: PLC0415 - only where a log is read
 
     size = path.stat().st_size
     with (
@@ -231,7 +229,7 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def _encoding(head: bytes) -> str:
-    """Guess by a mark or by zero bytes; GB18030, Latin-1 and the like have ASCII's letters where it has."""
+    """Guess the encoding by its mark or by zero bytes; others (GB18030, Latin-1) contain ASCII as it is."""
     marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
     if marked:
         return marked

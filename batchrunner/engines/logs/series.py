@@ -1,4 +1,4 @@
-"""The load of schedulers over time, in bounded memory: exact counts of signs, and a few samples of each."""
+"""The load of schedulers over time in bounded memory: exact counts of signs, and some samples of each."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from batchrunner.engines.logs.signs import SIGNS, LoadSample
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from batchrunner.engines.logs.lines import LoggedBatch
+    from batchrunner.engines.logs.records import LoggedBatch
     from batchrunner.engines.logs.thresholds import Thresholds
 
 MOST_SAMPLES = 512
-"""Kept of a scheduler; when there are more, every second one is dropped."""
+"""Most samples kept per scheduler; when there are more, every second one is dropped."""
 MOST_TRACKS = 256
-"""Schedulers that are told apart; those of a larger log share the last place."""
+"""Most schedulers that have a track each; all others share one."""
 PAUSE_S = 30.0
-"""A silence that is longer is no work: it is not counted, and what ran dry before it was the end of a job.
-So is time that runs backwards by as much: an older log follows a newer one."""
+"""A gap of more seconds between two samples is a pause: it counts as no work, and the job before it ended.
+So does time that runs backwards by as much: an older log follows a newer one."""
 DAY_S = 86_400.0
-"""A stamp without a date is less: when it begins again, it is midnight."""
+"""Seconds in a day. Time stamps without a date are less, and begin again at midnight."""
 WHOLE = 0.9
-"""Share of a prefill chunk from which it is full."""
+"""Fraction of a prefill chunk from which the pass counts as full."""
 FEW = 2
-"""Prompts that fill it alone."""
+"""Most prompts in a full pass that counts as filled by long prompts."""
 PEAKS = ("queue", "max_running")
-"""Fields of which the largest value is kept."""
+"""Fields of a sample whose largest value is kept."""
 STEPS_A_LINE = 40
-"""Decode steps between two lines (`--decode-log-interval`), for logs without times."""
+"""Decode steps between two log lines (`--decode-log-interval`), for logs without times."""
 
 
 @dataclass(slots=True)
 class Track:
-    """One scheduler."""
+    """The samples of one scheduler."""
 
     samples: list[LoadSample] = field(default_factory=list)
-    """Thinned out evenly, oldest first."""
+    """The samples kept, evenly thinned out, oldest first."""
     every: int = 1
-    """Of how many samples one is kept."""
+    """One of so many samples is kept."""
     largest: Counter[str] = field(default_factory=Counter)
-    """Of the fields in PEAKS, over all samples."""
+    """Largest values of the fields in PEAKS, over all samples."""
     counted: int = 0
+    """Number of all samples."""
     busy_s: float = 0.0
-    """Time under load, pauses left out."""
+    """Seconds under load, without pauses."""
     timed: bool = False
-    """Whether it is measured; else it is worked out from the throughput."""
+    """Whether `busy_s` comes from time stamps; otherwise it is computed from the throughput."""
     yes: Counter[str] = field(default_factory=Counter)
-    """Samples that show a sign, exactly."""
+    """Number of samples that show each sign."""
     silent: Counter[str] = field(default_factory=Counter)
-    """Samples that a sign does not apply to."""
+    """Number of samples that each sign does not apply to."""
     retractions: int = 0
     _last: LoadSample | None = None
     _dry: int = 0
@@ -67,10 +68,10 @@ class Track:
             gap_s = 0.0
         self.busy_s += max(0.0, gap_s)
         for name, shows in SIGNS.items():
-            told = shows(sample, limits)
-            if told:
+            has_sign = shows(sample, limits)
+            if has_sign:
                 self.yes[name] += 1
-            elif told is None:
+            elif has_sign is None:
                 self.silent[name] += 1
         self._dry = 0 if sample.queue else self._dry + 1
         self._queued |= sample.queue > 0
@@ -80,7 +81,7 @@ class Track:
         self._keep(sample)
 
     def settle(self, limits: Thresholds) -> None:
-        """Take note that work has ended: its drain is no empty queue, unless rows were left to send."""
+        """End a stretch of work: the empty queue at its end is no sign, unless rows were left to send."""
         if self._queued and self._last is not None and self._last.unsent is None:
             for sign in ("empty", "in_band"):
                 self.yes[sign] -= self._dry if SIGNS[sign](self._last, limits) else 0
@@ -107,32 +108,33 @@ class Track:
 
 
 def spread(retractions: int, tracks: Collection[Track]) -> None:
-    """Count retractions of which it is not known whose they were evenly."""
+    """Add retractions to tracks evenly, where it is not known which scheduler had them."""
     for number, track in enumerate(tracks):
         track.retractions += (retractions + number) // len(tracks)
 
 
 @dataclass(slots=True)
 class Prefills:
-    """What prefill passes took, over all schedulers."""
+    """Sums over the prefill passes of all schedulers."""
 
     passes: int = 0
     prompts: int = 0
     new_tokens: int = 0
+    """Prompt tokens computed."""
     cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
     retracted_tokens: int = 0
-    """Those that were computed, and lost to a retraction."""
+    """Tokens computed and then lost to a retraction."""
     filled: int = 0
-    """Passes that took a whole chunk …"""
+    """Passes that took a whole chunk."""
     few_long: int = 0
-    """… which was one or two prompts; of these …"""
+    """Passes that one or two prompts filled."""
     streaks: int = 0
-    """… how many began, where the pass before was another: a long prompt takes one pass after another, and
-    alone but for the first."""
+    """Runs of such passes: a long prompt takes several in succession, all but the first of them alone."""
     long_tokens: int = 0
     """Tokens of all of these passes."""
     _in_streak: set[str] = field(default_factory=set)
-    """Schedulers whose last pass it was."""
+    """Schedulers whose last pass was one of them."""
 
     def add(self, batch: LoggedBatch, chunk: int | None, scheduler: str) -> None:
         """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
@@ -149,35 +151,35 @@ class Prefills:
         (self._in_streak.add if few else self._in_streak.discard)(scheduler)
 
     def decoded(self, scheduler: str) -> None:
-        """Take note of a decode batch: a prompt's passes come one after the other."""
+        """End a scheduler's streak: it decoded between two prefill passes."""
         self._in_streak.discard(scheduler)
 
     @property
     def cached_share(self) -> float:
-        """Share of prompt tokens that were in the cache, 0-1."""
+        """Fraction of prompt tokens that were in the cache."""
         return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
 
     @property
     def mean_streak(self) -> float:
-        """Mean tokens that one or two prompts took in passes one after the other."""
+        """Mean tokens of a streak of passes that one or two prompts filled."""
         return self.long_tokens / max(1, self.streaks)
 
     @property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt; a chunk counts as a prompt."""
+        """Mean tokens of a prompt; each chunk of a long one counts as a prompt."""
         return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
 
 
 @dataclass(slots=True)
 class Series:
-    """All schedulers of one source."""
+    """The samples of all schedulers of one source."""
 
     limits: Thresholds
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
 
     def complete(self, others: Series) -> None:
-        """Take the looks of another series at schedulers of which there are none here."""
+        """Take over the tracks of schedulers of which this series has no samples."""
         for name, other in others.tracks.items():
             track = self.track(name)
             if not track.counted:
@@ -199,61 +201,61 @@ class Series:
             self.prefills.decoded(scheduler)
 
     def settle(self) -> None:
-        """Take note that the source has ended."""
+        """End the series: the source has no more samples."""
         for track in self.tracks.values():
             track.settle(self.limits)
 
     @property
     def counted(self) -> int:
-        """Samples, over all schedulers."""
+        """Number of samples of all schedulers."""
         return sum(track.counted for track in self.tracks.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds under load, of the scheduler that had the longest."""
+        """Seconds under load of the scheduler that was under load for longest."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
     def retractions(self) -> int:
-        """Over all schedulers."""
+        """Number of retractions of all schedulers."""
         return sum(track.retractions for track in self.tracks.values())
 
     @property
     def retractions_per_min(self) -> float:
-        """Of the scheduler that has most; a span under a minute counts as one."""
+        """Retractions per minute of the scheduler that has most; less than a minute counts as one."""
         tracks = self.tracks.values()
         return max((track.retractions / max(1.0, track.busy_s / 60) for track in tracks), default=0.0)
 
     @property
     def recomputed_share(self) -> float | None:
-        """Tokens that retractions lost, as a share of those generated; None where the log tells not both."""
+        """Tokens lost to retractions, as a fraction of those generated; None if the log does not say both."""
         generated = self.median("rate") * sum(track.busy_s for track in self.tracks.values())
         again = self.prefills.retracted_tokens
         return again / generated if again and generated else None
 
     @property
     def retractions_cost(self) -> bool:
-        """Whether they are more than the guides call fine, and lose much, as far as the log tells."""
+        """Whether retractions are more than the guides call fine, and lose much, as far as the log says."""
         share = self.recomputed_share
         often = self.retractions_per_min > self.limits.retractions_per_min
         return often and (share is None or share >= self.limits.recomputed)
 
     @property
     def enough(self) -> bool:
-        """Whether there is more than a reading."""
+        """Whether there are enough samples over enough time to judge."""
         return self.counted >= self.limits.samples and self.busy_s >= self.limits.span_s
 
     def share(self, sign: str) -> float:
-        """Return the share of samples with a sign, of those that it applies to; 0 without any."""
+        """Return the fraction of samples with a sign, among those that it applies to; 0 without any."""
         of = self.counted - sum(track.silent[sign] for track in self.tracks.values())
         return sum(track.yes[sign] for track in self.tracks.values()) / of if of > 0 else 0.0
 
     def frequent(self, sign: str) -> bool:
-        """Tell whether enough samples over enough time have a sign."""
+        """Tell whether a sign is in a large enough fraction of enough samples."""
         return self.enough and self.share(sign) >= self.limits.frequent
 
     def median(self, name: str) -> float:
-        """Return the median of a field, where a kept sample stands for those dropped; 0 where none has it."""
+        """Return the median of a field, 0 if no sample has it; a kept sample stands for those dropped."""
         found = sorted(
             (value, track.every)
             for track in self.tracks.values()
@@ -271,7 +273,7 @@ class Series:
         return max((track.largest[name] for track in self.tracks.values()), default=0)
 
     def over(self) -> str:
-        """Say how many samples there are, and of how long."""
+        """Return, in words, how many samples there are and over how many seconds."""
         several = f" of {len(self.tracks)} schedulers" if len(self.tracks) > 1 else ""
         timed = any(track.timed for track in self.tracks.values())
         return f"{self.counted} samples{several} over {'' if timed else 'about '}{self.busy_s:.0f} s"

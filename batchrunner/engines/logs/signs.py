@@ -1,4 +1,4 @@
-"""What one look at a scheduler can be a sign of. Pure."""
+"""Signs: what one sample of a scheduler's load shows. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ if TYPE_CHECKING:
 
 
 class LoadSample(NamedTuple):
-    """One look at a scheduler that has work."""
+    """The load of a scheduler that has work, at one time."""
 
     at: float | None
-    """Seconds of some clock; None where the log has no times."""
+    """Seconds since an unknown time; None where the log has no times."""
     running: int
     queue: int
     usage: float
-    """0-1."""
+    """Fraction of the KV pool in use."""
     max_running: int | None = None
     graph: bool | None = None
+    """Whether a CUDA graph ran; None where that is not known."""
     rate: float | None = None
-    """Tokens generated a second."""
+    """Tokens generated per second."""
     unsent: int | None = None
-    """Rows that its client had still to send; None where that is not known."""
+    """Rows that the client had still to send; None where that is not known."""
     prefill: bool = False
-    """Of a prefill pass: how many run, and whether they might be more, it does not tell."""
+    """Whether a prefill pass logged it: such a sample does not say how many requests decode."""
 
 
 def _empty(sample: LoadSample, _: Thresholds) -> bool | None:
@@ -74,4 +75,4 @@ SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
     "slow": lambda s, limit: None if not s.rate else s.running / s.rate > limit.latency_s,
     "small_batch": lambda s, limit: None if s.prefill else s.running <= limit.small_batch,
 }
-"""What is counted of each sample; None where it does not apply to it."""
+"""The test for each sign; None where the sign does not apply to the sample."""

@@ -1,4 +1,4 @@
-"""Why an engine died: what its log, its exit status and the kernel say together. Pure."""
+"""The diagnosis of a death, from the server's log, its exit status and the kernel's count of kills. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchrunner.engines.logs.facts import Facts
-    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.logs.records import Phase
 
 Kind = Literal["killed", "crash"]
 
@@ -29,44 +29,45 @@ NAMES: Mapping[Phase | Kind, str] = {
 }
 
 KILLED = 128 + 9
-"""The launcher's exit status of a server that SIGKILL ended."""
+"""Exit status of the launcher where SIGKILL ended its server."""
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """What the life of a server left behind."""
+class EndedServer:
+    """Evidence of a server's last life: from its last start to its end, or until now."""
 
     lines: Sequence[str]
-    """The beginning and the end of its log."""
+    """Beginning and end of its log."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """What it was started with, as `engine.args` has it."""
-    code: int | None = None
-    """Its exit status, 128 + signal where a signal ended it."""
+    """Arguments that it was started with, as `engine.args` has them."""
+    exit_code: int | None = None
+    """128 + signal where a signal ended it; None while it runs."""
     oom_kills: int = 0
-    """Processes of our cgroup that the kernel killed for want of memory in that time."""
+    """Processes of our cgroup that the kernel has killed since then because memory ran out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """What a server died of."""
+    """Why a server died."""
 
     kind: Phase | Kind
-    """Where memory was wanting, that the kernel killed for want of it, or that it was something else."""
+    """Phase in which memory ran out; `killed` by the kernel because it ran out; `crash` for anything else."""
     why: str
-    """The line of the log that says so, or a sentence."""
+    """Line of the log that says so, or a sentence."""
     running: int = 0
-    """`#running-req` before it."""
+    """Requests that ran just before, `#running-req` in the log."""
 
     @property
     def of_memory(self) -> bool:
-        """Whether memory was wanting, so that less of something helps: no row is to blame."""
+        """Whether memory ran out: safer arguments may help, and no row is at fault."""
         return self.kind != "crash"
 
 
-def examine(life: Life, told: Facts) -> Death:
-    """Tell what a server died of; `told` is what its log says."""
-    if last := told.last_trouble:
+def examine(ended: EndedServer, facts: Facts) -> Death:
+    """Diagnose a death; `facts` are read from the server's log."""
+    if last := facts.last_trouble:
         return Death(last.phase, unstamped(last.what.text)[:300], last.running)
-    if life.oom_kills and (life.code == KILLED or (told.died is not None and told.died.killed)):
-        return Death("killed", f"killed by the kernel for want of memory ({life.oom_kills} processes)")
-    return Death("crash", f"exit {life.code}")
+    killed = ended.exit_code == KILLED or (facts.died is not None and facts.died.killed)
+    if ended.oom_kills and killed:
+        return Death("killed", f"killed by the kernel for want of memory ({ended.oom_kills} processes)")
+    return Death("crash", f"exit {ended.exit_code}")

@@ -1,4 +1,4 @@
-"""What becomes of the arguments of an engine's servers when one of them dies, and what the next run gets."""
+"""The healer: a death for want of memory → safer arguments for the next start, kept for the next run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from batchrunner.engines.recovery.remembered import Lesson, Remembered
 from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, in_effect, safer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from batchrunner.engines.base import IncidentQueue
     from batchrunner.engines.flags import Flags
     from batchrunner.engines.logs.facts import Facts
     from batchrunner.engines.logs.series import Series
-    from batchrunner.engines.recovery.diagnosis import Death, Life
+    from batchrunner.engines.recovery.diagnosis import Death, EndedServer
     from batchrunner.job.spec import LaunchedEngine
 
 log = logging.getLogger(__name__)
 
 MOST_CHANGES = 6
-"""In one run: every one costs a start. It is three steps of the pool's share, two of the chunk, and one."""
+"""Most changes in one run; each costs a start. It is three of the pool's share, two of the chunk, and one."""
 LEAST_SPAN_S = 300.0
-"""Less work tells no rate of retractions."""
+"""Seconds of work that it takes to judge how often requests are retracted."""
 _HOPELESS = {
     "killed": "the machine, or our cgroup on it, has too little memory",
     "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
@@ -40,23 +41,24 @@ _HOPELESS = {
 
 
 class Healer:
-    """The servers of one engine share it: what one of them dies of, the others need not die of too."""
+    """Chooses the arguments of the next start after a death, and those of the next run.
 
-    def __init__(
-        self, given: Mapping[str, Any], memory: Remembered, tell: Callable[[Incident], None]
-    ) -> None:
-        """`given` are the job's `engine.args`, `memory` knows earlier runs, `tell` takes note."""
+    The servers of one engine share a healer: what one of them dies of, the others need not die of too.
+    """
+
+    def __init__(self, given: Mapping[str, Any], memory: Remembered, incidents: IncidentQueue) -> None:
+        """Take the job's `engine.args` and what earlier runs learned."""
         self.args: dict[str, Any] = {}
-        """What the next start has over the job's own arguments."""
+        """Arguments of the next start that replace the job's own, or add to them."""
         self._given = given
         self._memory = memory
-        self._tell = tell
+        self._incidents = incidents
         self._tried: list[dict[str, Any]] = []
         self._why = ""
-        self._learned = False  # something that the file does not know
+        self._learned = False  # whether `args` has changes that are not written down yet
 
     def recall(self) -> None:
-        """Begin with what worked in an earlier run, where the job does not say otherwise; says so."""
+        """Begin with what worked in an earlier run, where the job does not say otherwise; log what it is."""
         lesson = self._memory.recall()
         learned = lesson.args if lesson else {}
         self.args = {n: v for n, v in learned.items() if name_in(self._given, n) not in self._given}
@@ -67,76 +69,81 @@ class Healer:
                 "starting with %s, %s; engine.args overrules it; delete %s to forget",
                 _shown(self.args), why, self._memory.path,
             )  # fmt: skip
-            self._tell(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
+            self._incidents.report(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
 
-    def heal(self, who: str, life: Life) -> bool:
-        """Take note of a death; tell whether the next start is another one, so that no row is to blame."""
-        told = _read(life)
-        death = examine(life, told.facts)
+    def heal(self, name: str, ended: EndedServer) -> bool:
+        """Change `args` after a death of the server `name`; return whether the next start will differ.
+
+        If it does, no row is at fault.
+        """
+        reading = _read(ended)
+        death = examine(ended, reading.facts)
         if not death.of_memory:
             return False
-        if not self._had_all(life):  # another server died before: what was learned has yet to reach this one
+        if not self._had_all(ended):  # another server died before: this one did not have the changes yet
             return True
-        args = self._safer(death, told)
+        args = self._safer(death, reading)
         if not args:
             hint = _HOPELESS.get(death.kind, "no safer arguments are left")
-            log.warning("%s: %s: %s", who, NAMES[death.kind], hint)
+            log.warning("%s: %s: %s", name, NAMES[death.kind], hint)
             return False
         self._tried.append(self.args)
-        old = {name: in_effect(told.facts, name) for name in args}
+        old = {name: in_effect(reading.facts, name) for name in args}
         self._learn(args, NAMES[death.kind])
-        said = f"{self._why}: {_shown(args, old)} at the next start{self._overruled(args)}"
-        log.warning("%s: %s (change %d of at most %d)", who, said, len(self._tried), MOST_CHANGES)
-        self._tell(Incident("healed", who, death.why, {"kind": death.kind, "old": old, "new": args}))
+        change = f"{self._why}: {_shown(args, old)} at the next start{self._overruled(args)}"
+        log.warning("%s: %s (change %d of at most %d)", name, change, len(self._tried), MOST_CHANGES)
+        self._incidents.report(
+            Incident("healed", name, death.why, {"kind": death.kind, "old": old, "new": args})
+        )
         return True
 
-    def outlived(self, life: Life) -> None:
-        """Take note of a server that was well to the end of the run: what it had goes to the next one."""
-        if not self._had_all(life):
+    def outlived(self, server: EndedServer) -> None:
+        """Write down the arguments of a server that still runs when the run ends, for the next run."""
+        if not self._had_all(server):
             return
-        told = _read(life)
-        args = self._calmer(told)
+        reading = _read(server)
+        args = self._calmer(reading)
         if args:
-            self._learn(args, f"{told.series.retractions_per_min:.1f} retractions a minute")
+            self._learn(args, f"{reading.series.retractions_per_min:.1f} retractions a minute")
             log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._memory.path)
         if self._learned:
             self._learned = False
             self._memory.keep(Lesson(self.args, self._why, f"{datetime.now(UTC):%Y-%m-%d}"))
 
-    def _had_all(self, life: Life) -> bool:
-        return all(life.args.get(name) == value for name, value in self.args.items())
+    def _had_all(self, server: EndedServer) -> bool:
+        return all(server.args.get(name) == value for name, value in self.args.items())
 
     def _learn(self, args: Mapping[str, Any], why: str) -> None:
         self.args = {**self.args, **args}
         self._why, self._learned = why, True
 
-    def _safer(self, death: Death, told: _Reading) -> dict[str, Any]:
-        """Return what to change, for frequent retractions too; what was tried before did not help."""
-        args = safer(death, told.facts, told.flags)
+    def _safer(self, death: Death, reading: _Reading) -> dict[str, Any]:
+        """Return what to change, for frequent retractions too; empty if it was tried before."""
+        args = safer(death, reading.facts, reading.flags)
         if not args or len(self._tried) >= MOST_CHANGES or {**self.args, **args} in self._tried:
             return {}
-        return {**self._calmer(told), **args}
+        return {**self._calmer(reading), **args}
 
-    def _calmer(self, told: _Reading) -> dict[str, Any]:
-        """Return what frequent retractions call for, unless the job says how conservative it wants to be.
+    def _calmer(self, reading: _Reading) -> dict[str, Any]:
+        """Return a higher `schedule-conservativeness` if retractions are frequent and the job sets none.
 
-        They are no reason for a restart: that costs the load time and the whole cache, more than they do.
+        Retractions alone cause no restart: that costs the load time and the whole cache, more than they do.
         """
-        series, name = told.series, "schedule-conservativeness"
-        calm = (in_effect(told.facts, name) or 1.0) >= MORE_CONSERVATIVE or name in self._given
+        series, name = reading.series, "schedule-conservativeness"
+        calm = (in_effect(reading.facts, name) or 1.0) >= MORE_CONSERVATIVE or name in self._given
         costs = series.retractions_cost and series.busy_s >= LEAST_SPAN_S
         return {name: MORE_CONSERVATIVE} if costs and not calm else {}
 
     def _overruled(self, args: Mapping[str, Any]) -> str:
-        """Say where the job's own value is changed."""
+        """Say which of the job's own values are changed."""
         own = [f"{name}: {self._given[name]}" for name in args if name in self._given]
         return f" (engine.args has {', '.join(own)}: changed, as nothing else would run)" if own else ""
 
 
 def healer_for(
-    spec: LaunchedEngine, model: str, tell: Callable[[Incident], None], *, tp: int | None = None, cpu: bool
+    spec: LaunchedEngine, model: str, incidents: IncidentQueue, *, tp: int | None = None, cpu: bool
 ) -> Healer | None:
-    """Return the healer of a job's servers, with what earlier runs learned; None where it wants none."""
+    """Return the healer of a job's servers, with what earlier runs learned; None if the job wants none."""
     if not spec.heal:
         return None
     ways = split_over(spec.args, tp)
@@ -144,28 +151,29 @@ def healer_for(
     room = found[0].memory_bytes if found else memory_bytes() or 0
     card = f"{ways} x {'CPU' if cpu else found[0].name if found else 'GPU'}, {room >> 30} GiB"
     memory = Remembered(model_identity(model), card, version_of(spec.python, spec.env))
-    healer = Healer(spec.args, memory, tell)
+    healer = Healer(spec.args, memory, incidents)
     healer.recall()
     return healer
 
 
 class _Reading(NamedTuple):
-    """What the beginning and the end of a log tell."""
+    """The content of a log's beginning and end."""
 
     facts: Facts
     series: Series
     flags: Flags
 
 
-def _read(life: Life) -> _Reading:
-    """Read a life's log; what it does not tell is as the server was started."""
+def _read(server: EndedServer) -> _Reading:
+    """Read a server's log; arguments that it does not have are as the server was started."""
     reader = LogReader(Thresholds())
-    for line in life.lines:
+    for line in server.lines:
         reader.take(line)
-    told = reader.facts.arguments
-    asked = {name.replace("-", "_"): value for name, value in life.args.items()}
-    reader.facts.arguments = {**asked, **{name: value for name, value in told.items() if value is not None}}
-    return _Reading(reader.facts, reader.series, of_arguments(None, told))
+    logged = reader.facts.arguments
+    asked = {name.replace("-", "_"): value for name, value in server.args.items()}
+    in_log = {name: value for name, value in logged.items() if value is not None}
+    reader.facts.arguments = {**asked, **in_log}
+    return _Reading(reader.facts, reader.series, of_arguments(None, logged))
 
 
 def _shown(args: Mapping[str, Any], old: Mapping[str, float | None] = {}) -> str:

@@ -1,4 +1,4 @@
-"""The memory of this machine: how much of it we may take, and how often the kernel killed for want of it."""
+"""The machine's memory: how much a run may take, and how many processes the kernel killed for lack of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60
-"""cgroup v1 says "no limit" with a number near 2^63."""
+"""Bytes; cgroup v1 writes a number near 2^63 for "no limit"."""
 _MACHINE = Path("/")
 
 
 def oom_kills(root: Path = _MACHINE) -> int | None:
     """Return how many processes of our cgroup, or else of the machine, the kernel has killed so far.
 
-    What we start is in our cgroup. The machine's count (Linux 4.13) has the kills of its other users in it:
-    it is asked where the cgroup keeps none. None where neither is there (not Linux). `proc` and `sys` are
-    those under `root`, here and below.
+    The programs that we start are in our cgroup. The machine's count (Linux 4.13) includes other users, so
+    it is used only where the cgroup has none. None where neither is there (not Linux). `root` holds `proc`
+    and `sys`, here and below.
     """
     files = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
     for path in (*files, root / "proc/vmstat"):
@@ -26,18 +26,18 @@ def oom_kills(root: Path = _MACHINE) -> int | None:
 
 
 def memory_bytes(root: Path = _MACHINE) -> int | None:
-    """Return the memory that we may take, in bytes: the machine's, or what a cgroup leaves."""
+    """Return the memory that we may take, in bytes: the machine's, or the limit of a cgroup."""
     return min((*_meminfo(root, "MemTotal"), *_limits(root).values()), default=None)
 
 
 def free_bytes(root: Path = _MACHINE) -> int | None:
-    """Return what of it is free now, in bytes; cached pages of files count as free."""
+    """Return how much of that memory is free now, in bytes; cached pages of files count as free."""
     left = [limit - _used(group) for group, limit in _limits(root).items()]
     return max(0, min(free)) if (free := (*_meminfo(root, "MemAvailable"), *left)) else None
 
 
 def _limits(root: Path) -> dict[Path, int]:
-    """Return the limits of our memory cgroup and of those around it: Slurm's is the job's, not the step's."""
+    """Return the limits of our memory cgroup and its parents: Slurm limits the job, not the step in it."""
     found = {}
     for group in _groups(root):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -55,7 +55,10 @@ def _used(group: Path) -> int:
 
 
 def _groups(root: Path) -> list[Path]:
-    """Return where our memory cgroup may lie, v2 or v1, innermost first; a namespace may hide its name."""
+    """Return the directories of our memory cgroup and its parents, v2 or v1, innermost first.
+
+    A namespace may hide the cgroup's own name.
+    """
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)  # 4:memory:/slurm/job_7, or 0::/slurm/job_7
@@ -67,8 +70,8 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _meminfo(root: Path, name: str) -> list[int]:
-    told = re.search(rf"^{name}: +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
-    return [int(told[1]) << 10] if told else []
+    found = re.search(rf"^{name}: +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    return [int(found[1]) << 10] if found else []
 
 
 def _number(path: Path, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The arguments that a model needed on a card: one small file each under the user's cache directory."""
+"""The arguments that a model needed on a card: a small file for each, under the user's cache directory."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ REMEMBERED = frozenset(
         "schedule-conservativeness",
     }
 )
-"""Arguments that are taken from a file where they are numbers: who knows what lies in a cache."""
+"""Arguments that are read from a file if they are numbers; a file in a cache may hold anything."""
 OFF: Mapping[str, Any] = {
     "cuda-graph-backend-decode": "disabled",
     "disable-cuda-graph": True,
     "cuda-graph-backend-prefill": "disabled",
     "disable-piecewise-cuda-graph": True,
 }
-"""The only others, and the only values of theirs: the last steps, which switch graphs off."""
+"""The only other arguments that are read, with their only values: the last steps switch graphs off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Arguments that worked where the ones before did not."""
+    """Arguments with which a server ran, after it had died with others."""
 
     args: dict[str, Any]
-    """As `engine.args` has them."""
+    """Arguments as `engine.args` has them."""
     why: str
-    """What the ones before died of."""
+    """Why the server died before."""
     on: str
-    """The day, YYYY-MM-DD."""
+    """Day on which they were learned, YYYY-MM-DD."""
 
 
 class Remembered:
-    """What is known of one model, card and version of SGLang."""
+    """The file for one model, card and version of SGLang."""
 
     def __init__(self, model: str, card: str, version: str | None) -> None:
         self._about = {"model": model, "card": card, "sglang": version or "unknown"}
@@ -64,7 +64,7 @@ class Remembered:
         self.path = cache_directory() / "engines" / f"{name}-{digest}.json"
 
     def recall(self) -> Lesson | None:
-        """Return what was learned; None where nothing was, and with a warning where it cannot be read."""
+        """Return what was learned; None without a file, and with a warning where it cannot be read."""
         try:
             return self._read()
         except FileNotFoundError:
@@ -74,7 +74,7 @@ class Remembered:
             return None
 
     def keep(self, lesson: Lesson) -> None:
-        """Write it down for the next run; a warning where that cannot be done."""
+        """Write a lesson down for the next run; log a warning where that fails."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, {"format": FORMAT, **self._about, **asdict(lesson)})
@@ -82,22 +82,22 @@ class Remembered:
             log.warning("what worked is not remembered for the next run: %s", failure)
 
     def _read(self) -> Lesson | None:
-        told = orjson.loads(self.path.read_bytes())
-        if told["format"] != FORMAT or any(told[name] != value for name, value in self._about.items()):
+        stored = orjson.loads(self.path.read_bytes())
+        if stored["format"] != FORMAT or any(stored[name] != value for name, value in self._about.items()):
             raise ValueError("it is not of this version, or about another engine")
-        args = {name: value for name, value in told["args"].items() if name in REMEMBERED or name in OFF}
+        args = {name: value for name, value in stored["args"].items() if name in REMEMBERED or name in OFF}
         if not all(_is_ours(name, value) for name, value in args.items()):
             raise TypeError("its args should be numbers, or switch graphs off")
-        return Lesson(args, str(told["why"])[:200], str(told["on"])[:10]) if args else None
+        return Lesson(args, str(stored["why"])[:200], str(stored["on"])[:10]) if args else None
 
 
 def _is_ours(name: str, value: Any) -> bool:
-    """Tell whether healing may have set an argument to this."""
+    """Tell whether healing can have set an argument to this value."""
     off = OFF.get(name)
     return type(value) in {int, float} if off is None else type(value) is type(off) and value == off
 
 
 def cache_directory() -> Path:
-    """Return where our files lie: in XDG_CACHE_HOME, or ~/.cache."""
+    """Return the directory of our files, in XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "batchrunner"

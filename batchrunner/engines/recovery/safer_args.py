@@ -1,9 +1,9 @@
-"""Where memory ran out → the arguments that ask for less of it, by the tuning guides. Pure.
+"""Where memory ran out → arguments that need less of it, by SGLang's tuning guides. Pure.
 
-The guides' order: in prefill, smaller chunks; in decode, fewer running; at graph capture, smaller graphs;
-anywhere, a smaller share of the card for the pool, which is also what is left when a step has no smaller one.
-On a CPU the pool is what a server's memory grows with, and its size is a number of tokens. Advice names these
-steps, and a launched engine that died gets them.
+In prefill: smaller chunks. In decode: fewer running requests. At graph capture: smaller graphs. Anywhere, and
+when such a step has no smaller value left: a smaller fraction of the card for the KV pool. On a CPU the
+server's memory grows with the pool, whose size is a number of tokens. Advice proposes these arguments, and
+a launched engine that died gets them.
 """
 
 from __future__ import annotations
@@ -18,58 +18,60 @@ if TYPE_CHECKING:
 
     from batchrunner.engines.flags import Flags
     from batchrunner.engines.logs.facts import Facts
-    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.logs.records import Phase
     from batchrunner.engines.recovery.diagnosis import Death, Kind
 
 CHUNKS = (4096, 2048)
-"""`--chunked-prefill-size`, tokens: the guides' two steps."""
+"""`--chunked-prefill-size` in tokens: the guides' two steps."""
 FRACTIONS = (0.8, 0.7, 0.6)
-"""`--mem-fraction-static`: the guides' two steps, and one more for cards that others use too."""
+"""`--mem-fraction-static`: the guides' two steps, and one more for a card that other programs use too."""
 HIGHEST_FRACTION, FRACTION_STEP = 0.95, 0.05
-"""When the weights leave no room for a pool, more of the card is given to both, up to this much."""
+"""If the weights leave no room for a pool, `--mem-fraction-static` rises by the step, up to the highest."""
 GRAPH, LEAST_GRAPH = 64, 16
-"""The largest batch of a graph where nobody says what it was, and the least: SGLang's own proposal is 16."""
+"""Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
 LEAST_RUNNING = 4
+"""Least `--max-running-requests` that is tried."""
 MORE_CONSERVATIVE = 1.3
-"""`--schedule-conservativeness` for frequent retractions."""
+"""`--schedule-conservativeness` against frequent retractions."""
 MOST_CONSERVATIVE = 1 / 0.7
-"""From here on a scheduler reserves all of `max_new_tokens`: it takes min(0.7 * conservativeness, 1)."""
+"""`--schedule-conservativeness` from which a scheduler reserves all of `max_new_tokens`: the fraction that it
+reserves is min(0.7 x conservativeness, 1)."""
 LEAST_POOL = 0.05
-"""Share of a card, for a KV pool of some use."""
+"""Fraction of a card that a useful KV pool needs at least."""
 DP_ATTENTION_CONSERVATIVENESS = 0.3
-"""What SGLang multiplies `--schedule-conservativeness` with under DP attention (parallel_hook.py)."""
-_PARTED = {"chunked-prefill-size", "max-running-requests"}
-"""Flags that DP attention parts among its ranks, each of which tells its own share."""
+"""Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
+_DIVIDED = {"chunked-prefill-size", "max-running-requests"}
+"""Flags whose values DP attention divides by the number of its ranks, each of which logs its own part."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
     "max-total-tokens": "max_total_num_tokens",
     "context-length": "context_len",
 }
-"""Flags whose value in effect the scheduler says before it takes requests."""
+"""Flags whose value in effect the scheduler logs before it takes requests, and its name there."""
 
 
 def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
-    """Return what is to be changed, as `engine.args` has it; empty where nothing is left that would help."""
+    """Return the arguments to change, as `engine.args` has them; empty where none would help."""
     steps = _STEPS.get(death.kind, ())
     return next((args for step in steps if (args := step(facts, flags, death))), {})
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
-    """Return a flag's value in effect, as the flag would have it; None where it is not known."""
+    """Return a flag's value in effect, as it would be given; None where it is not known."""
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
-    told = getattr(facts.ready, _AT_READY.get(flag, ""), None)
-    value = facts.number(flag.replace("-", "_")) if told is None else told
-    if value is None or (told is None and flag == "max-running-requests"):  # logged as it was given
+    at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
+    if value is None or (at_ready is None and flag == "max-running-requests"):  # logged as it was given
         return None if value is None else int(value)
     value = as_flag(facts, flag, value)
     return int(value) if value == int(value) else value
 
 
 def as_flag(facts: Facts, flag: str, value: float) -> float:
-    """Return what a flag must be so that one scheduler gets this value of it."""
-    if facts.attn_dp > 1 and flag in _PARTED:
+    """Return the flag's value with which one scheduler gets `value`."""
+    if facts.attn_dp > 1 and flag in _DIVIDED:
         return value * facts.attn_dp
     if facts.attn_dp > 1 and flag == "schedule-conservativeness":
         return round(value / DP_ATTENTION_CONSERVATIVENESS, 2)
@@ -77,7 +79,7 @@ def as_flag(facts: Facts, flag: str, value: float) -> float:
 
 
 def least_fraction(facts: Facts) -> float:
-    """Return the `--mem-fraction-static` that weights and a pool of some use take; 0 where it is unknown."""
+    """Return the `--mem-fraction-static` that the weights and a useful pool take; 0 where it is not known."""
     weights, card = facts.weights_gb, facts.card_gb
     return weights / card + LEAST_POOL if weights and card else 0.0
 
@@ -96,7 +98,7 @@ def _fewer_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
 
 
 def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
-    """Make graphs smaller, and the pool at the same time: a capture that fails again costs minutes."""
+    """Make the graphs smaller, and the pool too: a capture that fails again costs minutes."""
     captured = facts.graph_max_bs or 2 * GRAPH
     lower = max(LEAST_GRAPH, captured // 2)
     graphs = flags.setting("cuda-graph-max-bs-decode", lower) if lower < captured else {}
@@ -129,15 +131,15 @@ def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
 
 
 def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
-    """Give weights and pool more of the card: a step, and more than SGLang says is the least."""
+    """Raise the fraction of the card for weights and pool, above the least that SGLang names."""
     now = facts.number("mem_fraction_static") or FRACTIONS[0]
-    told = re.search(r"above (0\.\d+)", death.why)
-    share = round(max(now, float(told[1]) if told else 0.0) + FRACTION_STEP, 3)
+    least = re.search(r"above (0\.\d+)", death.why)
+    share = round(max(now, float(least[1]) if least else 0.0) + FRACTION_STEP, 3)
     return flags.setting("mem-fraction-static", share) if share <= HIGHEST_FRACTION else {}
 
 
 def _on_cpu(step: Step) -> Step:
-    """Leave a GPU's pool alone: it is not in the machine's memory."""
+    """Take a step on a CPU only: a GPU's pool is not in the machine's memory."""
     return lambda facts, flags, death: step(facts, flags, death) if facts.on_cpu else {}
 
 

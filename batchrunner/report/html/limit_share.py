@@ -13,14 +13,14 @@ from batchrunner.advise.roofline import (
     limit,
     model_of_config,
 )
-from batchrunner.core.jsonfile import read_json
 from batchrunner.engines.flags import name_in
-from batchrunner.engines.model_files import model_directory
+from batchrunner.engines.model_files import read_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchrunner.advise.roofline import ModelShape, TokenWork
+    from batchrunner.advise.roofline import TokenWork
+    from batchrunner.engines.model_files import ModelShape
 
 _WIDTHS = {"bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": 2.0, "fp8": 1.0}
 """Bytes of a parameter; what else there is the table of cards has no peak for."""
@@ -97,7 +97,7 @@ def _weight_width(args: Mapping[str, Any], config: Mapping[str, Any]) -> float:
 
 
 def _config(model: str, revision: str | None) -> dict[str, Any]:
-    config = read_json(model_directory(model, revision) / "config.json")
+    config = read_config(model, revision)
     if not config:
         raise UnknownLimitError(f"the config.json of {model} is not on this machine")
     return config

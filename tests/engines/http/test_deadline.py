@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from batchrunner.engines.http.deadline import Deadline
+from batchrunner.engines.http.endpoint import Deadline
 
 
 async def wait_under(deadline: Deadline, seconds: float) -> str:

@@ -10,8 +10,9 @@ import pytest
 from batchrunner.core.errors import (
     EngineStartError,
 )
-from batchrunner.engines.launched.fleet import LaunchedGateway, gpu_slices
-from batchrunner.engines.launched.gateway import gateway_process
+from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
+from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.job.spec import GatewayEngine, LimitsSpec
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ def test_the_jobs_own_gpus_are_dealt_out(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     spec = GatewayEngine(kind="gateway", model="org/model", args=args, env=env)
-    servers = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())._make_servers("o/m", cpu=False)
+    servers = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec())._make_servers("o/m", cpu=False)
     assert [server.process.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == slices
     for server in servers:
-        asyncio.run(server.stop())  # gives its port back
+        asyncio.run(server.close())  # gives its port back
 
 
 def test_command_lines(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_command_lines(tmp_path: Path) -> None:
     spec = GatewayEngine(
         kind="gateway", model="org/model", replicas=2, tp=2, gateway_args={"log_level": "info"}
     )
-    fleet = LaunchedGateway(spec, log_dir=tmp_path, limits=LimitsSpec())
+    fleet = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
         made = fleet._make_servers("org/model", cpu=False)
@@ -67,11 +68,13 @@ def test_command_lines(tmp_path: Path) -> None:
     assert all("--tp-size 2" in " ".join(server.argv) for server in servers)
     assert len({server.argv[server.argv.index("--port") + 1] for server in servers}) == 2
     assert [server.log_path.name for server in servers] == ["engine-replica-0.log", "engine-replica-1.log"]
-    gateway, _ = gateway_process(spec, key=fleet._key, log_dir=tmp_path, request_timeout_s=90)
-    line = " ".join(gateway.argv)
+    gateway = GatewayProcess(
+        spec, IncidentQueue(), key=fleet._key, log_dir=tmp_path, limits=LimitsSpec(request_timeout=90)
+    )
+    line = " ".join(gateway.process.argv)
     assert "--request-timeout-secs 150" in line
     assert "--log-level info" in line
     assert "--policy manual --assignment-mode min_load" in line
     assert fleet._key not in line
     for server in made:
-        asyncio.run(server.stop())  # gives its port back
+        asyncio.run(server.close())  # gives its port back

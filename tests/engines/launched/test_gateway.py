@@ -12,8 +12,9 @@ import pytest
 from batchrunner.core.errors import (
     EngineStartError,
 )
-from batchrunner.engines.launched.gateway import gateway_process, start_gateway
-from batchrunner.job.spec import GatewayEngine
+from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.launched.gateway import GatewayProcess
+from batchrunner.job.spec import GatewayEngine, LimitsSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +25,8 @@ def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
     spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
-    process, url = gateway_process(spec, key="x", log_dir=tmp_path, request_timeout_s=9)
+    gateway = GatewayProcess(
+        spec, IncidentQueue(), key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9)
+    )
     with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
-        asyncio.run(start_gateway(process, url))
+        asyncio.run(gateway.start())

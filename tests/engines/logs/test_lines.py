@@ -52,7 +52,7 @@ def test_lines_of_all_generations(
     """Pairs come and go and change places; those that matter are found."""
     load = LogLoad(URL)
     load.read([line])
-    (found,) = load.signals()
+    (found,) = load.loads()
     assert (found.running, found.queue, found.token_usage, found.used_tokens) == (
         running,
         queue,
@@ -78,7 +78,7 @@ def test_limits_and_ranks(others: str) -> None:
             "[2026-11-21 12:00:01 DP1 TP0] Decode batch, #running-req: 5, token usage: 0.2, #queue-req: 6",
         )
     )
-    found = load.signals()
+    found = load.loads()
     assert [(s.scheduler, s.running, s.queue) for s in found] == [(f"{URL}#dp0", 1, 2), (f"{URL}#dp1", 5, 6)]
     assert {(s.max_total_tokens, s.max_running) for s in found} == {(665690, 4096)}
 
@@ -88,8 +88,8 @@ def test_a_line_told_again_is_no_news() -> None:
     load = LogLoad(URL)
     line = "[2026-11-21 12:00:00] Decode batch, #running-req: 1, token usage: 0.1, #queue-req: 2"
     load.read([line])
-    first = load.signals()
+    first = load.loads()
     load.read(["INFO: something else", "#queue-req: 9 is not a batch line", line[:-20]])
-    assert load.signals() == first
+    assert load.loads() == first
     load.read([line])
-    assert load.signals() != first
+    assert load.loads() != first

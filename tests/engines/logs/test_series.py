@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.logs.lines import LoggedBatch
+from batchrunner.engines.logs.records import LoggedBatch
 from batchrunner.engines.logs.series import Series
 from batchrunner.engines.logs.signs import LoadSample
 from batchrunner.engines.logs.thresholds import Thresholds

@@ -8,10 +8,10 @@ import pytest
 
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.thresholds import Thresholds
-from batchrunner.engines.recovery.diagnosis import Death, Kind, Life, examine
+from batchrunner.engines.recovery.diagnosis import Death, EndedServer, Kind, examine
 
 if TYPE_CHECKING:
-    from batchrunner.engines.logs.lines import Phase
+    from batchrunner.engines.logs.records import Phase
 
 READY = (
     "[2025-08-11 17:17:03 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "
@@ -34,7 +34,7 @@ def traceback(*frames: str) -> str:
     return "\n".join(lines)
 
 
-def died_of(life: Life) -> Death:
+def died_of(life: EndedServer) -> Death:
     """Read a log as the healer does, and tell."""
     reader = LogReader(Thresholds())
     for line in life.lines:
@@ -133,7 +133,7 @@ def died_of(life: Life) -> Death:
 )  # fmt: skip
 def test_a_log_tells_what_an_engine_died_of(kind: Phase | Kind, log: str) -> None:
     """Each generation's words, the stage of a start, and the innermost frame that names a forward pass."""
-    assert died_of(Life(log.splitlines(), code=1)).kind == kind
+    assert died_of(EndedServer(log.splitlines(), exit_code=1)).kind == kind
 
 
 BATCH = "[2025-08-11 19:{:02} {}TP0] Decode batch, #running-req: 3, token usage: 0.5, #queue-req: 4"
@@ -145,9 +145,9 @@ def test_memory_that_ran_out_long_ago_killed_nobody() -> None:
     frames = traceback("managers/scheduler.py event_loop")
     survived = ["ERROR: Exception in ASGI application", CUDA, *batches]
     crash = [frames, "RuntimeError: CUDA error: an illegal memory access was encountered"]
-    assert died_of(Life([*survived, *crash], code=1)).kind == "crash"
+    assert died_of(EndedServer([*survived, *crash], exit_code=1)).kind == "crash"
     died = "\n".join([*survived, *crash[:1], CUDA, BATCH.format(30, "DP1 ")])
-    assert died_of(Life(died.splitlines(), code=1)).kind == "decode"
+    assert died_of(EndedServer(died.splitlines(), exit_code=1)).kind == "decode"
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_memory_that_ran_out_long_ago_killed_nobody() -> None:
 )  # fmt: skip
 def test_the_kernel_is_asked_who_killed(kind: Phase | Kind, code: int, kills: int, log: str) -> None:
     """A SIGKILL is the kernel's only where it says so: a plain `kill -9` changes no argument."""
-    assert died_of(Life(log.splitlines(), code=code, oom_kills=kills)).kind == kind
+    assert died_of(EndedServer(log.splitlines(), exit_code=code, oom_kills=kills)).kind == kind

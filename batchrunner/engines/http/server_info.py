@@ -1,0 +1,128 @@
+"""The replies to `/model_info` and `/server_info` → EngineInfo and TokenizerInfo. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchrunner.core.errors import EngineStartError
+from batchrunner.core.types import EngineInfo, TokenizerInfo
+from batchrunner.engines.model_files import model_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from batchrunner.core.types import SchedulerLoad
+
+# Server arguments that change the tokens of a chat, or its answer. Where all are unset, the chat endpoint
+# does nothing that /generate would not do with the same token ids (serving_chat.py of SGLang 0.5.23).
+_CHAT_ARGUMENTS = (
+    *("reasoning_parser", "tool_call_parser", "chat_template", "default_chat_template_kwargs"),
+    "preferred_sampling_params",
+)
+_OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
+"""Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
+_LPM_NOTE = "the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it"
+
+
+def describe(
+    models: Sequence[Mapping[str, Any]],
+    servers: Sequence[Mapping[str, Any]],
+    loads: Sequence[SchedulerLoad],
+) -> EngineInfo:
+    """Describe replicas by the `/model_info` and `/server_info` of each, and all their loads, if polled.
+
+    Raises EngineStartError where they serve different models.
+    """
+    names = {str(model["model_path"]) for model in models}
+    if len(names) > 1:
+        raise EngineStartError(f"the replicas serve different models: {', '.join(sorted(names))}")
+    first = servers[0]
+    return EngineInfo(
+        kind="attach",
+        model=model_identity(names.pop()),
+        version=first.get("version"),
+        max_running=_sum(load.max_running for load in loads)
+        or _sum(_resolved(server, "max_running_requests") for server in servers),
+        max_total_tokens=_sum(load.max_total_tokens for load in loads)
+        or _sum(_resolved(server, "max_total_num_tokens") for server in servers),
+        context_length=first.get("context_length") or first.get("max_req_input_len"),
+        prefill_tokens=prefill_tokens(first),
+        caches_prefixes=not first.get("disable_radix_cache"),
+        tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
+        notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
+    )
+
+
+def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
+    """Return the most prompt tokens that one prefill pass takes, by a server's resolved arguments."""
+    limits = (arguments.get("chunked_prefill_size"), arguments.get("max_prefill_tokens"))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def scheduler_states(server: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what each scheduler adds to `/server_info`: its limits in effect, its memory."""
+    states = server.get("internal_states")
+    return [state for state in states if isinstance(state, dict)] if isinstance(states, list) else []
+
+
+def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
+    """Return one scheduler's limit; with DP attention `max_running_requests` is parted among the ranks."""
+    own = state.get("effective_max_running_requests_per_dp") if argument == "max_running_requests" else None
+    return own or state.get(argument)
+
+
+def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
+    """Describe how a server makes tokens of prompts."""
+    return TokenizerInfo(
+        tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
+        model=str(model["model_path"]),
+        own=_own(model, server),
+        own_chat=_own_chat(model, server),
+        model_sampling=server.get("sampling_defaults") == "model",
+        template=server.get("hf_chat_template_name"),
+        cuts=bool(server.get("allow_auto_truncate")),
+        longest_prompt=server.get("max_req_input_len"),
+        absent=bool(server.get("skip_tokenizer_init")),
+    )
+
+
+def _sum(limits: Iterable[Any]) -> int | None:
+    """Return the sum over all schedulers; None where one of them does not say."""
+    found = list(limits)
+    return sum(found) if found and all(isinstance(limit, int) for limit in found) else None
+
+
+def _resolved(server: Mapping[str, Any], argument: str) -> Any:
+    """Return a server's limit as its schedulers have it in effect: the argument itself may be null."""
+    limits = [limit_in_effect(state, argument) for state in scheduler_states(server)]
+    return sum(filter(None, limits)) or server.get(argument)
+
+
+def _common_to(found: Sequence[TokenizerInfo]) -> TokenizerInfo:
+    """Return what replicas have in common."""
+    first = found[0]
+    if any(other != first for other in found):
+        return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
+    return first
+
+
+def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Say why only the server can make tokens of any prompt; None where the client can too."""
+    if "sampling_defaults" not in server:
+        return "the server does not tell its arguments"
+    for name, usual in (("tokenizer_mode", "auto"), ("tokenizer_backend", "huggingface")):
+        if server.get(name, usual) != usual:
+            return f"the server runs with {name} {server[name]}"
+    if model.get("has_image_understanding") or model.get("has_audio_understanding"):
+        return "the model takes more than text"
+    return None
+
+
+def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Say why only the server can make tokens of messages; None where the client can too."""
+    for name in _CHAT_ARGUMENTS:
+        if server.get(name):
+            return f"the server runs with --{name.replace('_', '-')}"
+    if model.get("model_type") in _OWN_CHAT_MODELS:
+        return f"SGLang has chat rules of its own for {model['model_type']}"
+    return None
