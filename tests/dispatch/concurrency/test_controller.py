@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrunner.dispatch.concurrency.controller import BACK_OFF, Band, Controller, Reading
+from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller, Reading
+from batchrunner.job.queue_band import QueueBand
 from tests.support.plant import Plant
 
 BAND = QueueBand(100, 2000)
