@@ -29,6 +29,7 @@ from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.sample import SimulatedRequest
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal

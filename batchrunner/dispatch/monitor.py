@@ -63,7 +63,7 @@ class Monitor:
         return Snapshot(
             rows_total=self._rows.total,
             rows_done=len(self._done.rows) + counts.done,
-            rows_failed=self._done.failed + counts.failed,
+            rows_failed=self._done.counts.failed + counts.failed,
             rows_per_s=rows_s,
             output_tokens_per_s=output_s,
             prompt_tokens_per_s=prompt_s,

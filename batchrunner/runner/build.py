@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from batchrunner.dispatch.backlog import Backlog
-from batchrunner.dispatch.concurrency.controller import Band
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.dispatcher import Dispatcher
@@ -27,6 +26,7 @@ from batchrunner.dispatch.retries import Retries, RetryPolicy
 from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.dispatch.slots import Slots
 from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.job.queue_band import QueueBand
 from batchrunner.output.columns import result_schema
 from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.events import earlier_wall_s
@@ -89,7 +89,7 @@ async def build_run(
     tokenizer = PromptTokenizer(job, prepared.renderer.kind, engine, info, events)
     limits = ConcurrencyLimits(
         info,
-        Band(*job.queue),
+        QueueBand(*job.queue),
         tokens_a_row(job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None),
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,

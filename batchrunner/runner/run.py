@@ -163,7 +163,7 @@ class Run:
         if not rows_on_disk:
             with contextlib.suppress(BatchrunError):  # count what is there
                 done = read_done(run_dir)
-                report = replace(report, rows_ok=len(done.rows) - done.failed, rows_failed=done.failed)
+                report = replace(report, rows_ok=done.ok, rows_failed=done.counts.failed)
         return replace(
             report,
             exit_code=exit_code,

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batchrunner.advise.advise import Judgement, advise, advise_run
+from batchrunner.advise.advise import AdviceReport, advise, advise_run
 from batchrunner.api import run
 from tests.conftest import eventually, job_of, started, write_job
 from tests.support.advice import QUICK, changes
@@ -286,7 +286,7 @@ def test_of_a_simulated_run_there_is_nothing_to_say(tmp_path: Path) -> None:
     assert advise_run(a_run(tmp_path)).advice == []
 
 
-def with_gpus(own: Path, gpus: int, **arguments: Any) -> Judgement:
+def with_gpus(own: Path, gpus: int, **arguments: Any) -> AdviceReport:
     """Judge a run whose server saw so many GPUs."""
     facts = json.loads((own / "run.json").read_text())
     facts["job"]["engine"]["kind"] = "server"

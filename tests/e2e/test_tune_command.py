@@ -15,8 +15,8 @@ from batchrunner.engines.flags import Flags
 from batchrunner.job.load import load_job
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
-from batchrunner.tune import measure
-from batchrunner.tune.space import Machine
+from batchrunner.tune import measurement
+from batchrunner.tune.machine import Machine
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.support.launchable import launchable
 from tests.support.trial_log import LOG
@@ -63,8 +63,8 @@ class Handler(Server):
 @pytest.fixture
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of a second, for an engine whose rows take 20 ms."""
-    monkeypatch.setattr(measure, "LEAST_STEADY_S", 0.6)
-    monkeypatch.setattr(measure, "LEAST_JUDGED_S", 0.4)
+    monkeypatch.setattr(measurement, "LEAST_STEADY_S", 0.6)
+    monkeypatch.setattr(measurement, "LEAST_JUDGED_S", 0.4)
     monkeypatch.setattr("batchrunner.dispatch.load_loop.POLL_S", 0.05)
     monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
 
@@ -169,7 +169,7 @@ def test_trials_of_another_machine_or_job_do_not_count(
         found.append(about)
         raise JobError("enough")
 
-    monkeypatch.setattr("batchrunner.tune.tuner.History", history)
+    monkeypatch.setattr("batchrunner.tune.tuner.TrialHistory", history)
     file = write_job(limited_job(tmp_path), tmp_path)
     h100 = Machine(Flags(), cpu=False, cards=1, card="NVIDIA H100 80GB HBM3", card_gb=80)
     for machine in (h100, replace(h100, card="NVIDIA H100 PCIe"), replace(h100, card_gb=94), CPU):

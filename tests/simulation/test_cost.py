@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from batchrunner.simulation.cost import H100_8B, Pass, fit
+from batchrunner.simulation.cost import H100_8B, MeasuredPass, fit
 
 # Seconds
 
@@ -21,7 +21,7 @@ def test_a_fit_finds_the_parts() -> None:
             made.randint(1, 10**6),
             made.choice([0, made.randint(1, 8192)]),
         )
-        passes.append(Pass(samples, kv_tokens, prefill, H100_8B.of_pass(samples, kv_tokens, prefill)))
+        passes.append(MeasuredPass(samples, kv_tokens, prefill, H100_8B.pass_s(samples, kv_tokens, prefill)))
     found = fit(passes)
     for name in ("base_s", "sample_s", "kv_token_s", "prefill_token_s"):
         assert getattr(found, name) == pytest.approx(getattr(H100_8B, name), rel=1e-4)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import H100_8B, CostModel
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import SchedulerConfig
 
 UNIT = CostModel(1.0, 0.0, 0.0, 0.0)
 """Every pass takes a second."""
@@ -79,4 +79,4 @@ def test_steps_within_counts_whole_passes() -> None:
     assert cost.steps_within(3.0, 1, 0) == 1  # 1.5 + 2.0 would be 3.5
     assert cost.steps_within(3.5, 1, 0) == 2
     assert cost.steps_within(0.0, 1, 0) == 0
-    assert math.isclose(cost.of_pass(3, 4, 5), 3.0)
+    assert math.isclose(cost.pass_s(3, 4, 5), 3.0)

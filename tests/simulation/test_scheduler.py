@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.radix import RadixCache
 from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import Scheduler

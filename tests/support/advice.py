@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.advise.advise import Judgement, advise
+from batchrunner.advise.advise import AdviceReport, advise
 from batchrunner.engines.logs.thresholds import Thresholds
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ QUICK = Thresholds(span_s=0.2, samples=3)
 """Thresholds for a server that a test watches for a fraction of a second."""
 
 
-def judged(text: str, directory: Path, **options: Any) -> Judgement:
+def judged(text: str, directory: Path, **options: Any) -> AdviceReport:
     path = directory / "server.log"
     path.write_text(text)
     return advise(str(path), **options)
 
 
-def changes(judgement: Judgement) -> dict[str, str]:
+def changes(judgement: AdviceReport) -> dict[str, str]:
     """Return what is to be changed, by the rule that says so."""
     return {advice.rule: advice.change for advice in judgement.advice if advice.change}
 

@@ -7,14 +7,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.flags import Flags
-from batchrunner.tune.outcome import Tuned, account
+from batchrunner.tune.machine import Machine
 from batchrunner.tune.search import Search, key_of
-from batchrunner.tune.space import Machine
-from batchrunner.tune.tuner import drive
+from batchrunner.tune.summary import TuningSummary, summarize
+from batchrunner.tune.tuner import run_search
 from tests.support.tuning_lab import CPU, Lab, chat_rows
 
 if TYPE_CHECKING:
-    from batchrunner.tune.measure import Result
+    from batchrunner.tune.measurement import TrialResult
     from batchrunner.tune.space import Args
 
 WRONG = {"schedule-conservativeness": 3, "max-running-requests": 8}
@@ -25,13 +25,13 @@ class Kept:
     """Finished trials in memory."""
 
     def __init__(self) -> None:
-        self.results: defaultdict[bytes, list[Result]] = defaultdict(list)
+        self.results: defaultdict[bytes, list[TrialResult]] = defaultdict(list)
 
-    def find(self, args: Args, turn: int) -> Result | None:
+    def find(self, args: Args, turn: int) -> TrialResult | None:
         found = self.results[key_of(args)]
         return found[turn] if turn < len(found) else None
 
-    def add(self, args: Args, result: Result) -> None:
+    def add(self, args: Args, result: TrialResult) -> None:
         self.results[key_of(args)].append(result)
 
 
@@ -42,10 +42,10 @@ def tuned(
     machine: Machine = CPU,
     budget_s: float = 1800,
     kept: Kept | None = None,
-) -> tuple[Tuned, Search]:
+) -> tuple[TuningSummary, Search]:
     search = Search(args, machine)
-    spent_s = asyncio.run(drive(search, kept or Kept(), lab.run, budget_s))
-    return account(search, "job.yaml", "all rows", spent_s), search
+    spent_s = asyncio.run(run_search(search, kept or Kept(), lab.run, budget_s))
+    return summarize(search, "job.yaml", "all rows", spent_s), search
 
 
 CARD = Machine(Flags(), cpu=False, cards=1, card="NVIDIA H100 80GB HBM3", card_gb=80)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchrunner.core.types import SchedulerLoad
-from batchrunner.tune.measure import Moment, TrialWatch, tokens_at
+from batchrunner.tune.measurement import TrialProgress, TrialWatch, tokens_at
 
 
 def test_a_curve_goes_on_beyond_its_end() -> None:
@@ -23,7 +23,7 @@ def test_readings_of_several_schedulers_are_added() -> None:
         ranks = [
             SchedulerLoad(f"#dp{rank}", "loads", 10 * rank, 3, 0.2 * rank, max_running=32) for rank in (1, 2)
         ]
-        watch.look(float(at_s), ranks)
+        watch.record_load(float(at_s), ranks)
         for _ in range(10):
             watch.row_ended(5)
     signs = watch.result("measured", "", 30.0, 30.0).signs
@@ -34,11 +34,11 @@ def test_readings_of_several_schedulers_are_added() -> None:
 def test_passes_are_those_of_the_tokens_counted() -> None:
     """A trial too short for steady time counts from its first row to its last: so does its log."""
     watch = TrialWatch()
-    end = Moment(20.0, 80, 16, 2000)
+    end = TrialProgress(20.0, 80, 16, 2000)
     for at_s, size in ((3.0, 300), (6.0, 600), (7.0, 700)):
         watch.row_ended(5)
-        watch.look(at_s, [SchedulerLoad("0", "loads", 1, 3, 0.5)], size)
-    assert watch.span(end) == ((0.0, 0, 0, 0), end)
+        watch.record_load(at_s, [SchedulerLoad("0", "loads", 1, 3, 0.5)], size)
+    assert watch.measured_span(end) == ((0.0, 0, 0, 0), end)
     watch.row_ended(5)
-    watch.look(16.0, [SchedulerLoad("0", "loads", 1, 3, 0.5)], 1600)
-    assert watch.span(end) == ((3.0, 5, 1, 300), (16.0, 20, 4, 1600))
+    watch.record_load(16.0, [SchedulerLoad("0", "loads", 1, 3, 0.5)], 1600)
+    assert watch.measured_span(end) == ((3.0, 5, 1, 300), (16.0, 20, 4, 1600))

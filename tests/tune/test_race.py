@@ -7,7 +7,7 @@ import math
 import pytest
 
 from batchrunner.tune.race import _quantile as quantile
-from batchrunner.tune.race import compare, spread_of
+from batchrunner.tune.race import compare, trial_noise
 
 
 @pytest.mark.parametrize("freedom", [*range(4, 15), 20, 40])
@@ -22,7 +22,7 @@ def test_the_interval_is_students(freedom: int) -> None:
 
 def test_more_output_a_pass_settles_a_near_tie() -> None:
     """Where the scheduler's own count says faster, and the times agree, no further trial is spent on it."""
-    spread = spread_of([])
+    spread = trial_noise([])
     assert compare([103], [100], spread)[0] == "again"
-    assert compare([103], [100], spread, more_a_pass=True)[0] == "faster"
-    assert compare([80], [100], spread, more_a_pass=True)[0] == "no faster"
+    assert compare([103], [100], spread, more_per_pass=True)[0] == "faster"
+    assert compare([80], [100], spread, more_per_pass=True)[0] == "no faster"

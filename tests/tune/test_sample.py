@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import batchrunner
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
-from batchrunner.tune.sample import BLOCK_ROWS, chosen, spread, take
+from batchrunner.tune.sample import BLOCK_ROWS, choose_blocks, van_der_corput, write_sample
 from tests.conftest import job_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def sampled(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     job = load_job(job_of(tmp_path, rows=rows, **changes), environ={})
-    sample = take(prepare(job), tmp_path / "tune")
+    sample = write_sample(prepare(job), tmp_path / "tune")
     texts: list[str] = pq.read_table(sample.path)["text"].to_pylist()
     assert sample.rows == len(texts)
     return [int(text.split()[-1]) for text in texts]
@@ -53,7 +53,7 @@ def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Rows that all ask the same are sampled too, few or many, and a job on the sample sends them."""
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     job = job_of(tmp_path, rows=rows, prompt={"user": "Tell me a story."}, sampling={"temperature": 1})
-    sample = take(prepare(load_job(job, environ={})), tmp_path / "tune")
+    sample = write_sample(prepare(load_job(job, environ={})), tmp_path / "tune")
     assert sample.rows == min(rows, 512)
     report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
     assert report.rows_ok == sample.rows
@@ -64,7 +64,7 @@ def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest
     prompt = {"text": '{{ ("document %d " % (id % 40)) * 40 }}: row {{ id }}'}
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     job = load_job(job_of(tmp_path, rows=8000, prompt=prompt, order="prefix"), environ={})
-    sample = take(prepare(job), tmp_path / "tune")
+    sample = write_sample(prepare(job), tmp_path / "tune")
     documents = [row % 40 for row in pq.read_table(sample.path)["id"].to_pylist()]
     assert len(set(documents)) > 10
     assert sum(1 for _ in groupby(documents)) <= 2 * 512 / BLOCK_ROWS
@@ -74,14 +74,14 @@ def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=200))
 def test_blocks_are_chosen_by_length_too(sizes: list[int]) -> None:
     """Every second candidate is taken, each once, and none of the order is lost in the spreading."""
-    taken = chosen(sizes)
+    taken = choose_blocks(sizes)
     assert len(taken) == -(-len(sizes) // 2)
     assert sorted(set(taken)) == taken
-    assert sorted(spread(taken)) == taken
+    assert sorted(van_der_corput(taken)) == taken
 
 
 def test_long_and_short_blocks_are_both_taken() -> None:
     """Of a file that turns from short to long blocks in the middle the sample has as much of each."""
     sizes = [10.0 + at % 7 for at in range(64)] + [500.0 + at % 11 for at in range(64)]
-    taken = [sizes[at] for at in chosen(sizes)]
+    taken = [sizes[at] for at in choose_blocks(sizes)]
     assert sum(taken) / len(taken) == pytest.approx(sum(sizes) / len(sizes), rel=0.02)

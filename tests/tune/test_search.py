@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.tune.measure import Result, Rival
-from batchrunner.tune.outcome import account
-from batchrunner.tune.race import compare, spread_of
-from batchrunner.tune.search import Ask, Search, key_of
-from batchrunner.tune.space import KNOBS, Knob, Move
-from batchrunner.tune.tuner import drive
+from batchrunner.tune.measurement import Incumbent, TrialResult
+from batchrunner.tune.race import compare, trial_noise
+from batchrunner.tune.search import Search, TrialRequest, key_of
+from batchrunner.tune.space import TUNED_FLAGS, FlagChange, TunedFlag
+from batchrunner.tune.summary import summarize
+from batchrunner.tune.tuner import run_search
 from tests.support.tuned import CARD, ROWS, WRONG, Kept, tuned
 from tests.support.tuning_lab import CPU, Card, Lab, chat_rows
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def true_speed(args: Args, **options: Any) -> float:
     """Return what a setting does without noise."""
-    return Lab(ROWS, **options).measure(Ask(args, "", 0)).tokens_per_s
+    return Lab(ROWS, **options).measure(TrialRequest(args, "", 0)).tokens_per_s
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.08])
@@ -39,7 +39,7 @@ def test_wrong_flags_are_put_right(noise: float) -> None:
         for care in (0.1, 0.3, 1.0, 3.0)
         for running in (8, 32, 64, 128, 256, 512)
     ]
-    results = [Lab(ROWS).measure(Ask(args, "", 0)) for args in grid]
+    results = [Lab(ROWS).measure(TrialRequest(args, "", 0)) for args in grid]
     best = max(result.tokens_per_s for result in results)
     assert true_speed(search.best.args) >= 0.95 * best
     assert found.spent_s <= sum(result.cost_s for result in results) / 4
@@ -59,7 +59,7 @@ def test_the_budget_holds(budget_s: float, seed: int) -> None:
     """Trials never take more than the time for them, and a setting that was not measured is not taken."""
     lab = Lab(ROWS, noise=0.05, seed=seed)
     search = Search(WRONG, CPU)
-    asyncio.run(drive(search, Kept(), lab.run, budget_s))
+    asyncio.run(run_search(search, Kept(), lab.run, budget_s))
     assert lab.spent_s <= budget_s + 0.5
     assert search.best.args == WRONG or search.best.speeds
 
@@ -69,7 +69,7 @@ def test_the_budget_holds(budget_s: float, seed: int) -> None:
 def test_a_search_goes_on_where_it_was(first_s: float, seed: int) -> None:
     """No finished trial is repeated, not even by a second start, which ends as one in one piece does."""
     kept, lab = Kept(), Lab(ROWS, noise=0.05, seed=seed)
-    asyncio.run(drive(Search(WRONG, CPU), kept, lab.run, first_s))
+    asyncio.run(run_search(Search(WRONG, CPU), kept, lab.run, first_s))
     finished = sum(map(len, kept.results.values()))
     asked_before = len(lab.asked)
     found, _ = tuned(lab, kept=kept)
@@ -138,45 +138,47 @@ def test_flags_that_die_at_once() -> None:
 
 def test_a_best_whose_repetition_brings_nothing() -> None:
     """Where all rows fail when the best is tried again, what it is raced with takes its place."""
-    knob = Knob("x", lambda now: [] if now.args else [Move({"max-running-requests": 9}, "")])
+    knob = TunedFlag("x", lambda now: [] if now.args else [FlagChange({"max-running-requests": 9}, "")])
     search = Search({}, CPU, [knob])
     steps = search.steps()
     assert next(steps).args == {}
-    assert steps.send(Result("measured", "", 1.0, tokens_per_s=100)).args == {"max-running-requests": 9}
-    assert steps.send(Result("measured", "", 1.0, tokens_per_s=103)).args == {}
+    assert steps.send(TrialResult("measured", "", 1.0, tokens_per_s=100)).args == {"max-running-requests": 9}
+    assert steps.send(TrialResult("measured", "", 1.0, tokens_per_s=103)).args == {}
     with pytest.raises(StopIteration):
-        steps.send(Result("measured", "all rows failed", 1.0))
+        steps.send(TrialResult("measured", "all rows failed", 1.0))
     assert search.best.args == {"max-running-requests": 9}
-    assert account(search, "job.yaml", "all rows", 1.0).own_tokens_per_s == 100
+    assert summarize(search, "job.yaml", "all rows", 1.0).own_tokens_per_s == 100
 
 
 def test_hopeless_trials_are_stopped() -> None:
     """A setting that is far behind costs little more than its launch."""
-    best = Lab(ROWS).measure(Ask({"max-running-requests": 256}, "", 0))
-    slow = Ask({"max-running-requests": 8}, "", 0, Rival(best.curve, 0.15))
-    stopped, whole = Lab(ROWS).measure(slow), Lab(ROWS).measure(replace(slow, rival=None))
+    best = Lab(ROWS).measure(TrialRequest({"max-running-requests": 256}, "", 0))
+    slow = TrialRequest({"max-running-requests": 8}, "", 0, Incumbent(best.curve, 0.15))
+    stopped, whole = Lab(ROWS).measure(slow), Lab(ROWS).measure(replace(slow, incumbent=None))
     assert stopped.ended == "behind"
     assert stopped.cost_s - 25 < 0.6 * (whole.cost_s - 25)
 
 
 def test_a_wide_batch_is_given_its_time() -> None:
     """A setting that runs more at once ends its first rows later, and is not given up for that."""
-    narrow = Lab(ROWS).measure(Ask({"max-running-requests": 8}, "", 0))
-    wide = Lab(ROWS).measure(Ask({"max-running-requests": 512}, "", 0, Rival(narrow.curve, 0.1)))
+    narrow = Lab(ROWS).measure(TrialRequest({"max-running-requests": 8}, "", 0))
+    wide = Lab(ROWS).measure(TrialRequest({"max-running-requests": 512}, "", 0, Incumbent(narrow.curve, 0.1)))
     assert wide.ended == "measured"
     assert wide.tokens_per_s > 2 * narrow.tokens_per_s
 
 
 def test_a_small_job_is_measured_whole() -> None:
     """Of a job with fewer rows than run at once all of the time counts: there is no steady part."""
-    result = Lab(ROWS[:40]).measure(Ask({"max-running-requests": 256}, "", 0))
+    result = Lab(ROWS[:40]).measure(TrialRequest({"max-running-requests": 256}, "", 0))
     assert result.ended == "measured"
     assert result.steady_s == pytest.approx(result.cost_s - 25, abs=0.3)
 
 
 def test_the_tail_does_not_count() -> None:
-    """The last rows, for which nothing waits, do not make a setting look slower than it is."""
-    short, long = (Lab(ROWS[:n]).measure(Ask({"max-running-requests": 64}, "", 0)) for n in (400, 4000))
+    """The last rows, for which no request waits, do not make a setting look slower than it is."""
+    short, long = (
+        Lab(ROWS[:n]).measure(TrialRequest({"max-running-requests": 64}, "", 0)) for n in (400, 4000)
+    )
     assert short.tokens_per_s == pytest.approx(long.tokens_per_s, rel=0.15)
 
 
@@ -193,7 +195,7 @@ def test_dead_heats_are_not_won() -> None:
                 mine.append(luck.lognormvariate(0, noise))
                 while len(best) < len(mine):
                     best.append(luck.lognormvariate(0, noise))
-                verdict, _ = compare(mine, best, spread_of([mine, best]))
+                verdict, _ = compare(mine, best, trial_noise([mine, best]))
             wins += verdict == "faster"
         assert wins < 25 + 25 * (noise > 0.05)
 
@@ -204,5 +206,5 @@ def test_the_table_names_each_trial_and_reason() -> None:
     text = "\n".join(found.lines())
     assert text.count("x the best") >= 3
     assert "engine:\n  args:\n    schedule-conservativeness: 0.1\n    max-running-requests: 256\n" in text
-    assert all(f"\n{knob.name}: " in text for knob in KNOBS)
+    assert all(f"\n{knob.name}: " in text for knob in TUNED_FLAGS)
     assert "--apply writes this" in text

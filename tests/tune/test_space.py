@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.engines.flags import Flags
-from batchrunner.tune.measure import Result, Signs
+from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.search import Search
-from batchrunner.tune.space import KNOBS, Move, Now
+from batchrunner.tune.space import TUNED_FLAGS, FlagChange, TuningState
 from tests.support.tuned import CARD, ROWS, tuned
 from tests.support.tuning_lab import CPU, Lab
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchrunner.tune.space import Args
 
 
-BUSY = Signs(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
+BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
 PUT = "schedule-conservativeness"
 
 
@@ -26,20 +26,20 @@ PUT = "schedule-conservativeness"
     ("knob", "signs", "expected"),
     [
         (PUT, {}, [{PUT: 0.3}]),
-        (PUT, {"usage": 0.95}, "the pool is filled"),
-        (PUT, {"empty_share": 0.9}, "nothing waits"),
+        (PUT, {"usage": 0.95}, "the pool is full"),
+        (PUT, {"empty_share": 0.9}, "no request waits"),
         (PUT, {"running": 250}, "at max-running-requests 256"),
         (PUT, {"usage": 0.98, "retractions_per_min": 9.0}, [{PUT: 1.3}, {PUT: 1.43}]),
-        (PUT, {"usage": 0.98, "retractions_per_min": 0.5}, "the pool is filled"),
+        (PUT, {"usage": 0.98, "retractions_per_min": 0.5}, "the pool is full"),
         ("memory", {"running": 250}, "at max-running-requests"),
-        ("memory", {}, "the log tells neither"),
+        ("memory", {}, "the log lacks mem_fraction_static"),
         (
             "memory",
             {"usage": 0.97, "spare_gb": 13.5, "mem_fraction": 0.83},
             [{"mem-fraction-static": 0.91}, {"mem-fraction-static": 0.84}],
         ),
         ("memory", {"usage": 0.97, "spare_gb": 6.0, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
-        ("memory", {"usage": 0.97, "spare_gb": 4.6, "mem_fraction": 0.83}, "the edge"),
+        ("memory", {"usage": 0.97, "spare_gb": 4.6, "mem_fraction": 0.83}, "no more can be taken"),
         ("memory", {"usage": 0.97, "spare_gb": 9.9, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
         ("chunked-prefill-size", {"prefill_per_pass": 1900.0}, [{"chunked-prefill-size": 4096}]),
         ("chunked-prefill-size", {"prefill_per_pass": 300.0}, "does not bind"),
@@ -61,7 +61,7 @@ PUT = "schedule-conservativeness"
         ("cuda-graph-max-bs", {"graph_off_share": 0.02}, "2% of the decode passes"),
         ("schedule-policy", {}, "0% of the prompt tokens are shared"),
         ("schedule-policy", {"cached_share": 0.6, "queue": 60}, [{"schedule-policy": "lpm"}]),
-        ("schedule-policy", {"cached_share": 0.6, "queue": 300}, "with more than 128 lpm is fcfs"),
+        ("schedule-policy", {"cached_share": 0.6, "queue": 300}, "above 128 lpm works like fcfs"),
         ("schedule-policy", {"cached_share": 0.09, "queue": 60}, "9% of the prompt tokens"),
         ("attention-backend", {"attention_backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
         ("torch-compile", {}, "--allow torch-compile"),
@@ -73,8 +73,8 @@ def test_each_flag_is_tried_when_it_can_matter(
     knob: str, signs: dict[str, Any], expected: list[dict[str, Any]] | str
 ) -> None:
     """The guides' rules: by the signs of the best trial a flag has values to try, or a reason to be left."""
-    (moves_of,) = (k.moves for k in KNOBS if k.name == knob)
-    moves = moves_of(Now({}, replace(BUSY, **signs), CARD))
+    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == knob)
+    moves = moves_of(TuningState({}, replace(BUSY, **signs), CARD))
     if isinstance(expected, str):
         assert isinstance(moves, str)
         assert expected in moves
@@ -89,8 +89,8 @@ def test_each_flag_is_tried_when_it_can_matter(
         ("NVIDIA B200", "LlamaForCausalLM", ["trtllm_mha", "flashinfer"]),
         ("NVIDIA B200", "DeepseekV3ForCausalLM", ["trtllm_mla", "flashinfer"]),
         ("NVIDIA L4", None, ["flashinfer", "triton"]),
-        ("NVIDIA L4", "DeepseekV3ForCausalLM", "SGLang chooses it for DeepseekV3ForCausalLM"),
-        ("NVIDIA B200", "GptOssForCausalLM", "SGLang chooses it for GptOssForCausalLM"),
+        ("NVIDIA L4", "DeepseekV3ForCausalLM", "SGLang chooses the backend for DeepseekV3ForCausalLM"),
+        ("NVIDIA B200", "GptOssForCausalLM", "SGLang chooses the backend for GptOssForCausalLM"),
         ("NVIDIA Q1", None, "no choice"),
     ],
 )
@@ -98,21 +98,21 @@ def test_the_backend_is_that_of_card_and_model(
     card: str, model: str | None, expected: list[str] | str
 ) -> None:
     """What is tried is what advice would say, and the first general one beside it."""
-    (moves_of,) = (k.moves for k in KNOBS if k.name == "attention-backend")
-    moves = moves_of(Now({}, replace(BUSY, model=model), replace(CARD, card=card)))
+    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == "attention-backend")
+    moves = moves_of(TuningState({}, replace(BUSY, model=model), replace(CARD, card=card)))
     if isinstance(expected, str):
         assert isinstance(moves, str)
         assert expected in moves
     else:
-        assert [move.args["attention-backend"] for move in moves if isinstance(move, Move)] == expected
+        assert [move.args["attention-backend"] for move in moves if isinstance(move, FlagChange)] == expected
 
 
 @pytest.mark.parametrize(("spare_gb", "fraction"), [(2.9, None), (4.5, 0.81), (6.5, 0.9)])
 def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | None) -> None:
     """Of 24 GB the guides' 5, 6.5 and 10 GB are 3, 3.9 and 6, as they are to advice."""
-    (moves_of,) = (k.moves for k in KNOBS if k.name == "memory")
+    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == "memory")
     signs = replace(BUSY, usage=0.97, spare_gb=spare_gb, mem_fraction=0.8)
-    moves = moves_of(Now({}, signs, replace(CARD, card="NVIDIA L4", card_gb=24)))
+    moves = moves_of(TuningState({}, signs, replace(CARD, card="NVIDIA L4", card_gb=24)))
     found = None if isinstance(moves, str) else moves[0].args["mem-fraction-static"]
     assert found == fraction
 
@@ -123,9 +123,9 @@ def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | Non
         (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, {}, "1.43 reserves all"),
         ("memory", {}, {"pool_tokens": 20_000}, {"cpu": True}, "is not known"),
         ("memory", {}, {}, {"cpu": True, "most_pool_tokens": 9000}, "is not known"),
-        ("memory", {"mem-fraction-static": 0.995}, {"spare_gb": 6.0}, {}, "all of the card"),
-        ("max-running-requests", {}, {"running": 250, "empty_share": 0.9}, {}, "nothing waits"),
-        ("chunked-prefill-size", {}, {}, {}, "the log tells no prefill passes"),
+        ("memory", {"mem-fraction-static": 0.995}, {"spare_gb": 6.0}, {}, "the whole card"),
+        ("max-running-requests", {}, {"running": 250, "empty_share": 0.9}, {}, "no request waits"),
+        ("chunked-prefill-size", {}, {}, {}, "the log lacks prefill passes"),
         ("chunked-prefill-size", {}, {"prefill_limit": 32_768, "prefill_per_pass": 3e4}, {}, "than 16384"),
         ("chunked-prefill-size", {}, {"prefill_limit": -1, "prefill_per_pass": 300.0}, {}, "is off"),
         ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, {}, "holds 8"),
@@ -135,17 +135,19 @@ def test_what_is_left_alone_has_its_reason(
     knob: str, args: Args, signs: dict[str, Any], machine: dict[str, Any], note: str
 ) -> None:
     """Where nothing is left to try, or too little is known, the table has a true word on it."""
-    (moves_of,) = (k.moves for k in KNOBS if k.name == knob)
-    moves = moves_of(Now(args, replace(BUSY, **signs), replace(CARD, **machine)))
+    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == knob)
+    moves = moves_of(TuningState(args, replace(BUSY, **signs), replace(CARD, **machine)))
     assert isinstance(moves, str)
     assert note in moves
 
 
 def test_flags_that_are_null_and_a_server_that_runs_one() -> None:
     """A flag that the job takes back with null is at its default; a mean of no running row is no failure."""
-    by_name = {knob.name: knob.moves for knob in KNOBS}
-    bolder = by_name[PUT](Now({PUT: None}, BUSY, CARD))
-    more = by_name["max-running-requests"](Now({}, replace(BUSY, running=0, max_running=1, usage=0), CARD))
+    by_name = {knob.name: knob.moves for knob in TUNED_FLAGS}
+    bolder = by_name[PUT](TuningState({PUT: None}, BUSY, CARD))
+    more = by_name["max-running-requests"](
+        TuningState({}, replace(BUSY, running=0, max_running=1, usage=0), CARD)
+    )
     assert isinstance(bolder, list)
     assert isinstance(more, list)
     assert [move.args for move in bolder] == [{PUT: 0.3}]
@@ -155,28 +157,28 @@ def test_flags_that_are_null_and_a_server_that_runs_one() -> None:
 def test_what_needs_leave_is_tried_with_it() -> None:
     """Quantization and torch.compile are tried when allowed, FP8 only on a card that has it."""
     allowed = replace(CARD, allowed=frozenset({"quantization", "torch-compile"}))
-    by_name = {knob.name: knob.moves for knob in KNOBS}
-    quantized = by_name["quantization"](Now({}, BUSY, allowed))
+    by_name = {knob.name: knob.moves for knob in TUNED_FLAGS}
+    quantized = by_name["quantization"](TuningState({}, BUSY, allowed))
     assert [move.args for move in quantized if not isinstance(move, str)] == [
         {"kv-cache-dtype": "fp8_e4m3"},
         {"quantization": "fp8"},
     ]
-    assert not isinstance(by_name["torch-compile"](Now({}, BUSY, allowed)), str)
+    assert not isinstance(by_name["torch-compile"](TuningState({}, BUSY, allowed)), str)
     old = replace(allowed, card="NVIDIA A100-SXM4-80GB")
-    assert "no FP8" in by_name["quantization"](Now({}, BUSY, old))
+    assert "no FP8" in by_name["quantization"](TuningState({}, BUSY, old))
 
 
 @pytest.mark.parametrize("name", ["tp-size", "tensor-parallel-size", "tp"])
 def test_replicas_are_the_gateways(name: str) -> None:
     """On several cards no --dp-size is tried: the table says which gateway to take, by any name of tp."""
-    (moves_of,) = (k.moves for k in KNOBS if k.name == "parallelism")
+    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == "parallelism")
     four = replace(CARD, cards=4)
-    assert moves_of(Now({}, BUSY, four)) == (
+    assert moves_of(TuningState({}, BUSY, four)) == (
         "engine: {kind: gateway, tp: 1} has 4 replicas on 4 GPUs, each about as fast"
     )
-    assert "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs" in moves_of(Now({name: 2}, BUSY, four))
-    assert "with a tp under 4 is faster" in moves_of(Now({name: 4}, BUSY, four))
-    assert moves_of(Now({}, BUSY, replace(four, one_of_several=True))) == "one replica"
+    assert "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs" in moves_of(TuningState({name: 2}, BUSY, four))
+    assert "with a tp under 4 is faster" in moves_of(TuningState({name: 4}, BUSY, four))
+    assert moves_of(TuningState({}, BUSY, replace(four, one_of_several=True))) == "one replica"
 
 
 def test_flags_go_by_the_names_that_are_there() -> None:
@@ -187,10 +189,10 @@ def test_flags_go_by_the_names_that_are_there() -> None:
         ({}, "cuda-graph-max-bs"),
         ({"cuda-graph-max-bs-decode": 8}, "cuda-graph-max-bs-decode"),
     ):
-        (graphs,) = (knob for knob in KNOBS if knob.name == "cuda-graph-max-bs")
+        (graphs,) = (knob for knob in TUNED_FLAGS if knob.name == "cuda-graph-max-bs")
         steps = Search(own, card, [graphs]).steps()
         next(steps)
-        assert steps.send(Result("measured", "", 1.0, 100.0, signs=signs)).args == {name: 256}
+        assert steps.send(TrialResult("measured", "", 1.0, 100.0, signs=signs)).args == {name: 256}
 
 
 def test_a_flag_that_the_version_lacks_is_not_tried() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.load import load_job
-from batchrunner.tune.log_work import output_rate, signs_at_start, signs_of_work
+from batchrunner.tune.log_stats import output_rate, signs_at_start, signs_of_passes
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import job_of
 from tests.support.trial_log import LOG
@@ -44,9 +44,9 @@ def test_the_log_tells_the_rest() -> None:
         "attention_backend": "fa3",
         "model": "LlamaForCausalLM",
     }
-    work = signs_of_work(LOG.splitlines(), tokens=4200)
+    work = signs_of_passes(LOG.splitlines(), tokens=4200)
     assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
-    several = signs_of_work([line for line in LOG.splitlines() if "Decode" in line] * 3, tokens=0)
+    several = signs_of_passes([line for line in LOG.splitlines() if "Decode" in line] * 3, tokens=0)
     assert (several["running"], several["usage"]) == (266.5, 0.82)
     rates = [line for line in LOG.splitlines() if "Decode" in line] * 3
     faster = [line.replace("4594.01", "9188.02") for line in rates]
@@ -56,5 +56,5 @@ def test_the_log_tells_the_rest() -> None:
         4594.01 * 4 / 3, abs=0.1
     )  # by time, not lines
     assert output_rate(rates[:2]) is None
-    on_cpu = signs_of_work(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
+    on_cpu = signs_of_passes(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
     assert on_cpu["graph_off_share"] is None

@@ -69,10 +69,6 @@ RETRACTION_CALM_S = 10.0
 BLIND_AFTER_S = 5.0
 BLIND_AFTER_PERIODS = 4
 """Silence after which a scheduler counts as silent: in seconds, and in usual sampling periods."""
-USUAL_MAX_RUNNING = 256
-"""`max_running_requests` below which the band is scaled down."""
-LEAST_LOW = 8
-"""Lowest lower end of a scaled band, in requests."""
 PROBE_STEP, PROBE_GAIN = 1.5, 1.05
 """Factor of a probing step, and the gain in rows/s that justifies the next one."""
 MOST_PROBED = 4096

@@ -124,7 +124,7 @@ class ConcurrencyLimits:
         return min(self.most, sum(scheduler.controller.window for scheduler in self._on_route[route]))
 
     @property
-    def bands(self) -> dict[str, Band]:
+    def bands(self) -> dict[str, QueueBand]:
         """Queue band of each scheduler."""
         return {name: s.controller.band for name, s in self._schedulers.items()}
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller, Reading
+from batchrunner.job.queue_band import QueueBand
 from tests.support.plant import Plant
 
 BAND = QueueBand(100, 2000)

@@ -208,7 +208,7 @@ def test_what_to_change_is_said(tmp_path: Path) -> None:
     told = "".join(json.dumps(one) + "\n" for one in samples)
     (run / "events.jsonl").write_text(log + "".join(told.splitlines(keepends=True)[:3]))
     assert "A reading, not advice: " in shown(run)
-    assert "and advice takes 8 over 10 s" in shown(run)
+    assert "and advice needs 8 over 10 s" in shown(run)
     (run / "events.jsonl").write_text(log + told.replace('"token_usage": 0.5', '"token_usage": 0.95'))
     assert "healthy: median #running-req 8, #queue-req 30" in shown(run)
     (run / "events.jsonl").write_text(log + told)

@@ -9,8 +9,8 @@ import pytest
 
 import batchrunner
 from batchrunner.output.events import last_sample
-from batchrunner.report.html.story import MOST_CELLS, tell
-from batchrunner.report.html.timeline import Axis, make_timeline
+from batchrunner.report.html.task_history import MOST_CELLS, history_of
+from batchrunner.report.html.timeline import TimeAxis, make_timeline
 from tests.conftest import job_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import page_of, sample
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.page
 def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:
     """Of a day's samples a few hundred cells are kept, with the mean and the highest value of each."""
     events = (sample(1e9 + 2 * at, queue=5000 if at == 31_234 else at % 7) for at in range(43_200))
-    story = tell("main", events)
+    story = history_of("main", events)
     timeline = make_timeline([story])
     (line,) = timeline.of_schedulers("queue").values()
     values = [value for value in line if value]
@@ -45,7 +45,7 @@ def test_pauses_take_no_room() -> None:
             yield {"event": "start", "time": began}
             yield from (sample(began + at) for at in range(100))
 
-    timeline = make_timeline([tell("main", events())])
+    timeline = make_timeline([history_of("main", events())])
     assert timeline.axis.length_s == 198
     assert timeline.axis.resumed() == [99]
     assert timeline.places == sorted(timeline.places)
@@ -55,8 +55,8 @@ def test_pauses_take_no_room() -> None:
 
 def test_tasks_are_added_up() -> None:
     """Rates and windows of tasks that work at the same time are summed, their pauses count as nothing."""
-    one = tell("a", (sample(1000 + 2 * at, output_tokens_per_s=100, window=10) for at in range(100)))
-    two = tell("b", (sample(1101 + 2 * at, output_tokens_per_s=50, window=5) for at in range(100)))
+    one = history_of("a", (sample(1000 + 2 * at, output_tokens_per_s=100, window=10) for at in range(100)))
+    two = history_of("b", (sample(1101 + 2 * at, output_tokens_per_s=50, window=5) for at in range(100)))
     timeline = make_timeline([one, two])
     rates = [value.mean for value in timeline.totals["output_tokens_per_s"] if value]
     assert set(rates) == {100, 150, 50}
@@ -72,7 +72,7 @@ def test_retractions_are_counted_by_the_minute() -> None:
             yield {"event": "start", "time": began}
             yield from (sample(began + at, retractions=3 * (at // 60)) for at in range(600))
 
-    timeline = make_timeline([tell("main", events())])
+    timeline = make_timeline([history_of("main", events())])
     assert timeline.retractions == 2 * 27
     assert {value.mean for value in timeline.totals["retractions"] if value} == {0.0, 3.0}
 
@@ -86,7 +86,7 @@ def test_each_replica_has_its_part() -> None:
             signals = [{"scheduler": who, "retractions": count} for who, count in counts.items()]
             yield {"event": "sample", "time": 6000.0 + at, "retractions": 1 + at // 60, "signals": signals}
 
-    timeline = make_timeline([tell("main", events())])
+    timeline = make_timeline([history_of("main", events())])
     lines = timeline.of_schedulers("retractions")
     assert timeline.retractions == 10
     assert [value.mean for value in lines["a"][15::30] if value] == [1, 1, 1, 1, 1, 0, 2, 1, 1, 1]
@@ -128,20 +128,20 @@ def test_servers_that_were_started_again_keep_their_lines() -> None:
     """Ours have new ports at each start: their number tells them apart, and the newest limits count."""
     starts = [*replicas([4001, 4002], 1000, 64, "a.log"), *replicas([5001, 5002], 2000, 320, "a.log")]
     starts.append({"event": "start", "time": 3000.0, "engine": {"log": "a.log"}})  # it dies at once
-    story = tell("main", starts)
+    story = history_of("main", starts)
     timeline = make_timeline([story])
     assert list(timeline.schedulers["queue"]) == ["replica 0#dp1", "replica 1#dp1"]
     assert [incident.who for incident in story.incidents] == ["replica 1", "replica 1"]
     assert [tuple(band) for band in story.bands.values()] == [(32, 320)] * 2
     assert set(story.max_running.values()) == {320}
-    theirs = make_timeline([tell("main", replicas([30_000], 1000, 64, None))])
+    theirs = make_timeline([history_of("main", replicas([30_000], 1000, 64, None))])
     assert list(theirs.schedulers["queue"]) == ["http://127.0.0.1:30000#dp1"]
 
 
 def test_many_schedulers_share_a_line() -> None:
     """Of more schedulers than can be told apart the mean, the range and the two extremes are drawn."""
-    story = tell("main", [sample(1000 + at, queue=at) for at in range(10)])
-    many = [tell(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
+    story = history_of("main", [sample(1000 + at, queue=at) for at in range(10)])
+    many = [history_of(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
     assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]
     (label, line), *extremes = make_timeline(many).of_schedulers("queue").items()
     assert "20" in label
@@ -152,6 +152,6 @@ def test_many_schedulers_share_a_line() -> None:
 
 def test_an_axis_of_overlapping_spans() -> None:
     """Time in which several tasks work passes once."""
-    axis = Axis([(0, 10), (5, 20), (100, 110)])
+    axis = TimeAxis([(0, 10), (5, 20), (100, 110)])
     assert axis.length_s == 30
     assert [axis.place(time) for time in (0, 10, 20, 50, 100, 105)] == [0, 10, 20, 20, 20, 25]
