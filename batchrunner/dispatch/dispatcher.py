@@ -19,10 +19,10 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS
 
 if TYPE_CHECKING:
     from batchrunner.core.types import Completion
-    from batchrunner.dispatch.backlog import Backlog
     from batchrunner.dispatch.feedback import Feedback
     from batchrunner.dispatch.feeder import Feeder
     from batchrunner.dispatch.pending_row import PendingRow
+    from batchrunner.dispatch.queue import Backlog
     from batchrunner.dispatch.retries import Retries
     from batchrunner.dispatch.slots import Slots
     from batchrunner.engines.base import Engine

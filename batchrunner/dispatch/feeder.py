@@ -13,9 +13,9 @@ from batchrunner.dispatch.prefix_order.reorder import PrimeTask
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from batchrunner.dispatch.backlog import Backlog, ResultSink
     from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
     from batchrunner.dispatch.prefix_order.reorder import Reorderer
+    from batchrunner.dispatch.queue import Backlog, ResultSink
     from batchrunner.dispatch.source import RowSource
     from batchrunner.dispatch.tokenize import PromptTokenizer
 

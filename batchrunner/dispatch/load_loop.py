@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.core.types import SchedulerLoad
-    from batchrunner.dispatch.backlog import Backlog
     from batchrunner.dispatch.feedback import Feedback
+    from batchrunner.dispatch.queue import Backlog
     from batchrunner.engines.base import Engine
 
 POLL_S = 0.25

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.core.types import SchedulerLoad
-    from batchrunner.dispatch.backlog import Backlog
     from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+    from batchrunner.dispatch.queue import Backlog
     from batchrunner.dispatch.route_totals import RouteTotals
     from batchrunner.dispatch.slots import Slots
     from batchrunner.output.counts import RowCounts

@@ -1,14 +1,24 @@
-"""Rows that wait for a slot, and the route on which each finds its prefix in the cache. Pure."""
+"""Rows that were read and have not ended: the dispatch queue, and the backlog around it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
+
+from batchrunner.dispatch.poison_rows import PoisonRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batchrunner.core.types import Outcome
     from batchrunner.dispatch.pending_row import PendingRow
+    from batchrunner.dispatch.prefix_order.reorder import Reorderer
+    from batchrunner.dispatch.slots import Slots
+    from batchrunner.dispatch.source import RowSource
+
+READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
+"""Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses."""
 
 
 class InFlight(Protocol):
@@ -19,7 +29,9 @@ class InFlight(Protocol):
 
 
 class DispatchQueue:
-    """Rows in order; the rows of a prefix group wait for the route that has the group's first row.
+    """Rows that wait for a slot, in order. Pure: no clock, no loop.
+
+    The rows of a prefix group wait for the route that has the group's first row.
 
     A route with little else to do takes rows of another route: an idle replica costs more than the cache
     saves. But each row that it takes computes a prefix again that the other replica has in its cache. So it
@@ -81,3 +93,151 @@ class DispatchQueue:
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
         is_busy = 2 * in_flight >= self._slots.in_flight_on(other) + len(kept)
         return deque() if is_busy and self._count < self._full_rows else kept
+
+
+class ResultSink(Protocol):
+    """What takes the outcomes of rows."""
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count and store an outcome; waits while the disk is behind. Raises StorageError."""
+
+
+class Backlog:
+    """Rows in the dispatch queue, rows that wait for another attempt, and suspects of engine deaths.
+
+    Its feeder waits for room in it, its dispatcher for rows to send.
+    """
+
+    def __init__(self, source: RowSource, reorderer: Reorderer, slots: Slots, results: ResultSink) -> None:
+        """Build an empty backlog; `source` and `reorderer` hold the rows that are still to come."""
+        self._source = source
+        self._reorderer = reorderer
+        self._slots = slots
+        self._results = results
+        self._queue = DispatchQueue(tuple(slots.by_route), slots, READ_AHEAD_ROWS)
+        self._queue_bytes = 0
+        self._poison: PoisonRows[PendingRow] = PoisonRows()
+        self._waiting = 0
+        self._unended = 0
+        self._all_read = False
+        self._stopping = False
+        self._sendable = asyncio.Event()
+        self._room = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait for another attempt and hold no slot."""
+        return self._waiting
+
+    @property
+    def unsent(self) -> int:
+        """Rows that are still to be sent and not in flight; an estimate where leases are taken."""
+        if self._stopping:
+            return 0
+        unread = 0 if self._all_read else self._source.unread
+        return max(0, unread + self._reorderer.held + self._unended - self._slots.in_flight)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no row is to be sent any more."""
+        return self._stopping
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the dispatcher has nothing left to send."""
+        return self._stopping or (self._all_read and self._unended == 0)
+
+    def stop(self) -> None:
+        """Send no row any more."""
+        self._stopping = True
+        self._notify()
+
+    def finish_reading(self) -> None:
+        """Record that no more rows will come."""
+        self._all_read = True
+        self._notify()
+
+    def expect(self, rows: int) -> None:
+        """Count rows that will be added or ended."""
+        self._unended += rows
+
+    def add(self, row: PendingRow, *, first: bool = False) -> None:
+        """Put a row into the dispatch queue, behind all others or before them."""
+        (self._queue.add_first if first else self._queue.add)(row)
+        self._queue_bytes += row.prompt_bytes
+
+    def retry_after(self, row: PendingRow, pause_s: float) -> None:
+        """Put a row back after a pause, unless the run is stopping."""
+        if not self._stopping:
+            self._waiting += 1
+            asyncio.get_running_loop().call_later(pause_s, self._retry, row)
+
+    def has_for(self, route: str) -> bool:
+        """Tell whether `take` may return a row for a route."""
+        return self._queue.has_for(route) or self._poison.next_degree(self._slots.window) is not None
+
+    def take(self, route: str) -> PendingRow | None:
+        """Take the next row for a route; suspects of engine deaths come first."""
+        if self._stopping:
+            return None
+        degree = self._poison.next_degree(self._slots.window)
+        if degree is not None:
+            return self._poison.take(degree)
+        row = self._queue.take(route)
+        if row is not None:
+            self._queue_bytes -= row.prompt_bytes
+        if not self._is_full():
+            self._room.set()
+        return row
+
+    def came_back(self, row: PendingRow) -> None:
+        """Record that an attempt of a row is over."""
+        if row.deaths:
+            self._poison.came_back(row.deaths)
+
+    async def end(self, row: PendingRow, outcome: Outcome) -> None:
+        """Store the outcome of a row, and the same for its duplicates. Raises StorageError."""
+        await self._results.put(outcome)
+        for ref in row.duplicates:
+            await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
+        self._unended -= 1
+        if self._unended == 0:
+            self._notify()
+
+    def wake_dispatcher(self) -> None:
+        """Let the dispatcher look again: there may be rows to send, or free slots."""
+        self._sendable.set()
+
+    async def wait_for_rows(self) -> None:
+        """Wait until the dispatcher should look again."""
+        self._sendable.clear()
+        await self._sendable.wait()
+
+    async def wait_for_room(self) -> None:
+        """Wait until the feeder should read on.
+
+        It pauses too while as many rows wait for another attempt as there are slots: an engine that takes
+        nothing must not fill the memory with waiting rows.
+        """
+        while not self._wants_rows():
+            self._room.clear()
+            await self._room.wait()
+
+    def _wants_rows(self) -> bool:
+        too_many_wait = self._waiting >= max(self._slots.window, READ_AHEAD_ROWS)
+        return self._stopping or not (too_many_wait or self._is_full())
+
+    def _is_full(self) -> bool:
+        return len(self._queue) >= READ_AHEAD_ROWS or self._queue_bytes >= READ_AHEAD_BYTES
+
+    def _retry(self, row: PendingRow) -> None:
+        self._waiting -= 1
+        if row.deaths:
+            self._poison.add(row, row.deaths)
+        else:
+            self.add(row, first=True)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._sendable.set()
+        self._room.set()

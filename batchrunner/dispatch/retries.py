@@ -11,8 +11,8 @@ from batchrunner.core.errors import AttemptFailedError, EngineBusyError, EngineD
 
 if TYPE_CHECKING:
     from batchrunner.core.errors import RequestError
-    from batchrunner.dispatch.backlog import Backlog
     from batchrunner.dispatch.pending_row import PendingRow
+    from batchrunner.dispatch.queue import Backlog
 
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
 """A request in flight for more than 2 times as long as a refusal takes, and over 1 s, counts as accepted."""

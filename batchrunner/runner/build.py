@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from batchrunner.dispatch.backlog import Backlog
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.dispatcher import Dispatcher
@@ -22,6 +21,7 @@ from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
 from batchrunner.dispatch.prefix_order.reorder import Reorderer
+from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.retries import Retries, RetryPolicy
 from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.dispatch.slots import Slots

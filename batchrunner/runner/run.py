@@ -17,7 +17,6 @@ from batchrunner.runner.shard import JoinTask
 
 if TYPE_CHECKING:
     from batchrunner.core.types import EngineInfo
-    from batchrunner.dispatch.backlog import Backlog
     from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
     from batchrunner.dispatch.dispatcher import Dispatcher
     from batchrunner.dispatch.feeder import Feeder
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from batchrunner.dispatch.load_loop import LoadLoop
     from batchrunner.dispatch.load_summary import LoadSummary
     from batchrunner.dispatch.prefix_order.reorder import Reorderer
+    from batchrunner.dispatch.queue import Backlog
     from batchrunner.dispatch.route_totals import RouteTotals
     from batchrunner.output.counts import RowCounts
     from batchrunner.output.events import EventLog

@@ -17,7 +17,7 @@ import pytest
 import batchrunner
 from batchrunner.api import open_engine, run
 from batchrunner.core.errors import StorageError
-from batchrunner.dispatch.backlog import READ_AHEAD_ROWS
+from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.output.events import read_events
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
