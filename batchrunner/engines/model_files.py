@@ -106,7 +106,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """
     sizes = {"intermediate_size": config.get("moe_intermediate_size"), **config}
     if missing := [name for name in _SIZES_NEEDED if not (isinstance(sizes.get(name), int) and sizes[name])]:
-        raise UnknownShapeError(f"config.json does not tell {missing[0]}")
+        raise UnknownShapeError(f"config.json lacks {missing[0]}")
     layers, hidden, heads, vocabulary, inner = (sizes[name] for name in _SIZES_NEEDED)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)

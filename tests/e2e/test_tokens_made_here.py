@@ -172,7 +172,9 @@ def test_rows_that_both_refuse_are_not_compared(
     (model / "chat_template.jinja").write_text(refusal + CHATML)
     job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
     assert batchrunner.run(job).rows_failed == 1
-    assert "made tokens here: 4 compared, the engine makes the same" in caplog.text  # 3 rows and the probe
+    assert (
+        "tokenised here: for 4 of them the engine's tokens are the same" in caplog.text
+    )  # 3 rows and the probe
 
 
 @pytest.mark.parametrize(
