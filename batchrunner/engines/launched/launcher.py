@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import sys
 
-# A script's own folder comes first in `sys.path`, and this one has modules with names of the
-# standard library's (`http`): out with it, before anything else is imported.
+# A script's own folder comes first in `sys.path`: remove it before anything else is imported, so
+# that no file of it hides a module of the server's with the same name.
 if sys.path and __file__.startswith(sys.path[0] + "/"):
     del sys.path[0]
 
