@@ -85,11 +85,11 @@ def on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
-def plain_environment() -> dict[str, str]:
-    """Return our environment, for a program that runs with it."""
+def program_environment(own: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
+    """Return the environment of a program that we start: ours, the CPU's needs, and the program's own."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
-    return environ
+    return {**environ, **(cpu_environment(environ) if cpu else {}), **own}
 
 
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.device import cpu_environment, has_gpu, plain_environment
+from batchrunner.engines.device import has_gpu, program_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -107,8 +107,8 @@ def installed(python: str | None = None, environ: Mapping[str, str] | None = Non
 
 def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
     """Return the version of an interpreter's SGLang; `environ` is the job's. None where it has none."""
-    environment = plain_environment() | dict(environ)
-    return _output([python or sys.executable, "-c", _VERSION], environment).strip() or None
+    command = [python or sys.executable, "-c", _VERSION]
+    return _output(command, program_environment(environ)).strip() or None
 
 
 def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
@@ -129,10 +129,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 @functools.cache
 def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
-    environment = plain_environment()
-    if not has_gpu():
-        environment |= cpu_environment(environment)
-    environment |= dict(environ)
+    environment = program_environment(dict(environ), cpu=not has_gpu())
     help_text = _output([python, "-m", "sglang.launch_server", "--help"], environment)
     return parse_help(help_text, version_of(python, dict(environ)))
 

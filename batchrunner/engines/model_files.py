@@ -21,15 +21,15 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def model_identity(model: str) -> str:
-    """Return a directory's full path, or a name as it is."""
+    """Return the model's full path if it is a directory, else its name as it is."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
 
 
 def model_directory(model: str, revision: str | None = None) -> Path:
-    """Return where a model's files are, or would be: its directory, or a name's in Hugging Face's cache.
+    """Return where a model's files are, or would be: its directory, or a snapshot in Hugging Face's cache.
 
-    The cache is where huggingface_hub looks for it, the snapshot that of the revision, `main` by default.
+    The cache is that of huggingface_hub, the snapshot that of the revision, which is `main` by default.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -44,9 +44,9 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 
 
 def check_model(model: str) -> None:
-    """Refuse a model that is plainly a path and is not there; raises EngineStartError."""
+    """Raise EngineStartError for a model that is plainly a path and is not there."""
     path = Path(model).expanduser()
-    # "org/name" is a name of a hub, unless the folder before the slash is here
+    # "org/name" is a model's name in a hub, unless a folder `org` is here
     looks_like_path = (
         model.startswith(("/", ".", "~")) or model.count("/") > 1 or ("/" in model and path.parent.is_dir())
     )
@@ -59,7 +59,8 @@ def check_model(model: str) -> None:
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return a model's config.json; empty where it is not on this machine.
 
-    A model that takes more than text describes its language model in `text_config`: that goes first.
+    A model that takes more than text describes its language model in `text_config`, whose values win, as they
+    do in SGLang.
     """
     config = read_json(model_directory(model, revision) / "config.json")
     text = config.get("text_config")

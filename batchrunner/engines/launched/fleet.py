@@ -54,7 +54,7 @@ class LaunchedFleet:
     ) -> None:
         self._spec = spec
         self._log_dir = log_dir
-        self._limits = limits
+        self._hang_s = limits.hang
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
         self._client = SGLangClient(
             api_key=self._key,
@@ -62,9 +62,13 @@ class LaunchedFleet:
             detokenizer=detokenizer,
             verdicts=self,
         )
-        self._replicas: dict[str, FleetReplica] = {}
-        self._gateway: GatewayProcess | None = None
         self._incidents = IncidentQueue()
+        self._gateway = (
+            GatewayProcess(spec, self._incidents, key=self._key, log_dir=log_dir, limits=limits)
+            if isinstance(spec, GatewayEngine)
+            else None
+        )
+        self._replicas: dict[str, FleetReplica] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._follower: LogFollower | None = None
 
@@ -78,13 +82,9 @@ class LaunchedFleet:
         tp = spec.tp if isinstance(spec, GatewayEngine) else None
         await asyncio.to_thread(check_fits, spec.model, server_args(spec.args, cpu=cpu), tp=tp, cpu=cpu)
         healer = await asyncio.to_thread(healer_for, spec, spec.model, self._incidents, tp=tp, cpu=cpu)
-        if isinstance(spec, GatewayEngine):
-            self._gateway = GatewayProcess(
-                spec, self._incidents, key=self._key, log_dir=self._log_dir, limits=self._limits
-            )
         self._replicas = {
             server.url: FleetReplica(
-                server, self._gateway, self._client.failures, self._incidents, hang_s=self._limits.hang
+                server, self._gateway, self._client.failures, self._incidents, hang_s=self._hang_s
             )
             for server in self._make_servers(spec.model, cpu=cpu, healer=healer)
         }

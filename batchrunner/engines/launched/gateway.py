@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import Incident
-from batchrunner.engines.device import plain_environment
+from batchrunner.engines.device import program_environment
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
@@ -57,7 +57,7 @@ class GatewayProcess:
             module="sglang_router.launch_router",
             argv=["--host", "127.0.0.1", "--port", str(port), *to_argv(_arguments(spec, limits))],
             key=key,
-            environ={**plain_environment(), **spec.env},
+            environ=program_environment(spec.env),
             log_path=log_dir / "engine-gateway.log",
             python=spec.python,
             name="the gateway",

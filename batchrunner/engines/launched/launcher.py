@@ -1,13 +1,13 @@
 """Run a server so that it cannot outlive the process that asked for it, nor show its API key.
 
-A script of its own: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`, with a pipe as
-standard input. It imports nothing of this package. The first line of the pipe is one JSON object:
+This script imports nothing of the package: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`,
+with a pipe as standard input. The first line of the pipe is one JSON object:
 
     {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log",
      "secret": "...", "secret_flag": "--api-key", "grace_s": 10}
 
 `secret` and `secret_flag` may be left out, or null. The pipe then stays open for as long as the
-server is wanted: its end, however it comes (a close, a SIGKILL of the owner), stops the server, as
+server is to run: the end of the pipe, by a close or a SIGKILL of its owner, stops the server, as
 SIGTERM does. The script ends with the server's exit status, 128 + signal where a signal ended it.
 
 The server is a fork of this process which runs the module in place, so that the secret reaches
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import sys
 
-# A script's own folder comes first in `sys.path`, and this one has modules with names of the
-# standard library's (`http`): out with it, before anything else is imported.
+# A script's own folder comes first in `sys.path`: remove it before anything else is imported, so
+# that no file of it hides a module of the server's with the same name.
 if sys.path and __file__.startswith(sys.path[0] + "/"):
     del sys.path[0]
 

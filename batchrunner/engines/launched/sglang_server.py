@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.device import cpu_environment, plain_environment, server_args
+from batchrunner.engines.device import program_environment, server_args
 from batchrunner.engines.http.connections import HeldPort
 from batchrunner.engines.launched.process import LaunchedProcess, to_argv
 from batchrunner.engines.recovery.diagnosis import EndedServer
@@ -57,16 +58,12 @@ class SGLangServer:
         self._args: dict[str, Any] = {}  # of the last start
         self._kills: int | None = None  # the kernel's count at the last start
         self._is_up = False
-        environment = plain_environment()
-        if cpu:
-            environment |= cpu_environment(environment)
-        if Path(model).exists():
-            environment.setdefault("HF_HUB_OFFLINE", "1")
+        offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
         self.process = LaunchedProcess(
             module="sglang.launch_server",
             argv=self._own_argv,
             key=key,
-            environ={**environment, **spec.env, **(environ or {})},
+            environ=program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu),
             log_path=log_path,
             python=spec.python,
             name=name,

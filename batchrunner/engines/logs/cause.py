@@ -37,7 +37,7 @@ def cause_in(log: Path, since: int = 0) -> str:
 
     `since` is the byte at which the log of the last start begins.
     """
-    lines = _lines(log, since)
+    lines = [unstamped(line) for line in _ends_of(log, since, 0, TAIL_BYTES)]
     causes = [line for line in lines if _CAUSE.match(line)]
     best = (
         [line for line in lines if _KILLED.match(line)]
@@ -50,20 +50,13 @@ def cause_in(log: Path, since: int = 0) -> str:
 
 def last_line(log: Path) -> str:
     """Return the newest line of a log; empty without one."""
-    return next((line for line in reversed(_lines(log, most=LINE_BYTES)) if line), "")
+    lines = map(unstamped, reversed(_ends_of(log, 0, 0, LINE_BYTES)))
+    return next(filter(None, lines), "")
 
 
 def head_and_tail(log: Path, since: int = 0) -> list[str]:
     """Return the lines of a log's beginning and end from the byte `since` on; empty without a log."""
-    try:
-        with log.open("rb") as file:
-            file.seek(since)
-            head = file.read(HEAD_BYTES)
-            file.seek(max(file.tell(), log.stat().st_size - TAIL_BYTES))
-            text = head + file.read(2 * TAIL_BYTES)
-    except OSError:
-        return []
-    return text.decode(errors="replace").splitlines()
+    return _ends_of(log, since, HEAD_BYTES, TAIL_BYTES)
 
 
 def unstamped(line: str) -> str:
@@ -71,11 +64,14 @@ def unstamped(line: str) -> str:
     return _PREFIX.sub("", clean(line).strip()).strip()
 
 
-def _lines(log: Path, since: int = 0, most: int = TAIL_BYTES) -> list[str]:
-    """Return the lines of a log's end without time stamps."""
+def _ends_of(log: Path, since: int, head_bytes: int, tail_bytes: int) -> list[str]:
+    """Return the lines in the first bytes after `since` and in the last bytes of a log."""
     try:
         with log.open("rb") as file:
-            file.seek(max(since, log.stat().st_size - most))
-            return [unstamped(line) for line in file.read().decode(errors="replace").splitlines()]
+            file.seek(since)
+            head = file.read(head_bytes)
+            file.seek(max(file.tell(), log.stat().st_size - tail_bytes))
+            text = head + file.read(2 * tail_bytes)
     except OSError:
         return []
+    return text.decode(errors="replace").splitlines()

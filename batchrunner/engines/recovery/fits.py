@@ -62,7 +62,7 @@ def check_fits(model: str, args: Mapping[str, Any], *, tp: int | None = None, cp
         return
     least = 2 ** math.ceil(math.log2(weights.size_bytes / (room_bytes * _MOST_OF_A_CARD)))
     remedy = (
-        f"take a smaller or a quantised model, or {'a machine' if cpu else 'a card'} with more memory"
+        "take a smaller or a quantised model, or a machine with more memory"
         if cpu
         else f"set tp-size to {least}, quantise (quantization: fp8 is a byte a parameter), or a larger card"
     )
