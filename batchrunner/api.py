@@ -25,8 +25,8 @@ from batchrunner.input.render import Renderer
 from batchrunner.job.load import load_job, parse_engine
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.output.columns import result_schema
+from batchrunner.output.files import writing
 from batchrunner.output.merge import merge
-from batchrunner.output.run_dir import writing
 from batchrunner.runner.execute import execute
 from batchrunner.runner.shard import new_join_task
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from batchrunner.core.types import EngineInfo
     from batchrunner.engines.base import Engine
-    from batchrunner.job.spec import EngineSpec
+    from batchrunner.job.engine import EngineSpec
     from batchrunner.report.report import Report
 
 JobSource = Job | Mapping[str, Any] | str | Path

@@ -35,8 +35,8 @@ from yarl import URL
 
 from batchrunner.core.types import Request
 from batchrunner.engines.http import wire
+from batchrunner.job.engine import AttachEngine
 from batchrunner.job.load import load_job
-from batchrunner.job.spec import AttachEngine
 from batchrunner.runner.foreground import run_in_foreground
 from batchrunner.runner.prepare import prepare
 from benchmarks.measure import in_fresh_process, interval, save

@@ -29,7 +29,8 @@ import pyarrow.parquet as pq
 
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched.gateway import GatewayProcess
-from batchrunner.job.spec import GatewayEngine, LimitsSpec
+from batchrunner.job.engine import GatewayEngine
+from batchrunner.job.spec import LimitsSpec
 from benchmarks.engine import (
     KEY_VARIABLE,
     SEED,

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.input.sort.decide import choose
-from batchrunner.input.sort.plan import arrange, order_at
+from batchrunner.input.sort.decide import decide_by_sample
+from batchrunner.input.sort.plan import open_order, prepare_order
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
 from benchmarks.measure import in_fresh_process, save
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
-    from batchrunner.input.row_reader import Order
+    from batchrunner.input.row_reader import RowReader
     from batchrunner.runner.prepare import PreparedJob
 
 SEED = 7
@@ -83,10 +83,10 @@ def plan(source: Path, directory: Path) -> dict[str, Any]:
     place.mkdir(parents=True)
     before_mb = peak_mb()
     began, cpu_s = time.monotonic(), time.process_time()
-    choose(prepared, rows)
+    decide_by_sample(prepared, rows)
     sampled_s = time.monotonic() - began
     with disk_use(place) as disk:
-        path, choice = arrange(prepared, rows, place, "bench", lambda: None)
+        path, choice = prepare_order(prepared, rows, place, "bench", lambda: None)
     cpu_s = time.process_time() - cpu_s
     planned_s = time.monotonic() - began - sampled_s
     assert path is not None, choice
@@ -102,13 +102,13 @@ def plan(source: Path, directory: Path) -> dict[str, Any]:
         "disk_peak_mb": round(max(disk) / 1e6),
         "copy_mb": round(path.stat().st_size / 1e6),
         "choice": choice.as_dict(),
-        "input_order_rows_per_s": reading_rate(prepared, order_at(prepared, None), rows),
-        "prefix_order_rows_per_s": reading_rate(prepared, order_at(prepared, path), rows),
+        "input_order_rows_per_s": reading_rate(prepared, open_order(prepared, None), rows),
+        "prefix_order_rows_per_s": reading_rate(prepared, open_order(prepared, path), rows),
         "peak_at_end_mb": peak_mb(),
     }
 
 
-def reading_rate(prepared: PreparedJob, order: Order, rows: BitMap64) -> int:
+def reading_rate(prepared: PreparedJob, order: RowReader, rows: BitMap64) -> int:
     began, count = time.monotonic(), 0
     for batch in order.read(rows):
         count += len(prepared.renderer.render(batch))

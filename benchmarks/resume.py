@@ -26,9 +26,10 @@ from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.engines.simulated import Simulator
 from batchrunner.output.events import EventLog
+from batchrunner.output.files import make_directory
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
-from batchrunner.output.run_dir import RunDir, make_directory
+from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.progress import SAMPLE_S
 from benchmarks.measure import in_fresh_process, save
@@ -153,13 +154,13 @@ def write_run(directory: Path, rows: int, parts: int) -> Path:
     make_directory(run_dir.task_directory)
     schema = pq.read_schema(run_dir.part(0))
     ended = list(ended_rows(range(part_rows, round(rows * (1 - LEFT))), part_rows))
-    with hold_task(run_dir) as claim:
+    with hold_task(run_dir) as lock:
         for number, mixed in enumerate(ended, 1):
             table = results(mixed, schema)
             if number <= len(ended) - JOURNALS:
-                write_part(run_dir, number, [table], claim)
+                write_part(run_dir, number, [table], lock)
             else:
-                write_journal(run_dir.journal(number, claim.token), table)
+                write_journal(run_dir.journal(number, lock.token), table)
     write_day(EventLog(run_dir.events), rows)
     return job
 

@@ -18,8 +18,8 @@ from batchrunner.engines.logs.series import Series, spread
 from batchrunner.engines.logs.signs import LoadSample
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
-from batchrunner.output.resume import facts_of
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_json import require_run_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,14 +40,14 @@ SAME_POOL = 0.02
 def read_run(run: Path, limits: Thresholds) -> Situation:
     """Read the situation of a run from all its tasks; raises OutputError where the path holds no run."""
     run_dir = RunDir(run)
-    facts = facts_of(run_dir)
+    facts = require_run_json(run_dir)
     client = _client(facts)
     load, log = Series(limits), LogReader(limits)
-    for own in {task.own: task for task in (run_dir, *run_dir.all_tasks())}.values():
+    for own in {task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values():
         task = _TaskReader(own.task, load, client)
         task.read(own.events)
         client = task.client
-        for path in sorted(own.own.glob("engine*.log")):
+        for path in sorted(own.log_directory.glob("engine*.log")):
             log.source = f"{own.task} {path.stem}"
             with contextlib.suppress(InputError):  # a gateway's log, or of a server that never started
                 log.read(path)

@@ -1,7 +1,7 @@
-"""Every error that batchrunner raises, a sentence each.
+"""All errors that batchrunner raises.
 
-Two families. `BatchrunError` ends a run (or never lets it start) and carries the exit code of the command.
-`RequestError` is about one try of one row and never ends a run: `retry.py` decides what follows.
+There are two kinds. A `BatchrunError` ends a run or keeps it from beginning, and carries the exit code of the
+command. A `RequestError` concerns one try of one row and never ends a run: `backoff` decides what follows.
 """
 
 from __future__ import annotations
@@ -10,97 +10,101 @@ from typing import Any
 
 
 class BatchrunError(Exception):
-    """Base of all errors that end a run; the message is one clear line for the user."""
+    """Base class of all errors that end a run; the message is one line for the user."""
 
     exit_code = 1
     report: Any = None
-    """The Report of what was done until then, where a run had begun."""
+    """Report of the rows done until then; None where the run had not begun."""
 
 
 class JobError(BatchrunError):
-    """The job file is wrong: an unknown key, a wrong type, a bad value."""
+    """The job is wrong: it has an unknown key, a wrong type or a bad value."""
 
     exit_code = 2
 
 
 class InputError(BatchrunError):
-    """The input is wrong: missing, unreadable, not Parquet, or without a column that the job uses."""
+    """The input is missing, unreadable, not Parquet, or lacks a column that the job uses."""
 
     exit_code = 2
 
 
 class OutputError(BatchrunError):
-    """The output path cannot take results: a file, not writable, or on a full disk."""
+    """The output path cannot hold results: it is a file, not writable, or on a full disk."""
 
     exit_code = 2
 
 
-class HeldError(OutputError):
-    """Another process is writing this run, or this task of it."""
+class TaskHeldError(OutputError):
+    """Another running process holds the lock of this task."""
 
 
 class ResumeError(BatchrunError):
-    """The output path holds another run: its input, prompt, sampling or model differs."""
+    """The output path holds another run: its input, prompt, sampling or model differs from this job's."""
 
     exit_code = 2
 
 
 class EngineStartError(BatchrunError):
-    """The engine cannot start, cannot be reached at the start, or is not SGLang."""
+    """The engine cannot be started or reached, or it is not SGLang."""
 
     exit_code = 2
 
 
 class CannotTokenizeError(EngineStartError):
-    """Prompts cannot be made tokens here, or not the tokens that the engine would make of them."""
+    """Prompts cannot be tokenized in this process, or its tokens would differ from the engine's."""
 
 
 class SubmitError(BatchrunError):
-    """Slurm is not here, or did not take the job."""
+    """Slurm is not installed, or refused the job."""
 
     exit_code = 2
 
 
 class EngineLostError(BatchrunError):
-    """The engine died or stayed out of reach in mid-run; the run can be resumed."""
+    """The engine died or stayed unreachable during a run; the run can be resumed."""
 
 
 class InputLostError(BatchrunError):
-    """The input could not be read any more in mid-run (a file moved away, say); the run can be resumed."""
+    """The input became unreadable during a run (a file was moved, for example); the run can be resumed."""
 
 
 class StorageError(BatchrunError):
-    """Results could not be written in mid-run (a full disk, say); the run can be resumed."""
+    """Results could not be written during a run (a full disk, for example); the run can be resumed."""
+
+
+class TaskLockLostError(StorageError):
+    """Another process took over the lock of this task, so this process may not write results any more."""
 
 
 class RequestError(Exception):
-    """One try of one row failed; the message becomes the row's `error` if it is final."""
+    """One try of one row failed; the message becomes the row's `error` if there is no further try."""
 
 
 class RowRefusedError(RequestError):
-    """The row itself is at fault (too long, bad schema, template error): final, never sent again."""
+    """The row itself is at fault (too long, bad schema, template error); it is not sent again."""
 
 
 class AttemptFailedError(RequestError):
-    """A try failed and the row may be why (500, aborted, empty, cut off): tried again a few times."""
+    """The try failed, possibly because of the row (status 500, aborted, empty); repeated a few times."""
 
 
 class EngineBusyError(RequestError):
-    """The engine would not take the row now (429, 503, no connection): no fault of the row, tried again."""
+    """The engine refused the row for now (status 429 or 503, no connection); it is repeated without limit."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        """Keep the server's own wish for a pause, in seconds, where it gave one."""
+        """`retry_after_s` is the pause that the server asked for, in seconds."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class EngineDownError(EngineBusyError):
-    """Nobody takes a connection: the engine, or the replica behind a gateway, is down or not up yet."""
+    """The engine, or the replica behind a gateway, accepts no connection: it is down or still starting."""
 
 
 class EngineDiedError(EngineDownError):
-    """The engine ended while it had the row, which may be why."""
+    """The engine died while it was working on the row, possibly because of it."""
 
 
 class NoAnswerError(AttemptFailedError):
-    """No answer came within the request's time."""
+    """No answer came within `limits.request_timeout`."""

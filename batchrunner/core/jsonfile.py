@@ -1,4 +1,4 @@
-"""JSON files that others wrote: a model's, a run's."""
+"""Reads JSON files that may be missing or damaged, such as those of a model directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a file, or an empty one where there is none that can be read."""
+    """Return the JSON object in a file; {} where the file is missing or holds no valid JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Sets of rows, by their ordinals: a stretch of one, one as text, one from a column."""
+"""Sets of row ordinals (compressed bitmaps): range queries and conversions."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from pyroaring import BitMap64
 
 
 def between(rows: BitMap64, start: int, stop: int) -> BitMap64:
-    """Return those of the rows that are at `start` or behind it, and before `stop`."""
+    """Return the rows r with start <= r < stop."""
     found = BitMap64()
     found.add_range(start, stop)
     return found & rows
 
 
 def to_text(rows: BitMap64) -> str:
-    """Write rows as text for a JSON file: some bytes for a stretch, two and a half for a row by itself."""
+    """Return rows as base-85 text for a JSON file: a few bytes per consecutive range, 2.5 per single row."""
     rows = rows.copy()
     rows.run_optimize()
     return base64.b85encode(rows.serialize()).decode()
 
 
 def from_text(text: str) -> BitMap64:
-    """Read what `to_text` wrote."""
+    """Return the rows that `to_text` encoded."""
     return BitMap64.deserialize(base64.b85decode(text))
 
 
 def from_column(rows: pa.ChunkedArray) -> BitMap64:
-    """Take the numbers as they lie in memory: as Python's they would need five times as much."""
+    """Return the rows in a column of whole numbers without nulls.
+
+    The numbers are copied from Arrow's memory; as Python integers they would take five times as much.
+    """
     numbers = array("Q")
     for chunk in filter(len, rows.cast(pa.uint64()).chunks):
         numbers.frombytes(chunk.buffers()[1].slice(8 * chunk.offset, 8 * len(chunk)))

@@ -1,6 +1,7 @@
-"""The frozen records that pass between stages: Request, Completion, Outcome, EngineInfo, Signals.
+"""Immutable records that pass between the folders of the package, such as Request and Outcome.
 
-Those of which each row has its own are named tuples: a frozen dataclass takes four times as long to make.
+Records of which every row has one are named tuples: a frozen dataclass takes four times as long to create.
+The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, report.json and the event log.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
 PromptKind = Literal["messages", "text", "input_ids"]
-FinishReason = str  # SGLang's own word: "stop", "length", "abort"
+"""Form of a prompt, named as the key of the job's `prompt`."""
+FinishReason = str
+"""SGLang's finish reason: "stop", "length" or "abort"."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A Parquet file of the input."""
+    """One Parquet file of the input."""
 
     path: str
     first_row: int
-    """Ordinal of its first row in the input."""
+    """Ordinal of the file's first row in the whole input."""
     row_groups: tuple[int, ...]
-    """Number of rows of each row group."""
+    """Rows in each row group."""
     partitions: dict[str, str | None]
-    """Values of the columns in its path, Hive style (`year=2024/`)."""
+    """Values of Hive partition columns in the path (`year=2024/`); None is null."""
     digest: str
-    """Hash by which a resumed run recognises the file."""
+    """Hash of samples of the content, by which a resumed run recognises the file."""
 
     @property
     def rows(self) -> int:
@@ -39,29 +42,33 @@ class InputFile:
 
 
 class RowRef(NamedTuple):
-    """Where a row came from: its ordinal in the input and its place in a batch of carried columns."""
+    """A row's origin: its ordinal in the input, and its carried columns."""
 
     row: int
+    """Ordinal in the input, counted from 0 over all files."""
     carried: pa.RecordBatch
+    """Batch with the columns that are copied to the output."""
     position: int
+    """Index of the row in `carried`."""
 
 
 class Request(NamedTuple):
-    """One row, ready to be sent; `sampling` has SGLang's `/generate` names."""
+    """One rendered row."""
 
     ref: RowRef
     kind: PromptKind
     prompt: Any
-    """A list of `{"role", "content"}`, a text, or a list of token ids, as `kind` says."""
+    """By `kind`: a list of `{"role", "content"}`, a text, or a list of token ids."""
     sampling: dict[str, Any]
+    """Sampling parameters, named as for SGLang's `/generate`."""
     lora_path: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     affinity: str | None = None
-    """Where a gateway chooses: requests with the same one should go to the same replica."""
+    """Routing key for a gateway: requests with the same key should go to the same replica."""
 
 
 class Completion(NamedTuple):
-    """What the engine answered to one request; the lists have one entry a sample (`n`)."""
+    """The engine's answer to one request; the lists have one entry for each sample (`sampling.n`)."""
 
     texts: list[str]
     finish_reasons: list[FinishReason | None]
@@ -69,122 +76,134 @@ class Completion(NamedTuple):
     prompt_tokens: int | None
     cached_tokens: int | None
     retractions: int = 0
-    """How often the scheduler took the row back because the KV pool was full."""
+    """Times that the scheduler preempted the request because the KV pool was full."""
 
 
 class Outcome(NamedTuple):
-    """The end of a row: a completion or an error, never both."""
+    """The final result of a row: either a completion or an error."""
 
     ref: RowRef
     completion: Completion | None
     error: str | None
     latency_s: float | None
-    """Of the last try, from sending to the whole answer; None where nothing was sent."""
+    """Seconds from sending the last try to its whole answer; None where nothing was sent."""
     attempts: int
+    """Tries that were sent; 0 for a row that was refused here or has the answer of an equal row."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """What an engine says of how it makes tokens of prompts."""
+    """How an engine tokenizes prompts, from what it reports."""
 
     tokenizer: str
-    """Its tokenizer's directory or name."""
+    """Directory or name of the tokenizer."""
     model: str
+    """Directory or name of the model."""
     own: str | None = None
-    """Why only the engine can make tokens of prompts."""
+    """Reason why only the engine can tokenize prompts; None if there is none."""
     own_chat: str | None = None
-    """The same of messages; also what it does to their answers, and only to theirs."""
+    """Reason why only the engine can tokenize messages, or handle their answers; None if there is none."""
     model_sampling: bool = True
-    """Whether messages are sampled as the model's generation_config.json says, where the request does not."""
+    """Whether generation_config.json sets sampling parameters that a request with messages omits."""
     template: str | None = None
-    """The chat template's name, of several."""
+    """Name of the chat template, where the model has several; None for the first."""
     cuts: bool = False
-    """Whether the engine cuts a prompt that is too long, instead of refusing it."""
+    """Whether the engine truncates a prompt that is too long instead of refusing it."""
     longest_prompt: int | None = None
-    """A prompt must have fewer tokens."""
+    """Tokens that a prompt must stay below; None for no such limit."""
     absent: bool = False
-    """Whether the engine has no tokenizer: it takes and gives ids."""
+    """Whether the engine runs without a tokenizer: prompts and answers are token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an open engine says of itself."""
+    """Properties of an open engine, as it reports them; None means unknown."""
 
     kind: str
+    """`engine.kind` of the job."""
     model: str
-    """The model's identity as the engine names it: resuming with another one is refused."""
+    """Identity of the model as the engine names it; a run cannot be resumed with another one."""
     version: str | None = None
+    """Version of SGLang."""
     max_running: int | None = None
-    """Requests that one scheduler runs at most (`max_running_requests`), summed over schedulers."""
+    """Most requests that decode at once (`max_running_requests`), summed over schedulers."""
     max_total_tokens: int | None = None
-    """KV pool in tokens, summed over schedulers."""
+    """Size of the KV pool in tokens, summed over schedulers."""
     context_length: int | None = None
+    """Most tokens of prompt and output together."""
     prefill_tokens: int | None = None
-    """Tokens of prompts that one scheduler computes in one pass at most."""
+    """Most prompt tokens that one scheduler computes in one forward pass."""
     caches_prefixes: bool = True
-    """Whether what prompts have in common at their beginning is computed once."""
+    """Whether the engine has a prefix cache, which computes a common prefix of prompts once."""
     keeps_together: bool = False
-    """Whether somebody behind the route chooses the scheduler, by the requests' `affinity`."""
+    """Whether a gateway chooses the scheduler by the requests' `affinity`."""
     routes: tuple[str, ...] = ("engine",)
-    """Where requests can be sent: a replica's URL, a gateway, or the one engine that there is."""
+    """Destinations of requests: the URLs of replicas, the URL of a gateway, or "engine"."""
     tokenizing: TokenizerInfo | None = None
+    """How the engine tokenizes prompts."""
     connections: int | None = None
-    """Requests that the transport can hold open at once, over all routes; None for no such limit."""
+    """Most requests that can be open at once, over all routes; None for no limit."""
     simulated: bool = False
+    """Whether the answers are made up."""
     card: str | None = None
-    """The GPU by its maker's name, where the engine was started here and all are alike."""
+    """Name of the GPU model, where the engine runs on this machine and all its GPUs are of one model."""
     gpus: int | None = None
-    """GPUs that the server could take, where it was started here and took them by itself."""
+    """GPUs of this machine, where the engine was started here and may use all of them."""
     log: str | None = None
-    """Path of the engine's log, where we have it."""
+    """Path of the engine's log, where this machine has it."""
     notes: tuple[str, ...] = ()
-    """What the user should read in the log at the start, a line each."""
+    """Lines for the user, logged when the run begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """One reading of one scheduler's load."""
+    """The load of one scheduler at one moment."""
 
     scheduler: str
-    """The replica's URL, with `#dpN` where it has several DP ranks."""
+    """URL of the replica, with `#dpN` where it has several data-parallel ranks."""
     source: Literal["loads", "metrics", "log", "engine", "simulated"]
+    """Where the numbers were read."""
     running: int
-    """`#running-req`."""
+    """Requests that decode, SGLang's `#running-req`."""
     queue: int
-    """`#queue-req`."""
+    """Requests that wait, SGLang's `#queue-req`."""
     token_usage: float
-    """Share of the KV pool in use, 0-1, evictable cache left out."""
+    """Fraction of the KV pool in use, 0 to 1, without the evictable part of the prefix cache."""
     used_tokens: int | None = None
+    """Tokens of the KV pool in use."""
     max_total_tokens: int | None = None
+    """Size of the KV pool in tokens."""
     max_running: int | None = None
+    """Most requests that decode at once."""
     route: str = "engine"
-    """The route that leads to it."""
+    """Route that leads to the scheduler, one of EngineInfo.routes."""
     taken_at: float | None = None
-    """When the scheduler wrote it down, by its own clock: two polls may bring the same reading."""
+    """Time of the reading by the scheduler's clock; two polls may return the same reading."""
     work: float | None = None
-    """Grows with the forward passes that the scheduler has made; None where it does not count them."""
+    """Counter that grows with the scheduler's forward passes; None where it has none."""
 
     @property
     def server(self) -> str:
-        """The replica's URL, or what stands for it."""
+        """URL of the replica, without the data-parallel rank."""
         return self.scheduler.partition("#")[0]
 
     @property
     def has_work(self) -> bool:
-        """Whether the scheduler has requests."""
+        """Whether requests run or wait."""
         return self.running + self.queue > 0
 
 
 class Incident(NamedTuple):
-    """What befell an engine's server in mid-run, for the event log."""
+    """An event in the life of an engine's server during a run, for the event log."""
 
     what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "out", "in"]
-    """`healed`: safer arguments; `recalled`: from an earlier run; `out` and `in`: of a gateway's list."""
+    """`healed`: restarted with safer arguments; `recalled`: begins with those of an earlier run; `out` and
+    `in`: removed from a gateway's list of workers, and added again."""
     who: str
-    """The server, as log lines call it, or its URL."""
+    """Name of the server in log lines, or its URL."""
     why: str = ""
     facts: Mapping[str, Any] = {}
-    """What else the event has: `kind`, `old` and `new` arguments."""
+    """Further values of the event, such as `kind`, `old` and `new` (arguments)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,5 +215,5 @@ class Lease:
     """Number of tasks that held the lease before."""
     rows: BitMap64
     """Ordinals of the rows."""
-    places: range | None
+    positions: range | None
     """Where the rows stand in the order of sending; None for somewhere in the input."""

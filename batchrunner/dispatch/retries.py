@@ -54,7 +54,7 @@ class Retries:
             tries=row.attempts,
             failures=row.failures,
             max_attempts=self._policy.max_attempts,
-            luck=random.random(),  # noqa: S311 - jitter, not a secret
+            jitter=random.random(),  # noqa: S311 - jitter, not a secret
         )
         if pause_s is not None:
             self._backlog.retry_after(row, pause_s)

@@ -19,11 +19,11 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.jsonfile import read_json
-from batchrunner.input.tokenize.chat_template import OWN_NAMES
+from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
 from batchrunner.input.tokenize.truncate import TokenBudget
-from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, ServerEngine
+from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +124,7 @@ class PromptTokenizer:
 
     async def _compare(self, encoder: Encoder, requests: Sequence[Request]) -> None:
         """Compare our tokens of the first rows, and of a test text, with the engine's."""
-        taken = [request for request in requests if encoder.takes(request)]
+        taken = [request for request in requests if encoder.can_encode(request)]
         if not taken:
             return
         self._compared = True
@@ -168,7 +168,7 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
 
 def _own_chat(job: Job, told: TokenizerInfo) -> str | None:
     """Say why this job's messages would come to something else as token ids on `/generate`."""
-    ours = sorted(OWN_NAMES & set(job.prompt.chat_template_kwargs or {}))
+    ours = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if ours:
         return f"prompt.chat_template_kwargs.{ours[0]} is the server's"
     if isinstance(job.engine, GatewayEngine):
@@ -191,7 +191,7 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Requ
     probe = PROBE if taken[0].kind == "text" else [{"role": "user", "content": PROBE}]
     asked = [*rows, taken[0]._replace(prompt=probe)]
     names = [*(f"row {request.ref.row}" for request in rows), "a text made to compare"]
-    ours = await asyncio.to_thread(encoder.ids, asked)
+    ours = await asyncio.to_thread(encoder.token_ids, asked)
     compared = 0
     for request, ids, what in zip(asked, ours, names, strict=True):
         theirs = await _engine_tokens(engine, request)
@@ -235,5 +235,5 @@ def _pause_s(state: RetryCallState) -> float:
     """Return the seconds before the next attempt, as for a row that failed."""
     failure = state.outcome.exception() if state.outcome else None
     assert isinstance(failure, RequestError)
-    pause_s = pause_before_retry(failure, tries=state.attempt_number, failures=0, max_attempts=1, luck=1.0)
+    pause_s = pause_before_retry(failure, tries=state.attempt_number, failures=0, max_attempts=1, jitter=1.0)
     return pause_s or 0.0

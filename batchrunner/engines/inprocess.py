@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from batchrunner.core.types import Completion, Incident, Request
-    from batchrunner.job.spec import InprocessEngine
+    from batchrunner.job.engine import InprocessEngine
 
 log = logging.getLogger(__name__)
 

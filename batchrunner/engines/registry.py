@@ -6,12 +6,11 @@ import os
 from typing import TYPE_CHECKING, assert_never
 
 from batchrunner.engines.model_files import model_identity
-from batchrunner.job.spec import (
+from batchrunner.job.engine import (
     AttachEngine,
     GatewayEngine,
     InprocessEngine,
     LaunchedEngine,
-    LimitsSpec,
     ServerEngine,
     SimulatedEngine,
 )
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 
     from batchrunner.engines.base import Engine
     from batchrunner.input.tokenize.detokenizer import Detokenizer
-    from batchrunner.job.spec import EngineSpec
+    from batchrunner.job.engine import EngineSpec
+    from batchrunner.job.spec import LimitsSpec
 
 
 def make_engine(

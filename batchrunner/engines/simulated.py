@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchrunner.core.types import Incident, Request
-    from batchrunner.job.spec import SimulatedEngine
+    from batchrunner.job.engine import SimulatedEngine
 
 MARK = "[simulated] "
 """Beginning of every answer, so that none is taken for a model's."""

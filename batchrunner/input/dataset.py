@@ -1,7 +1,7 @@
-"""Parquet files as one sequence of rows with stable ordinals, read a bounded batch at a time.
+"""Parquet files as one sequence of rows, read a bounded batch at a time.
 
-A row's ordinal (`row`) counts over the files in sorted path order, so it needs no ID column and is the same
-at every start.
+The ordinal of a row (`row` in the results) counts from 0 over the files in order of their paths. It needs no
+ID column, and is the same in every attempt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError
 from batchrunner.core.row_set import between
 from batchrunner.core.types import InputFile
-from batchrunner.input.files import discover, first_line, hive_partitions, partition_types
+from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
 from batchrunner.input.templates import unknown_column
 
 if TYPE_CHECKING:
@@ -31,31 +31,34 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
 BATCH_ROWS = 256
+"""Most rows in a batch."""
 BATCH_BYTES = 8 << 20
+"""Approximate most bytes in a batch, unless a single row has more."""
 READ_BUFFER_BYTES = 1 << 20
-"""Column chunks are streamed through buffers of this size instead of being loaded whole."""
+"""Bytes of the buffers through which column chunks are streamed, instead of being loaded whole."""
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
-"""A fingerprint reads at most this many blocks of a file, and all of a file of up to their sum (1 MiB)."""
+"""A digest reads this many blocks of this many bytes; a file of up to their sum (1 MiB) is read whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Some consecutive rows of the input (those that were asked for)."""
+    """Some of the rows that were asked for."""
 
     rows: list[int]
+    """Ordinals."""
     data: pa.RecordBatch
+    """Columns of these rows, in the same order."""
 
 
 class Dataset:
-    """The input of a job."""
+    """The Parquet files of a job's input."""
 
     def __init__(self, path: str | Sequence[str], run: Path | None = None) -> None:
-        """Find the files, but not those of the run in the directory `run`, and read their footers.
+        """Find the files, without those in the run directory `run`, and read their footers.
 
-        Raises InputError, with the file and what to do, where one is missing, unreadable, not Parquet,
-        or where there is no row at all.
+        Raises InputError where a file is missing, unreadable or not Parquet.
         """
-        self._fs, paths = discover([path] if isinstance(path, str) else path, run)
+        self._fs, paths = find_files([path] if isinstance(path, str) else path, run)
         with ThreadPoolExecutor(max_workers=8) as pool:
             footers = list(pool.map(self._footer, paths))
         starts = [0, *accumulate(metadata.num_rows for metadata, _, _ in footers)]
@@ -77,7 +80,7 @@ class Dataset:
         self._schemas = [schema for _, schema, _ in footers]
         stored = {name for schema in self._schemas for name in schema.names}
         in_paths = partition_types([file.partitions for file in self.files])
-        # some writers keep a partition's column, and any directory may have a "=" in its name
+        # some writers also store a partition column, and any directory name may contain "="
         self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
         self.schema = pa.schema(
             [*self._schemas[0], *(pa.field(*item) for item in self.partition_types.items())]
@@ -88,10 +91,10 @@ class Dataset:
         return list(accumulate(rows for file in self.files for rows in file.row_groups))
 
     def field(self, name: str, *, where: str) -> pa.Field:
-        """Return the column's field.
+        """Return the field of a column; `where` names the job's key in errors.
 
-        Raises InputError where it is missing or there twice, where files disagree on its type, or where
-        rows of that type cannot be picked.
+        Raises InputError where a file lacks the column or has it twice, where files disagree on its type, or
+        where Arrow cannot select rows of its type.
         """
         if name not in self.schema.names:
             raise InputError(f"{where}: {unknown_column(name, self.schema.names)}")
@@ -121,21 +124,24 @@ class Dataset:
         return field
 
     def bytes_of(self, columns: Iterable[str]) -> int:
-        """Return the bytes (uncompressed) that these columns have in all files."""
+        """Return the uncompressed bytes of these columns over all files."""
         return _bytes_of(columns, self._bytes)
 
     def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
-        """Yield the wanted rows in order, a bounded batch at a time, with these columns only.
+        """Yield the wanted rows in input order with these columns, a bounded batch at a time.
 
-        Row groups without a wanted row are not read. Raises InputError where a file breaks off.
+        Row groups without a wanted row are not read. Raises InputError where a file cannot be read.
         """
-        with contextlib.closing(Reader(self, columns)) as reader:
+        with contextlib.closing(DatasetReader(self, columns)) as reader:
             yield from reader.read(wanted)
 
     def open_group(
         self, file: InputFile, group: int, columns: Sequence[str]
     ) -> tuple[pq.ParquetFile, Iterator[pa.RecordBatch]]:
-        """Open a file, which is to be closed, and stream the stored ones of these columns of a row group."""
+        """Open a row group; return the open file, for the caller to close, and a stream of its batches.
+
+        The batches have those of the columns that are stored in the file. Raises OSError or ArrowException.
+        """
         parquet = pq.ParquetFile(
             self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
         )
@@ -146,10 +152,10 @@ class Dataset:
             columns=[name for name in columns if name not in self.partition_types],
             use_threads=False,
         )
-        return parquet, map(_with_alike_schema, batches)
+        return parquet, map(_normalize, batches)
 
     def with_partitions(self, batch: RowBatch, file: InputFile, columns: Sequence[str]) -> RowBatch:
-        """Add those of the columns that stand in the file's path."""
+        """Return the batch with those of the columns added that are partition columns of the file's path."""
         missing = [name for name in columns if name in self.partition_types]
         if not missing:
             return batch
@@ -168,15 +174,15 @@ class Dataset:
                 digest = _digest(source, info.size)
                 source.seek(0)
                 parquet = pq.ParquetFile(source)
-                return parquet.metadata, _alike(parquet.schema_arrow), digest
+                return parquet.metadata, _normalized(parquet.schema_arrow), digest
         except (OSError, pa.ArrowException) as failure:
             raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
 
 
-class Reader:
-    """Reads wanted rows again and again; where they lie ahead in the open row group, it goes on from there.
+class DatasetReader:
+    """Reads rows of a dataset repeatedly, and continues in the open row group where the next rows lie ahead.
 
-    So what is asked for in small ranges, one after the other, is decoded once.
+    So small consecutive ranges are decoded only once.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
@@ -185,11 +191,11 @@ class Reader:
         self._parquet: pq.ParquetFile | None = None
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._group: tuple[str, int] | None = None
-        self._start = 0  # ordinal of the first row of the batch that was decoded last
-        self._data: pa.RecordBatch | None = None
+        self._start = 0  # ordinal of the first row in `_data`
+        self._data: pa.RecordBatch | None = None  # the batch that was decoded last
 
     def read(self, wanted: BitMap64) -> Iterator[RowBatch]:
-        """Yield the wanted rows in order, as `Dataset.read` does."""
+        """Yield the wanted rows in input order, as `Dataset.read` does."""
         for file in self._dataset.files:
             if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
                 continue
@@ -199,7 +205,11 @@ class Reader:
                     if wanted.range_cardinality(start, start + rows):
                         yield from self._read_group(file, group, start, between(wanted, start, start + rows))
                     start += rows
-            except (OSError, IndexError, pa.ArrowException) as failure:  # an index: of a row group that went
+            except (
+                OSError,
+                IndexError,
+                pa.ArrowException,
+            ) as failure:  # IndexError: the file was replaced by one with fewer row groups
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
     def close(self) -> None:
@@ -232,7 +242,7 @@ class Reader:
 
 
 def _leaves(group: pq.RowGroupMetaData) -> dict[str, int]:
-    """Return the bytes of each leaf of the columns, by its path (`column.field.element`)."""
+    """Return the uncompressed bytes of each leaf column, by its path (`column.field.element`)."""
     chunks = map(group.column, range(group.num_columns))
     return {chunk.path_in_schema: chunk.total_uncompressed_size for chunk in chunks}
 
@@ -243,42 +253,42 @@ def _bytes_of(columns: Iterable[str], leaves: Mapping[str, int]) -> int:
 
 
 def batch_rows(rows: int, size: int) -> int:
-    """Return how many rows are read at once where so many have so many bytes."""
+    """Return the rows per batch for a row group of `rows` rows and `size` bytes."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
-def _with_alike_schema(data: pa.RecordBatch) -> pa.RecordBatch:
-    schema = _alike(data.schema)
+def _normalize(data: pa.RecordBatch) -> pa.RecordBatch:
+    schema = _normalized(data.schema)
     return data if data.schema.equals(schema) else data.cast(schema)
 
 
-def _alike(schema: pa.Schema) -> pa.Schema:
-    """Return a schema that may hold nulls anywhere: one file may have declared that it has none, another not.
+def _normalized(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with all fields nullable, and with types that Arrow can select and sort.
 
-    And whose values Arrow can pick and sort: those of `string_view` it cannot yet.
+    Files of one input may differ in which fields are nullable. `string_view` cannot be sorted yet.
     """
-    return pa.schema([_alike_field(field) for field in schema])
+    return pa.schema([_normalized_field(field) for field in schema])
 
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
-def _alike_field(field: pa.Field[Any]) -> pa.Field[Any]:
-    return field.with_type(_alike_type(field.type)).with_nullable(True)
+def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
+    return field.with_type(_normalized_type(field.type)).with_nullable(True)
 
 
-def _alike_type(kind: pa.DataType) -> pa.DataType:
+def _normalized_type(kind: pa.DataType) -> pa.DataType:
     if pt.is_list(kind):
-        return pa.list_(_alike_field(kind.value_field))
+        return pa.list_(_normalized_field(kind.value_field))
     if pt.is_large_list(kind):
-        return pa.large_list(_alike_field(kind.value_field))
+        return pa.large_list(_normalized_field(kind.value_field))
     if pt.is_fixed_size_list(kind):
-        return pa.list_(_alike_field(kind.value_field), kind.list_size)
+        return pa.list_(_normalized_field(kind.value_field), kind.list_size)
     if pt.is_map(kind):
-        key = _alike_field(kind.key_field).with_nullable(False)  # a map has no others
-        return pa.map_(key, _alike_field(kind.item_field), kind.keys_sorted)
+        key = _normalized_field(kind.key_field).with_nullable(False)  # as Arrow requires of a map
+        return pa.map_(key, _normalized_field(kind.item_field), kind.keys_sorted)
     if pt.is_struct(kind):
-        return pa.struct([_alike_field(field) for field in kind])
+        return pa.struct([_normalized_field(field) for field in kind])
     return _VIEWS.get(kind, kind)
 
 
@@ -303,7 +313,7 @@ def _digest(source: pa.NativeFile, size: int) -> str:
         digest.update(source.read())
     else:
         for block in range(SAMPLE_BLOCKS):
-            # evenly spread; the last block is the file's end: the footer with its statistics
+            # evenly spread; the last block is the end of the file, with the footer
             source.seek((size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
             digest.update(source.read(SAMPLE_BYTES))
     return digest.hexdigest()

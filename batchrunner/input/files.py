@@ -1,4 +1,4 @@
-"""An input path, or several, → the files there are, and what their paths say of their rows."""
+"""Finds the Parquet files of `input.path`, and the Hive partition columns in their paths."""
 
 from __future__ import annotations
 
@@ -18,40 +18,44 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+"""Directory value that stands for null."""
 
 
-def discover(given: Sequence[str], run: Path | None = None) -> tuple[pafs.FileSystem, list[str]]:
-    """Return where the files lie, and their sorted paths; raises InputError where there are none.
+def find_files(given: Sequence[str], run: Path | None = None) -> tuple[pafs.FileSystem, list[str]]:
+    """Return the file system and the sorted paths of the files; raises InputError where there are none.
 
-    Files under `run`, the run's own directory, are left out, unless a path names nothing else.
+    Files in the run directory `run` are left out, unless a path names no others.
     """
     found: dict[str, str] = {}
-    places = [_place(name) for name in given]
-    fs = places[0][0]
-    for name, (own_fs, path) in zip(given, places, strict=True):
-        if own_fs != fs:
+    located = [_locate(name) for name in given]
+    fs = located[0][0]
+    for name, (its_fs, path) in zip(given, located, strict=True):
+        if its_fs != fs:
             raise InputError(f"{name}: lies on another file system than {given[0]}: one input lies on one")
         try:
             local = isinstance(fs, pafs.LocalFileSystem)
             files = _local_files(name, Path(path)) if local else _remote_files(name, fs, path)
-        except (OSError, pa.ArrowException) as failure:  # a name that is too long, a place we may not enter
+        except (
+            OSError,
+            pa.ArrowException,
+        ) as failure:  # the name is too long, or a directory is not accessible
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
-        others = {place: file for place, file in files.items() if run not in Path(place).parents}
-        for place, file in (others or files).items():
+        others = {real: file for real, file in files.items() if run not in Path(real).parents}
+        for real, file in (others or files).items():
             _check_name(file)
-            found.setdefault(place, file)
+            found.setdefault(real, file)
     return fs, sorted(found.values())
 
 
 def _check_name(file: str) -> None:
-    """Raise InputError where a name on disk is no text: Arrow and our own records take nothing else."""
+    """Raise InputError where a file name is not UTF-8, which Arrow and run.json need."""
     try:
         file.encode()
     except UnicodeEncodeError:
         raise InputError(f"{os.fsencode(file)!r}: its name is not valid UTF-8: rename it") from None
 
 
-def _place(given: str) -> tuple[pafs.FileSystem, str]:
+def _locate(given: str) -> tuple[pafs.FileSystem, str]:
     if "://" not in given:
         return pafs.LocalFileSystem(), given
     try:
@@ -62,7 +66,7 @@ def _place(given: str) -> tuple[pafs.FileSystem, str]:
 
 
 def _local_files(given: str, path: Path) -> dict[str, str]:
-    """Return files by where they lie: the name of a directory may be written in several ways."""
+    """Return files by their resolved paths, since one directory may be named in several ways."""
     path = path.expanduser()
     if path.is_dir():
         files = [p for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))]
@@ -85,18 +89,18 @@ def _remote_files(given: str, fs: pafs.FileSystem, path: str) -> dict[str, str]:
     if kind == pafs.FileType.File:
         files = [path]
     elif kind == pafs.FileType.Directory:
-        below = [file for file in _below(fs, path) if file.endswith(".parquet")]
-        files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
-    elif "*" in path:  # all that a glob can have in a URI, where a `?` begins the query
+        found = [file for file in _files_below(fs, path) if file.endswith(".parquet")]
+        files = [file for file in found if not _hidden(PurePosixPath(file.removeprefix(path)))]
+    elif "*" in path:  # the only magic character in a URI, where `?` begins the query
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
-        files = [file for file in _below(fs, top) if re.fullmatch(pattern, file)]
+        files = [file for file in _files_below(fs, top) if re.fullmatch(pattern, file)]
     if not files:
         raise InputError(f"{given}: no Parquet file there")
     return {file: file for file in files}
 
 
-def _below(fs: pafs.FileSystem, directory: str) -> list[str]:
+def _files_below(fs: pafs.FileSystem, directory: str) -> list[str]:
     selector = pafs.FileSelector(directory, allow_not_found=True, recursive=True)
     return [entry.path for entry in fs.get_file_info(selector) if entry.is_file]
 
@@ -106,13 +110,13 @@ def _hidden(path: PurePath) -> bool:
 
 
 def hive_partitions(path: str) -> dict[str, str | None]:
-    """Return the columns that a file's path holds, `name=value` a directory."""
+    """Return the partition columns in a file's path, from directories named `name=value`; None is null."""
     pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if "=" in part)
     return {unquote(key): None if value == HIVE_NULL else unquote(value) for key, value in pairs}
 
 
 def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa.DataType]:
-    """Columns that every file has a partition value for: int64 where all are whole numbers, else string."""
+    """Return the type of each partition column that all files have: int64 for whole numbers, else string."""
     types: dict[str, pa.DataType] = {}
     for name in sorted(set(partitions[0]).intersection(*partitions)):
         values = [value for of_file in partitions if (value := of_file[name]) is not None]
@@ -122,10 +126,10 @@ def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa
 
 
 def first_line(failure: BaseException) -> str:
-    """Say what went wrong without the stack that Arrow may add."""
+    """Return the first line of an error's text; Arrow may add a stack trace below it."""
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 
-def shown(path: str | Sequence[str]) -> str:
-    """Write an input path, or a list of them, as a person did."""
+def join_paths(path: str | Sequence[str]) -> str:
+    """Return `input.path`, which may be a list, as one text for messages."""
     return path if isinstance(path, str) else ", ".join(path)

@@ -1,4 +1,4 @@
-"""A job's input: the job, its dataset and the renderer of its prompts."""
+"""The input of a job: the job, its dataset and the renderer of its prompts."""
 
 from __future__ import annotations
 

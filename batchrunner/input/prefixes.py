@@ -1,8 +1,8 @@
-"""What prompts have in common: their beginnings, as bytes.
+"""Common prefixes of prompts, in bytes.
 
-An engine keeps what it has computed for a prompt and uses it for the next one that begins with the same
-tokens. Bytes stand for tokens here: texts with a common beginning have one in tokens too, but for a token or
-two at its end.
+An engine's prefix cache reuses what was computed for a prompt when another one begins with the same tokens.
+Bytes stand for tokens here: texts with a common prefix have about the same one in tokens, except for a token
+or two at its end.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 BLOCK_BYTES, BLOCK_SHARE = 64, 16
-"""A sort key looks at blocks of so many bytes, and deep in a prompt of this part of the way that lies before
-them: two that have 10 kB in common may count as having 9.5 kB, and the key of a megabyte has 520 bytes."""
+"""Size of the blocks of a prompt whose checksums are its sort key: a block has BLOCK_BYTES, or 1/BLOCK_SHARE
+of the bytes before it where that is more. So a common prefix of 10 kB may count as 9.5 kB, and the key of a
+prompt of 1 MB has 520 bytes."""
 
 
 def _blocks(longest: int) -> list[tuple[int, int]]:
@@ -35,22 +36,19 @@ _BLOCKS = _blocks(1 << 30)
 _ENDS = [end for _, end in _BLOCKS[:-1]]
 
 
-def sort_key(prefix: bytes) -> tuple[bytes, int]:
-    """Return a short key, and what tells prompts with the same key apart.
+def sort_key(prompt: bytes) -> tuple[bytes, int]:
+    """Return a short sort key for a prompt, and a checksum of its rest, which is no whole block.
 
-    In the order of keys those that begin alike stand together, at every depth, and one that goes on where
-    another ends comes behind it: a key is a checksum (4 bytes) of each whole block of the prompt.
+    The key is a 4-byte checksum of each whole block. Sorted by it, prompts with a common prefix are
+    neighbours, whatever its length, and a prompt comes right before those that continue it.
     """
-    whole = bisect_right(_ENDS, len(prefix))
-    sums = array("I", [crc32(prefix[start:end]) for start, end in _BLOCKS[:whole]])
-    return sums.tobytes(), crc32(prefix[_BLOCKS[whole][0] :])
+    whole = bisect_right(_ENDS, len(prompt))
+    sums = array("I", [crc32(prompt[start:end]) for start, end in _BLOCKS[:whole]])
+    return sums.tobytes(), crc32(prompt[_BLOCKS[whole][0] :])
 
 
-def prefix_of(request: Request) -> bytes:
-    """Return the bytes whose beginning decides what of the cache a row can use: its prompt, in full.
-
-    Rows with another LoRA adapter share nothing: its name comes first.
-    """
+def prompt_bytes(request: Request) -> bytes:
+    """Return the whole prompt as bytes, after the name of the LoRA adapter, since adapters share no cache."""
     adapter = f"{request.lora_path}\0".encode() if request.lora_path else b""
     if request.kind == "input_ids":
         return adapter + _ids(request.prompt)
@@ -59,16 +57,16 @@ def prefix_of(request: Request) -> bytes:
     return adapter + b"".join(map(_message, request.prompt))
 
 
-def common(one: bytes, other: bytes) -> int:
-    """Return how many bytes two prompts have in common at their beginning."""
+def common_length(one: bytes, other: bytes) -> int:
+    """Return the length of the common prefix of two prompts, in bytes."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
-    low, step = 0, 64  # the first `low` bytes are equal
+    low, step = 0, 64  # invariant: the first `low` bytes are equal
     while one[low : low + step] == other[low : low + step]:
         low += step
         step *= 2
-    high = min(low + step, most)  # and somewhere before `high` they differ
+    high = min(low + step, most)  # and they differ before `high`
     while high - low > 1:
         middle = (low + high) // 2
         if one[low:middle] == other[low:middle]:
@@ -81,7 +79,7 @@ def common(one: bytes, other: bytes) -> int:
 def _ids(ids: Sequence[int]) -> bytes:
     try:
         return struct.pack(f">{len(ids)}i", *ids)
-    except struct.error:  # no token has such an id: the row is refused when it is sent
+    except struct.error:  # an id over 32 bits: the engine refuses the row
         return repr(ids).encode()
 
 

@@ -1,8 +1,9 @@
-"""Rows → requests: templates filled in, columns turned into prompts and per-row sampling."""
+"""Renders rows into requests: fills in templates, takes prompts and sampling parameters from columns."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -12,30 +13,36 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.templates import Predicate, Template, is_template
-from batchrunner.job.spec import FromColumn
+from batchrunner.job.sampling import FromColumn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from batchrunner.core.types import PromptKind
     from batchrunner.input.dataset import Dataset, RowBatch
-    from batchrunner.job.spec import InputSpec, PromptSpec, SamplingSpec
+    from batchrunner.job.sampling import SamplingSpec
+    from batchrunner.job.spec import InputSpec, PromptSpec
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
-_NUMERIC = {
+_NUMBERS = {
     *_WHOLE, "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 }  # fmt: skip
+"""Names of sampling parameters by the type of their values."""
 
 Row = dict[str, Any]
+"""Values of a row by column."""
 
 
 class Renderer:
-    """Makes requests of a job's rows. `columns` are the input columns that it reads."""
+    """Renders the rows of a job. `columns` are the input columns that it reads, `kind` is its prompt kind."""
 
     def __init__(
         self, dataset: Dataset, source: InputSpec, prompt: PromptSpec, sampling: SamplingSpec
     ) -> None:
-        """Compile templates and check columns; raises JobError or InputError before anything is sent."""
+        """Compile the templates and check the columns.
+
+        Raises JobError for a bad template, InputError for a missing column or one of a wrong type.
+        """
         self.kind: PromptKind
         self._prompt_of: Callable[[Row], Any]
         self._chat_template_kwargs = prompt.chat_template_kwargs
@@ -79,7 +86,7 @@ class Renderer:
         )
 
     def render(self, batch: RowBatch) -> list[Request | Outcome]:
-        """Turn a batch into requests, in order; a row whose data does not fit becomes its final Outcome."""
+        """Return a request for each row of a batch, in order, or an Outcome where it cannot be rendered."""
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
         items: list[Request | Outcome] = []
         for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
@@ -93,9 +100,9 @@ class Renderer:
     def _request(self, ref: RowRef, row: Row) -> Request:
         for value in row.values():
             if isinstance(value, UnreadableValue):
-                raise RowRefusedError(str(value))
+                raise RowRefusedError(value.reason)
         if self.predicate is not None:
-            self.predicate(row)  # rows reach here if it is true, or if it fails: then the row fails with it
+            self.predicate(row)  # raises the error of a row on which the filter fails: such rows are selected
         sampling = self._fixed
         if self._per_row:
             own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
@@ -105,24 +112,27 @@ class Renderer:
 
 
 def _sendable(name: str, value: Any) -> Any:
-    """Return a row's own value as it is sent; raises RowRefusedError for a number that cannot be."""
+    """Return a value from a column as it is sent; raises RowRefusedError for an unusable number."""
     if not isinstance(value, float):
         return value
-    if not math.isfinite(value) or (name in _WHOLE and abs(value) >= 1 << 63):  # JSON has no word for it
+    if not math.isfinite(value) or (name in _WHOLE and abs(value) >= 1 << 63):  # JSON cannot express it
         raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
     if name not in _WHOLE:
         return value
     if not value.is_integer():
         raise RowRefusedError(f"sampling.{name}: {value} is not a whole number")
-    return int(value)  # a column of whole numbers and a null is one of floats to pandas
+    return int(value)  # pandas turns a column of whole numbers with a null into floats
 
 
-class UnreadableValue(ValueError):  # noqa: N818 - a value that stands in a column, not something raised
-    """Stands for a value that Python cannot hold (bad UTF-8, a date out of range)."""
+@dataclass(frozen=True, slots=True)
+class UnreadableValue:
+    """Stands for a value that Python cannot represent (bad UTF-8, a date out of range)."""
+
+    reason: str
 
 
 def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row]:
-    """Return the rows of a batch, of these columns, as Python values; see `values_of`."""
+    """Return the rows of a batch as Python values of these columns, see `values_of`."""
     columns = [values_of(batch.data.column(name)) for name in names]
     if not columns:
         return [{} for _ in batch.rows]
@@ -130,7 +140,7 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row]:
 
 
 def values_of(column: pa.Array) -> list[Any]:
-    """Turn a column into Python values; one that cannot be becomes an UnreadableValue, the rest survive."""
+    """Return a column as Python values; one that Python cannot represent becomes an UnreadableValue."""
     try:
         return list(column.to_pylist())
     except (ValueError, OverflowError, pa.ArrowException):  # UnicodeDecodeError is a ValueError
@@ -145,7 +155,7 @@ def _value_of(item: pa.Scalar[Any]) -> Any:
 
 
 class _Column:
-    """A prompt that stands in a column as it is."""
+    """Takes the prompt of a row from a column."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -217,8 +227,8 @@ def _check_input_ids(field: pa.Field[Any]) -> None:
 
 
 def _check_value(name: str, field: pa.Field[Any]) -> None:
-    """Refuse a column that cannot hold values of this sampling parameter."""
-    for is_kind, names, wanted in _VALUES:
+    """Raise InputError for a column whose type does not fit this sampling parameter."""
+    for is_kind, names, wanted in _COLUMN_TYPES:
         if name in names and not is_kind(field.type):
             raise InputError(f"sampling.{name}: column {field.name!r} must hold {wanted} (got {field.type})")
 
@@ -227,8 +237,8 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pt.is_integer(kind) or pt.is_floating(kind))
 
 
-_VALUES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
-    (_is_number, _NUMERIC, "numbers"),
+_COLUMN_TYPES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
+    (_is_number, _NUMBERS, "numbers"),
     (_is_text, {"json_schema", "regex", "ebnf", "structural_tag", "lora_path"}, "texts"),
     (
         lambda kind: _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)),
@@ -243,7 +253,7 @@ _VALUES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
 def _split_sampling(
     sampling: SamplingSpec, dataset: Dataset
 ) -> tuple[dict[str, Any], dict[str, str], str | FromColumn | None]:
-    """Part what is the same for all rows from what a column brings."""
+    """Return the parameters that all rows share, the column of each other one, and the LoRA adapter."""
     fixed: dict[str, Any] = {}
     per_row: dict[str, str] = {}
     for name, field in type(sampling).model_fields.items():
@@ -254,7 +264,7 @@ def _split_sampling(
             continue
         if isinstance(value, FromColumn):
             per_row[name] = value.column
-            value = field.default  # what a null stands for
+            value = field.default  # the value for a null
         if value is not None:
             fixed[name] = value
     if isinstance(fixed.get("json_schema"), dict):

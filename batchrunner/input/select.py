@@ -57,13 +57,14 @@ def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
 
 
 def selected_rows(
-    dataset: Dataset, predicate: Predicate | None, limit: int | None, look: Callable[[], None]
+    dataset: Dataset, predicate: Predicate | None, limit: int | None, check_stop: Callable[[], None]
 ) -> BitMap64:
-    """Return the rows that the job is about: those where the filter is true, the first `limit` of them.
+    """Return the ordinals of the first `limit` rows for which the filter is true.
 
-    A row where the filter fails (a null compared with a number, say) is selected: it ends as a failed row
-    that says so. Only the filter's columns are read, and reading stops at the limit. `look` is called now and
-    then, and raises where the run is to stop.
+    A filter or limit of None selects all. A row on which the filter fails (null compared with a number, for
+    example) is selected too, and ends as a failed row with that error. Only the filter's columns are read,
+    and no row after the limit. `check_stop` is called after each batch, and may raise to end the search.
+    Raises InputError.
     """
     everything = BitMap64()
     everything.add_range(
@@ -73,7 +74,7 @@ def selected_rows(
         return everything
     selected = BitMap64()
     for batch in dataset.read(everything, predicate.columns):
-        look()
+        check_stop()
         for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
             if _selects(predicate, values):
                 selected.add(row)

@@ -1,4 +1,4 @@
-"""Jinja2 templates and expressions over a row's columns, in a sandbox that cannot reach Python objects."""
+"""Jinja2 templates and filter expressions over the columns of a row, in a sandbox."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _TO_TEXT = (
     "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
     "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
 )  # fmt: skip
-"""Filters that make a null the text "None"."""
+"""Filters of jinja2 that would turn a null into the text "None"."""
 
 
 class NullValueError(ValueError):
-    """A template printed a null, which would otherwise read "None" in the prompt."""
+    """A template prints a null, which would read "None" in the prompt."""
 
 
 def is_template(text: str) -> bool:
-    """Tell a template from a plain column name."""
+    """Return whether a text is a template and not a column name."""
     return "{{" in text or "{%" in text
 
 
 class Template:
-    """A text template over columns; `columns` are those that it names."""
+    """A template of a text; `columns` are the input columns that it names."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
@@ -46,9 +46,9 @@ class Template:
         self._new_context, self._parts = template.new_context, template.root_render_func
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Fill in one row's values; raises RowRefusedError where its data does not fit the template."""
+        """Return the text for a row; raises RowRefusedError where the template fails on its values."""
         try:
-            # as Template.render, which would merge the globals anew for every row: half of the time
+            # like jinja2's render, which merges the globals again for each row and takes twice as long
             return "".join(self._parts(self._new_context({**self._globals, **row}, shared=True)))
         except NullValueError:
             nulls = ", ".join(name for name in self.columns if row[name] is None)
@@ -60,7 +60,7 @@ class Template:
 
 
 class Predicate:
-    """A boolean expression over columns; `columns` are those that it names."""
+    """A boolean expression; `columns` are the input columns that it names."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
@@ -71,7 +71,7 @@ class Predicate:
             raise JobError(f"{where}: {failure.message}") from None
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Evaluate for one row; raises RowRefusedError where its data does not fit the expression."""
+        """Return the expression's truth for a row; raises RowRefusedError where it fails on its values."""
         try:
             return bool(self._evaluate(row))
         except Exception as failure:  # noqa: BLE001 - expressions run user data through any operator
@@ -79,7 +79,7 @@ class Predicate:
 
 
 def unknown_column(name: str, available: Collection[str]) -> str:
-    """Say that a column is not there, with the nearest one that is."""
+    """Return the error text for a missing column, with the most similar existing one."""
     near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown column {name!r}{hint} (the input has: {', '.join(available)})"
@@ -88,7 +88,7 @@ def unknown_column(name: str, available: Collection[str]) -> str:
 def _columns_of(source: str, *, where: str, available: Collection[str]) -> list[str]:
     try:
         tree = _environment().parse(source)
-        _environment().compile(source)  # finds more: filters and tests that do not exist
+        _environment().compile(source)  # also finds unknown filters and tests
     except jinja2.TemplateSyntaxError as failure:
         raise JobError(f"{where}: line {failure.lineno}: {failure.message}") from None
     if any(name.name == "self" for name in tree.find_all(jinja2.nodes.Name)):
@@ -104,20 +104,20 @@ def _columns_of(source: str, *, where: str, available: Collection[str]) -> list[
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Finds a struct's field before a method of its name, such as `items`."""
+    """Looks up a struct's field before a method of the same name, such as `items`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return a field, or what jinja2 finds."""
+        """Return the field, else what jinja2 returns."""
         if isinstance(obj, dict) and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
 
 class _TextCode(CodeGenerator):
-    """Looks at each value that `~` makes a text."""
+    """Compiles `~` so that each operand passes through `finalize`, which refuses nulls."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        """Write the call that joins them."""
+        """Write the call that joins the operands."""
         self.write("str_join((")
         for part in node.nodes:
             self.write("environment.finalize(")
@@ -131,14 +131,14 @@ def _environment() -> _Environment:
     environment = _Environment(
         undefined=jinja2.StrictUndefined, finalize=_printed, keep_trailing_newline=False
     )
-    # jinja2's own escapes < > & ' for HTML, which no prompt wants
+    # jinja2's own filter escapes < > & ' for HTML
     environment.filters["tojson"] = _tojson
     return environment
 
 
 @cache
 def _text_environment() -> _Environment:
-    """Return that of prompts, where a null may not read "None"; an expression may compare it."""
+    """Return the environment of prompts, which refuses nulls; in filter expressions nulls may be compared."""
     environment = _environment().overlay()
     assert isinstance(environment, _Environment)
     environment.code_generator_class = _TextCode
@@ -152,13 +152,13 @@ def _text_environment() -> _Environment:
     return environment
 
 
-def _guarded(text_of: Callable[..., Any], look: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Look at what a filter makes a text."""
-    first = 1 if hasattr(text_of, "jinja_pass_arg") else 0  # after jinja2's own argument
+def _guarded(text_of: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a filter that passes its value through `check` first."""
+    first = 1 if hasattr(text_of, "jinja_pass_arg") else 0  # jinja2 may pass an argument of its own first
 
     @wraps(text_of)
     def guarded(*args: Any, **named: Any) -> Any:
-        return text_of(*args[:first], look(args[first]), *args[first + 1 :], **named)
+        return text_of(*args[:first], check(args[first]), *args[first + 1 :], **named)
 
     return guarded
 
@@ -176,7 +176,7 @@ def _refuse_null(value: Any) -> Any:
 
 
 def _printed(value: Any) -> Any:
-    """Refuse what would be a text without a meaning: a null, a method's address."""
+    """Return a value that is to be printed; raises for a null or a function, whose text is meaningless."""
     if callable(value):
         raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
     return _refuse_null(value)

@@ -16,7 +16,8 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from batchrunner.core.errors import JobError
-from batchrunner.job.spec import EngineSpec, Job
+from batchrunner.job.engine import EngineSpec
+from batchrunner.job.spec import Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Rows put into the order of a column of theirs, on disk: dealt out to buckets, then bucket by bucket."""
+"""External bucket sort: rows are partitioned by a numeric column into files, which are sorted one by one."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-GATHERED_BYTES = 32 << 20
-"""Rows wait in memory until they are so many bytes: each bucket then gets a piece that is worth a write."""
-_LIGHTLY = pa.ipc.IpcWriteOptions(compression="lz4")
+BUFFER_BYTES = 32 << 20
+"""Bytes of rows that are collected before they are partitioned, so that each bucket gets a long write."""
+_LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 class Buckets:
-    """Rows by a column of numbers; one bucket has to fit into memory."""
+    """Sorts rows by a column of whole numbers; one bucket has to fit into memory."""
 
-    def __init__(self, directory: Path, by: str, ends: Sequence[int]) -> None:
-        """Part them at each of the sorted `ends`, which begins the next bucket; the last is above all."""
+    def __init__(self, directory: Path, column: str, ends: Sequence[int]) -> None:
+        """Set the bounds: bucket i holds numbers below ends[i] and from ends[i-1] on.
+
+        `ends` is sorted, and its last number is greater than any in the column. `directory` takes the files.
+        """
         self._directory = directory
-        self._by = by
+        self._column = column
         self._ends = ends
-        self._gathered: list[pa.Table] = []
+        self._buffer: list[pa.Table] = []
         self._bytes = 0
 
     def put(self, table: pa.Table) -> None:
-        """Take some rows. Raises OSError."""
-        self._gathered.append(table)
+        """Add rows. Raises OSError."""
+        self._buffer.append(table)
         self._bytes += table.nbytes
-        if self._bytes >= GATHERED_BYTES:
-            self._deal_out()
+        if self._bytes >= BUFFER_BYTES:
+            self._partition()
 
     def take(self) -> Iterator[pa.Table]:
-        """Yield the rows of each bucket in order, and delete it. Raises OSError."""
-        self._deal_out()
+        """Yield the sorted rows of each bucket in turn, and delete its file. Raises OSError."""
+        self._partition()
         for path in sorted(self._directory.glob("bucket-*.arrows")):
-            table = pa.concat_tables(_streams(path)).sort_by(self._by)
+            table = pa.concat_tables(_streams(path)).sort_by(self._column)
             path.unlink()
             yield table
 
-    def _deal_out(self) -> None:
-        if not self._gathered:
+    def _partition(self) -> None:
+        if not self._buffer:
             return
-        table = pa.concat_tables(self._gathered).sort_by(self._by)
-        self._gathered, self._bytes = [], 0
-        numbers = table.column(self._by)
+        table = pa.concat_tables(self._buffer).sort_by(self._column)
+        self._buffer, self._bytes = [], 0
+        numbers = table.column(self._column)
         start = 0
         while start < table.num_rows:
             bucket = bisect_right(self._ends, numbers[start].as_py())
@@ -56,9 +59,9 @@ class Buckets:
             start = end
 
     def _append(self, bucket: int, rows: pa.Table) -> None:
-        """Write a stream of their own, so that no file stays open however many buckets there are."""
+        """Append an Arrow stream of its own to the file, so that no file stays open between calls."""
         path = self._directory / f"bucket-{bucket:06d}.arrows"
-        with path.open("ab") as file, pa.ipc.new_stream(file, rows.schema, options=_LIGHTLY) as stream:
+        with path.open("ab") as file, pa.ipc.new_stream(file, rows.schema, options=_LZ4) as stream:
             stream.write_table(rows)
 
 

@@ -1,4 +1,4 @@
-"""Outcomes → Arrow: the columns of a part, made without what `pa.array` would import."""
+"""Converts outcomes into Arrow tables with the columns of a part, without `pa.array` (`arrow_array`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _NUMBER_CODES = {pa.int32(): "i", pa.int64(): "q", pa.float64(): "d"}
 
 
 def result_schema(carried: pa.Schema, *, samples: int, metadata: dict[str, str]) -> pa.Schema:
-    """Return the schema of a part: `row`, the carried columns, then the result's own."""
+    """Return the schema of a part: `row`, the carried columns, then the columns of the result.
+
+    With `samples` above 1 some of these are lists, with one value for each sample.
+    """
 
     def each(kind: pa.DataType) -> pa.DataType:
         return kind if samples == 1 else pa.list_(kind)
@@ -41,20 +44,20 @@ def result_schema(carried: pa.Schema, *, samples: int, metadata: dict[str, str])
 
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, *, samples: int) -> pa.Table:
-    """Return outcomes as rows of a part."""
+    """Return outcomes as a table of the schema of a part, in the given order."""
 
-    def of(name: str) -> list[Any]:
+    def per_sample(name: str) -> list[Any]:
         if samples == 1:
             return [getattr(o.completion, name)[0] if o.completion else None for o in outcomes]
         return [getattr(o.completion, name) if o.completion else None for o in outcomes]
 
     values: dict[str, Any] = {
         "row": [o.ref.row for o in outcomes],
-        "output": of("texts"),
-        "finish_reason": of("finish_reasons"),
+        "output": per_sample("texts"),
+        "finish_reason": per_sample("finish_reasons"),
         "prompt_tokens": [o.completion.prompt_tokens if o.completion else None for o in outcomes],
         "cached_tokens": [o.completion.cached_tokens if o.completion else None for o in outcomes],
-        "completion_tokens": of("completion_tokens"),
+        "completion_tokens": per_sample("completion_tokens"),
         "latency_s": [o.latency_s for o in outcomes],
         "attempts": [o.attempts for o in outcomes],
         "error": [o.error for o in outcomes],
@@ -68,7 +71,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, *, samples: int) ->
 
 
 def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Make an array of texts, bytes, numbers or lists of them, None for null.
+    """Return an array of texts, bytes, numbers or lists of these; None becomes null.
 
     `pa.array` does the same, but imports pandas where that is installed: 47 MB, and 0.2 s while rows wait.
     Lone surrogates, which JSON can carry and Parquet's UTF-8 cannot, become question marks.
@@ -95,22 +98,21 @@ def _offsets(items: Sequence[Any]) -> pa.Buffer:
 
 
 def _validity(values: Sequence[Any]) -> pa.Buffer:
-    """Arrow's bitmap: bit i, counted from the lowest of the first byte, is 0 where value i is null."""
+    """Return Arrow's validity bitmap: bit i, from the lowest bit of the first byte, is 0 for a null."""
     bits = int("".join("0" if value is None else "1" for value in reversed(values)), 2)
     return pa.py_buffer(bits.to_bytes((len(values) + 7) // 8, "little"))
 
 
 def _carried(refs: Sequence[RowRef]) -> pa.Table:
-    """Gather the carried columns of these rows, in their order, from the batches that hold them."""
+    """Return the carried columns of these rows, in their order, from the batches that hold them."""
     groups: dict[int, tuple[pa.RecordBatch, list[int], list[int]]] = {}
-    for place, ref in enumerate(refs):
-        _, indices, places = groups.setdefault(id(ref.carried), (ref.carried, [], []))
-        indices.append(ref.position)
-        places.append(place)
-    taken = [batch.take(arrow_array(indices, pa.int64())) for batch, indices, _ in groups.values()]
+    for at, ref in enumerate(refs):
+        _, positions, indices = groups.setdefault(id(ref.carried), (ref.carried, [], []))
+        positions.append(ref.position)
+        indices.append(at)
+    taken = [batch.take(arrow_array(positions, pa.int64())) for batch, positions, _ in groups.values()]
     table = pa.Table.from_batches(taken)
-    order = [place for _, _, places in groups.values() for place in places]
-    back = [0] * len(order)
-    for at, place in enumerate(order):
-        back[place] = at
-    return table.take(arrow_array(back, pa.int64()))
+    inverse = [0] * len(refs)
+    for at, index in enumerate(chain.from_iterable(indices for _, _, indices in groups.values())):
+        inverse[index] = at
+    return table.take(arrow_array(inverse, pa.int64()))

@@ -1,4 +1,4 @@
-"""A disk that takes nothing is waited for: a full one gets room, a mount comes back."""
+"""Repeats writes that fail until the disk accepts them: a full disk gets space, a mount comes back."""
 
 from __future__ import annotations
 
@@ -6,41 +6,70 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from batchrunner.output.run_dir import cannot_write
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_fixed
+
+from batchrunner.output.files import cannot_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tenacity import RetryCallState
+
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+PAUSE_S = 1.0
+"""Seconds between two tries of a write."""
+
+
+class StopRequest(Protocol):
+    """The user's wish to end the run."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the run is to end without waiting for anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskWait:
-    """How long a disk is waited for."""
+    """How long a failing write is repeated."""
 
     wait_s: float
-    in_a_hurry: Callable[[], bool] = lambda: False
-    """Whether the run is to stop at once: then nothing is waited for."""
+    """Seconds after the first failure, from `limits.disk_wait`."""
+    stop_request: StopRequest | None = None
+    """Ends the wait early."""
 
-    async def do(self, path: Path, write: Callable[[], None]) -> None:
-        """Write `path`, in a thread, again and again until it goes well; raises StorageError in the end."""
+    async def write(self, path: Path, write: Callable[[], None]) -> None:
+        """Call `write`, which writes `path`, in a thread until it succeeds; raises StorageError at the end.
+
+        Only an OSError is followed by another try.
+        """
         failed_at: float | None = None
-        while True:
-            try:
-                await asyncio.to_thread(write)
-            except OSError as failure:
-                if failed_at is None:
-                    failed_at = time.monotonic()
-                    log.warning("%s: %s: the run pauses until it can be written", path, failure.strerror)
-                if self.in_a_hurry() or time.monotonic() - failed_at > self.wait_s:
-                    raise cannot_write(path, failure) from None
-                await asyncio.sleep(AGAIN_S)
-            else:
-                if failed_at is not None:
-                    log.warning("%s: written after %.0f s", path, time.monotonic() - failed_at)
-                return
+
+        def gives_up(_: RetryCallState) -> bool:
+            if self.stop_request is not None and self.stop_request.at_once:
+                return True
+            return failed_at is not None and time.monotonic() - failed_at > self.wait_s
+
+        def note_failure(state: RetryCallState) -> None:
+            nonlocal failed_at
+            if failed_at is None:
+                failed_at = time.monotonic()
+                why = getattr(state.outcome and state.outcome.exception(), "strerror", None)
+                log.warning("%s: %s: the run pauses until it can be written", path, why)
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(OSError),
+            wait=wait_fixed(PAUSE_S),
+            stop=gives_up,
+            before_sleep=note_failure,
+            reraise=True,
+        )
+        try:
+            await retrying(asyncio.to_thread, write)
+        except OSError as failure:
+            raise cannot_write(path, failure) from None
+        if failed_at is not None:
+            log.warning("%s: written after %.0f s", path, time.monotonic() - failed_at)

@@ -1,4 +1,4 @@
-"""The run's story as JSON lines: starts, samples of the engine's load, decisions, the end."""
+"""The event log of a task, as JSON lines: starts, samples of the engine's load, decisions, the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from batchrunner.output.run_dir import writing
+from batchrunner.output.files import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TAIL_BYTES = 1 << 20
+"""Bytes at the end of a log that are read to find its newest events."""
 _HEAD = re.compile(rb'{"time":[0-9.]+,"elapsed_s":([0-9.]+),"event":"([a-z]+)"')
 
 
 class EventLog:
-    """Appends events; each has `time` (seconds since the epoch), `elapsed_s` (of this attempt) and `event`.
+    """Appends events. Each has `time` (seconds since the epoch), `elapsed_s` (of the attempt) and `event`.
 
-    Events that are written before the log is opened are kept, and written when it is.
+    Events that come before the log is opened are written after its first event.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,15 +35,15 @@ class EventLog:
         self._lost = 0
 
     def open(self) -> None:
-        """Open the file and begin to count `elapsed_s`; raises StorageError."""
+        """Open the file for appending and begin to count `elapsed_s`; raises StorageError."""
         with writing(self._path):
             self._file = self._path.open("ab", buffering=0)
         self._began = time.monotonic()
 
     def write(self, event: str, **values: Any) -> None:
-        """Write one event; if the disk takes none, the next one that it takes says how many are missing.
+        """Append one event; one that cannot be written is dropped and counted in the next one's `events_lost`.
 
-        The attempt's first event is `start`; early events follow it.
+        The first event of an attempt is `start`; events from before the log was opened follow it.
         """
         if self._file is None:
             self._early.append((event, values))
@@ -61,7 +62,7 @@ class EventLog:
         }
         begin = b""
         if self._lost:
-            line["events_lost"], begin = self._lost, b"\n"  # the last one may have been cut short
+            line["events_lost"], begin = self._lost, b"\n"  # the event before may lack its end
         frame = begin + orjson.dumps(line, default=str) + b"\n"
         try:
             self._lost = 0 if file.write(frame) == len(frame) else self._lost + 1
@@ -75,53 +76,53 @@ class EventLog:
             self._file = None
 
 
-_NONE = (FileNotFoundError, IsADirectoryError)
+_NO_LOG = (FileNotFoundError, IsADirectoryError)
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Return a log's events in order; a line torn by a crash is left out."""
+    """Yield the events of a log in order; skips lines that a crash has torn. No log means no events."""
     return _events_in(_lines(path))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    with contextlib.suppress(*_NONE), path.open("rb") as file:
+    with contextlib.suppress(*_NO_LOG), path.open("rb") as file:
         yield from file
 
 
-def earlier_wall_s(path: Path) -> tuple[int, float]:
-    """Return how many starts a log tells of, and their wall time together in seconds.
+def attempts_in(path: Path) -> tuple[int, float]:
+    """Return the number of attempts in a log, and their wall time together in seconds.
 
-    A start that was killed counts up to its last event. Of each line only the head is looked at: a day's
-    log has a hundred megabytes.
+    A killed attempt counts up to its last event. Only the head of each line is parsed, since the log of a
+    day has about 100 MB.
     """
-    starts, total, last = 0, 0.0, 0.0
+    attempts, total, last = 0, 0.0, 0.0
     for line in _lines(path):
         if head := _HEAD.match(line):
             if head[2] == b"start":
-                starts += 1
+                attempts += 1
                 total += last
             last = float(head[1])
-    return starts, total + last
+    return attempts, total + last
 
 
-def span(path: Path) -> tuple[float, float] | None:
-    """Return when a log's first and last events were written (seconds since the epoch); None without any."""
+def time_span(path: Path) -> tuple[float, float] | None:
+    """Return the times of a log's first and last events (seconds since the epoch); None without events."""
     first, last = next(read_events(path), None), next(_last_events(path), None)
     return (first["time"], last["time"]) if first and last else None
 
 
 def last_sample(path: Path) -> dict[str, Any] | None:
-    """Return the newest sample of a log."""
+    """Return the newest `sample` event of a log; None where its end holds none."""
     return next((event for event in _last_events(path) if event["event"] == "sample"), None)
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the events at the end of a log, newest first."""
+    """Yield the events in the last TAIL_BYTES of a log, newest first."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines()
-    except _NONE:
+    except _NO_LOG:
         return iter(())
     return _events_in(reversed(lines))
 

@@ -1,8 +1,8 @@
-"""Finished rows, durable long before their part is: tables appended to a file, each synced as it comes.
+"""Journals: files to which finished rows are appended and synced, long before their part is written.
 
 A frame is three little-endian 32-bit numbers (bytes of the payload, its CRC-32, its rows) and the payload, an
-Arrow IPC stream with its own schema. A write that a crash or a full disk cut short leaves a torn last frame,
-which readers take for the end.
+Arrow IPC stream with its own schema. A write that a crash or a full disk interrupts leaves a torn last frame;
+readers stop there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from batchrunner.output.run_dir import sync_directory
+from batchrunner.output.files import sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<III")
 
 
 class Journal:
-    """A new journal; every method raises OSError, after which the same call may be made again."""
+    """A new journal. Every method raises OSError; after that the same call may be repeated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,32 +37,32 @@ class Journal:
             raise
 
     def append(self, table: pa.Table) -> None:
-        """Add rows; when this returns they survive a power failure."""
+        """Append rows; once this returns they survive a power failure."""
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         payload = sink.getvalue()
         frame = memoryview(_HEADER.pack(payload.size, zlib.crc32(payload), table.num_rows) + payload)
         written = 0
-        while written < len(frame):  # at the end of what is whole: over what a failed try has left
+        while written < len(frame):  # after the last whole frame: overwrites what a failed try left
             written += os.pwrite(self._file, frame[written:], self._end + written)
         os.fsync(self._file)
         self._end += len(frame)
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file, which stays on disk."""
         os.close(self._file)
 
 
 def read_journal(path: Path) -> Iterator[pa.Table]:
-    """Yield the tables of a journal, up to the first frame that is torn or damaged."""
+    """Yield the tables of a journal up to the first torn or damaged frame; raises FileNotFoundError."""
     with path.open("rb") as file:
-        left = path.stat().st_size
-        while left >= _HEADER.size:
+        remaining = path.stat().st_size
+        while remaining >= _HEADER.size:
             size, checksum, _ = _HEADER.unpack(file.read(_HEADER.size))
-            left -= _HEADER.size + size
-            # a header of zeros: after a power cut a file may be longer than what was written to it
-            if size == 0 or left < 0 or zlib.crc32(payload := file.read(size)) != checksum:
+            remaining -= _HEADER.size + size
+            # zeros: after a power failure a file may be longer than what was written to it
+            if size == 0 or remaining < 0 or zlib.crc32(payload := file.read(size)) != checksum:
                 return
             with pa.ipc.open_stream(payload) as reader:
                 yield reader.read_all()

@@ -1,4 +1,4 @@
-"""Parts → one dataset in input order, in bounded memory."""
+"""Merges the parts of a run into one dataset in input order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import HeldError, OutputError, ResumeError
+from batchrunner.core.errors import OutputError, ResumeError, TaskHeldError
 from batchrunner.output.buckets import Buckets
-from batchrunner.output.parts import open_part, tidy
-from batchrunner.output.run_dir import RunDir, sync_directory, writing
+from batchrunner.output.files import sync_directory, writing
+from batchrunner.output.parts import open_part, recover
+from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 
 if TYPE_CHECKING:
@@ -21,26 +22,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BUCKET_ROWS = 100_000
-"""Of a bucket, and of a merged file, at most."""
+"""Most rows in a bucket, which becomes a merged file."""
 BUCKET_BYTES = 128 << 20
-"""Of a bucket in memory, about."""
-SAMPLED = 32
-"""Parts that are looked at for the size of a row."""
+"""Approximate bytes of a bucket in memory."""
+SAMPLED_PARTS = 32
+"""Parts that are read to estimate the size of a row."""
 
 
 def merge(run: str | Path) -> Path:
-    """Write `merged/*.parquet`, the rows of all parts in input order; return the directory.
+    """Write the rows of all parts in input order to `merged/*.parquet`; return that directory.
 
-    Rows are first dealt out to buckets of consecutive ordinals, then each bucket is sorted: two passes over
-    the data, one bucket in memory. Raises OutputError where there is nothing to merge or it cannot be
-    written, ResumeError where a part is damaged.
+    Rows are partitioned into buckets of consecutive ordinals, then each bucket is sorted: two passes over
+    the data with one bucket in memory. Journals of tasks that no process holds become parts first. Raises
+    OutputError where there is nothing to merge or it cannot be written, ResumeError where a part is damaged.
     """
     run_dir = RunDir(run)
     run_dir.refuse_links()
     for task in run_dir.all_tasks():
         if task.journals():
-            with contextlib.suppress(HeldError), hold_task(task) as claim, writing(task.parts):
-                tidy(task, claim)
+            with contextlib.suppress(TaskHeldError), hold_task(task) as lock, writing(task.parts):
+                recover(task, lock)
     parts = run_dir.all_parts()
     if not parts:
         raise OutputError(f"{run}: no parts to merge: not a run's output path, or nothing has finished yet")
@@ -55,7 +56,7 @@ def merge(run: str | Path) -> Path:
         sync_directory(run_dir.path)
     except OSError as failure:
         raise OutputError(f"{run_dir.merged}: cannot be written: {failure.strerror or failure}") from None
-    except (KeyError, pa.ArrowException) as failure:  # parts of another run among them, say
+    except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {str(failure).splitlines()[0]}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -71,9 +72,9 @@ def _in_order(parts: list[Path], work: Path) -> Iterator[pa.Table]:
 
 
 def _bucket_rows(parts: list[Path]) -> int:
-    """Judge by a sample of the parts; footers count a text that many rows have only once."""
+    """Return the rows per bucket, estimated from some parts; footers count a repeated text only once."""
     rows = size = 1
-    for part in parts[:: 1 + len(parts) // SAMPLED]:
+    for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
         table = _read(part)
         rows, size = rows + table.num_rows, size + table.nbytes
     return max(1, min(BUCKET_ROWS, BUCKET_BYTES * rows // size))

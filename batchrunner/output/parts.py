@@ -1,4 +1,4 @@
-"""Parts: Parquet files that are whole when they appear and readable at any moment."""
+"""Parts: Parquet files of finished rows, whole when they appear and readable at any moment."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
+from batchrunner.output.files import TEMPORARY, link_part, make_directory, sync_directory, whole_file
 from batchrunner.output.journal import read_journal
-from batchrunner.output.run_dir import (
-    TEMPORARY,
-    make_directory,
-    name_part,
-    number_of,
-    sync_directory,
-    whole_file,
-)
+from batchrunner.output.run_dir import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,59 +28,59 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def open_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part to read it; raises ResumeError where it is damaged, FileNotFoundError where it is gone."""
+    """Open a part for reading; raises ResumeError where it is damaged, FileNotFoundError where it is gone."""
     try:
         with pq.ParquetFile(path) as part:
             yield part
     except FileNotFoundError:
         raise
-    except (OSError, KeyError, pa.ArrowException):  # KeyError: somebody else's columns
+    except (OSError, KeyError, pa.ArrowException):  # KeyError: a column is missing
         raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
 
 
-def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], claim: TaskLock) -> int:
-    """Write rows, in input order, as the part of the first number that is free; return the number.
+def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:
+    """Write rows in input order as a part, under the first free number from `first` on; return the number.
 
-    A part that has it already stays: one that an old listing did not show, or ours, of a try that failed
-    afterwards. Rows that it holds are not written again. Raises OSError or ClaimLostError, and then leaves
-    no trace.
+    An existing part is kept, and rows that it holds are not written again: it may be missing in a stale
+    listing, or come from a try of this call that failed after writing it. Raises OSError or
+    TaskLockLostError, and then leaves no file behind.
     """
     table = pa.concat_tables(tables).sort_by("row")
     for number in count(first):
         path = run_dir.part(number)
         try:
-            with whole_file(path, claim.token, name_part) as temporary:
+            with whole_file(path, lock.token, link_part) as temporary:
                 pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
-                claim.verify()
+                lock.verify()
             break
         except FileExistsError:
             table = _without(table, path)
             if not table.num_rows:
-                sync_directory(path.parent)  # that may be where it failed
+                sync_directory(path.parent)  # the earlier try may have failed here
                 break
-            log.warning("%s: is there, and not of this start: it is kept, and the next number used", path)
+            log.warning("%s: was written by another attempt: it is kept, and the next number is used", path)
     return number
 
 
 def _without(table: pa.Table, path: Path) -> pa.Table:
-    """Return the rows that a part does not hold; one that cannot be read, or has just gone, holds none."""
+    """Return the rows that a part does not hold; an unreadable or deleted part holds none."""
     try:
         with pq.ParquetFile(path) as part:
-            there = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
+            existing = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
     except (FileNotFoundError, KeyError, pa.ArrowException):
         return table
-    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=there)))
+    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=existing)))
 
 
-def tidy(run_dir: RunDir, claim: TaskLock) -> None:
-    """Clear up after a start that did not come to its end: torn parts go, and journals become parts.
+def recover(run_dir: RunDir, lock: TaskLock) -> None:
+    """Finish what an interrupted attempt of this task left: delete torn parts, turn journals into parts.
 
-    `claim` is held on the task. Raises OSError.
+    The caller holds `lock`, the lock of the task. Raises OSError or TaskLockLostError.
     """
     for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)
     for path in run_dir.journals():
         if tables := list(read_journal(path)):
             make_directory(run_dir.parts)
-            write_part(run_dir, number_of(path), tables, claim)
+            write_part(run_dir, number_of(path), tables, lock)
         path.unlink(missing_ok=True)

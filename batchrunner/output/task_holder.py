@@ -1,29 +1,193 @@
-"""Who holds a task, told from its files at once: no wait for the heartbeat of another machine."""
+"""Which process holds a task directory, and whether it still runs.
+
+The file `owner` names the holder, the file `heartbeat` holds a counter that the holder increases every few
+seconds. A process on the same machine is looked up in /proc. One on another machine counts as dead when its
+counter has stood still for DEAD_AFTER_S of the observer's clock: no two clocks are compared.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import socket
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.output.task_lock import TaskLock
+import orjson
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from batchrunner.output.run_dir import RunDir
 
+OWNER, HEARTBEAT = "owner", "heartbeat"
+"""Names of the two files in the task directory."""
+DEAD_AFTER_S = 75.0
+"""Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
+UNNAMED_AFTER_S = 5.0
+"""Seconds after which an `owner` without a whole name counts as left by a process that died writing it."""
+POLL_S = 1.0
+"""Pause between two polls of another task's holder."""
+SHORT_POLL_S = 0.2
+"""Pause where a change is expected at once."""
+ABANDONED_PID = 0
+"""Process ID in `owner` of a task that its holder gave up without finishing it."""
 SILENT_S = 300.0
 """A task on another machine counts as ended when its last sample is older than this, by this machine's clock.
 A sample that is older although the task is running is from an earlier attempt."""
 
 
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """A process, described so that processes on this and other machines can tell whether it runs."""
+
+    host: str
+    machine: str
+    """/etc/machine-id; "" where it cannot be read, as `boot` and `namespace`."""
+    boot: str
+    """The kernel's ID of the machine's current boot."""
+    namespace: str
+    """The kernel's ID of the namespace that the process ID belongs to."""
+    pid: int
+    started: str
+    """Start time of the process in kernel ticks: process IDs are reused."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Random name of this holder, part of the names of its files."""
+    rows: int = 0
+    """Rows in the input as the holder found it, which decide its shard; 0 where there are no shards."""
+
+    def __str__(self) -> str:
+        """Name it for a person."""
+        return f"batchrun with pid {self.pid} on {self.host}"
+
+    def is_dead(self, observer: LockHolder) -> bool | None:
+        """Return whether the process has ended; None where the process `observer` cannot tell."""
+        if self.pid == ABANDONED_PID:
+            return True
+        if (self.host, self.machine) != (observer.host, observer.machine) or not self.boot:
+            return None
+        if self.boot != observer.boot:
+            return True if self.machine else None
+        if self.namespace != observer.namespace:
+            return None
+        return _start_time(self.pid) != self.started
+
+
+def this_process() -> LockHolder:
+    """Describe the current process, with a new token."""
+    return LockHolder(
+        host=socket.gethostname(),
+        machine=_text("/etc/machine-id"),
+        boot=_text("/proc/sys/kernel/random/boot_id"),
+        namespace=_link("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        started=_start_time(os.getpid()),
+    )
+
+
+class LivenessMonitor:
+    """Observes a task's holder from outside; for one on another machine that takes up to DEAD_AFTER_S."""
+
+    def __init__(
+        self, directory: Path, me: LockHolder | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`directory` is the task directory, `me` the observing process."""
+        self._owner, self._heartbeat = directory / OWNER, directory / HEARTBEAT
+        self._me = me or this_process()
+        self._clock = clock
+        self._last_seen = (b"", b"")
+        self._changed_at = clock()
+        self._has_beaten = False  # since the first poll
+        self.owner_content = b""
+        """Content of `owner` at the last poll."""
+
+    @property
+    def holder(self) -> LockHolder | None:
+        """The holder at the last poll; None where there was none, or no whole name."""
+        return parse_holder(self.owner_content)
+
+    def poll(self) -> bool | None:
+        """Read the files again and return whether the holder runs; None while that is not known yet.
+
+        A holder that released the task, or whose name is not whole after UNNAMED_AFTER_S, does not run.
+        """
+        before, now = self._last_seen, self._clock()
+        self._last_seen = (read_bytes(self._owner), read_bytes(self._heartbeat))
+        self.owner_content = self._last_seen[0]
+        if self._last_seen != before:
+            self._has_beaten = bool(before[0] and self.owner_content)  # a new `owner` is no heartbeat
+            self._changed_at = now
+        dead = self.holder.is_dead(self._me) if self.holder else None
+        if dead is not None:
+            return not dead
+        if now - self._changed_at > (DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S):
+            return False
+        return True if self._has_beaten else None
+
+
+def read_holder(directory: Path) -> LockHolder | None:
+    """Return the process that `owner` of a task directory names; None where it names none."""
+    return parse_holder(read_bytes(directory / OWNER))
+
+
+def is_held(directory: Path) -> bool | None:
+    """Return whether a running process holds a task directory; None where only its heartbeat can tell."""
+    holder = read_holder(directory)
+    if holder is None:
+        return False
+    dead = holder.is_dead(this_process())
+    return None if dead is None else not dead
+
+
 def holder_of(run_dir: RunDir, sample: dict[str, Any] | None) -> str | None:
     """Return the process that holds a task, or None; `sample` is the newest in the task's event log."""
-    lock = TaskLock(run_dir.task_directory)
-    held = lock.is_held()
+    held = is_held(run_dir.task_directory)
     if held is None and sample:  # only the heartbeat could tell, which takes a minute; the log is at hand
         held = is_recent(sample)
-    return None if held is False else str(lock.holder())
+    return None if held is False else str(read_holder(run_dir.task_directory))
 
 
 def is_recent(sample: dict[str, Any]) -> bool:
-    """Tell whether a sample is young enough for its task to be running."""
+    """Return whether a sample is young enough for its task to be running."""
     return bool(time.time() - sample["time"] < SILENT_S)
+
+
+def parse_holder(content: bytes) -> LockHolder | None:
+    """Return the holder that an `owner` file names; None where the content is no whole name."""
+    try:
+        return LockHolder(**orjson.loads(content))
+    except (ValueError, TypeError):
+        return None
+
+
+def read_bytes(path: Path, *, strict: bool = False) -> bytes:
+    """Return a file's content, b"" where it does not exist; with `strict` raise any other OSError."""
+    try:
+        return path.read_bytes()
+    except OSError as failure:
+        if strict and not isinstance(failure, FileNotFoundError):
+            raise
+        return b""
+
+
+def _start_time(pid: int) -> str:
+    """Return the start time of a process, "" where there is none (field 22 of /proc/PID/stat)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return str(Path(path).readlink())
+    return ""

@@ -1,4 +1,4 @@
-"""Outcomes → journal → parts, while rows end: durable within a second, and a part every 30 s."""
+"""Writes outcomes while a run goes on: to a journal within `output.durable`, to a part every 30 s."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import asyncio
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from pyroaring import BitMap64
+import pyarrow as pa
 
+from batchrunner.core.row_set import from_column
 from batchrunner.output.columns import table_of
+from batchrunner.output.files import make_directory, writing
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
-from batchrunner.output.run_dir import make_directory, number_of, writing
+from batchrunner.output.run_dir import number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    import pyarrow as pa
+    from pyroaring import BitMap64
 
     from batchrunner.core.types import Outcome
     from batchrunner.output.disk_wait import DiskWait
@@ -29,18 +30,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PART_S = 30.0
-"""A finished row waits at most this long for its part to be written."""
-EARLY = 0.7
-"""Of the time in which a row must be durable passes before it is written: the rest is for the disk."""
+"""Seconds after its first row at which a part is written, even if it is not full."""
+FLUSH_FRACTION = 0.7
+"""Fraction of `output.durable` to wait before rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
-"""Bytes kept in memory, at most, before a part is written."""
+"""Most bytes of rows in memory before they are written."""
+
+
+class CommitListener(Protocol):
+    """Learns which rows are in a part, and so need no journal or input any more."""
+
+    def committed(self, rows: BitMap64) -> None:
+        """Note that these rows are in a part. Called in a thread; may block and raise OSError."""
 
 
 class ResultWriter:
-    """Makes finished rows durable in a journal, and parts of them, by number of rows or every 30 s.
+    """Writes finished rows to a journal, and to a part every `part_rows` rows or PART_S seconds.
 
-    A disk that takes nothing is waited for: rows then wait in memory, and those that no longer fit there
-    hold their places, so that the run pauses.
+    While the disk accepts no writes, rows wait in memory up to a limit; `put` then blocks, so that their
+    slots stay taken and the run pauses.
     """
 
     def __init__(
@@ -51,13 +59,14 @@ class ResultWriter:
         part_rows: int,
         samples: int,
         durable_s: float,
-        claim: TaskLock,
-        landed: Callable[[BitMap64], None],
+        lock: TaskLock,
+        listener: CommitListener,
         disk: DiskWait,
     ) -> None:
-        """`claim` is held on the task; `landed` is told of rows that are in parts.
+        """Create the directory of the parts; raises StorageError.
 
-        Raises StorageError.
+        `samples` is the number of answers per row, `durable_s` the seconds within which a row is on disk,
+        `lock` the lock of the task, which the caller holds.
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
@@ -67,20 +76,20 @@ class ResultWriter:
         self._samples = samples
         self._disk = disk
         self._durable_s = durable_s
-        self._claim = claim
-        self._landed = landed
+        self._lock = lock
+        self._listener = listener
         self._buffer: list[Outcome] = []
         self._bytes = 0
-        self._part = _Part(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), claim)
+        self._part = _PendingPart(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._timer: asyncio.Handle | None = None
-        self._timer_at = 0.0  # uvloop's handle does not know, where that is at once
+        self._timer_at = 0.0  # uvloop's handle lacks it where the delay is 0
 
     async def put(self, outcome: Outcome) -> None:
         """Take one outcome; waits while the disk is behind.
 
-        Raises StorageError where earlier rows could not be written.
+        Raises StorageError where earlier rows could not be written within `limits.disk_wait`.
         """
         self._buffer.append(outcome)
         self._bytes += _text_bytes(outcome)
@@ -92,21 +101,21 @@ class ResultWriter:
                 self._start_writing()
 
     def check(self) -> None:
-        """Raise the StorageError of a write that failed for good, in the background."""
+        """Raise the StorageError of a background write that failed for good."""
         for task in (self._writing, self._publishing):
             if task is not None and task.done():
                 task.result()
 
     async def close(self) -> None:
-        """Write what is left as a part; raises StorageError where it could not be written."""
+        """Write the remaining rows as a part; raises StorageError where they could not be written."""
         try:
             await self._wait()
             while self._buffer or self._part.rows or self._is_writing():
                 self._start_writing(last=True)
                 await self._wait()
-            await self._published()
+            await self._wait_for_part()
         finally:
-            if self._publishing is not None:  # where something else has failed, this may not go on either
+            if self._publishing is not None:  # after another failure this must not go on either
                 self._publishing.cancel()
                 await asyncio.gather(self._publishing, return_exceptions=True)
             self._drop_timer()
@@ -119,15 +128,15 @@ class ResultWriter:
         return self._writing is not None and not self._writing.done()
 
     async def _wait(self) -> None:
-        """Wait for what is being written, and pass on what went wrong with it."""
+        """Wait for the running write and raise its StorageError."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
     def _start_writing(self, *, last: bool = False) -> None:
-        """Write the oldest rows, unless some are being written or could not be written."""
+        """Write the oldest rows, unless a write is running or has failed for good."""
         self._drop_timer()
         if self._writing is None or (self._writing.done() and not self._writing.exception()):
-            room = self._part_rows - self._part.rows  # more may have come while others were written
+            room = self._part_rows - self._part.rows  # more rows may have come during the last write
             outcomes, self._buffer = self._buffer[:room], self._buffer[room:]
             self._bytes = sum(map(_text_bytes, self._buffer))
             self._writing = asyncio.ensure_future(self._write(outcomes, last=last))
@@ -135,35 +144,35 @@ class ResultWriter:
     async def _write(self, outcomes: list[Outcome], *, last: bool) -> None:
         part = self._part
         if outcomes:
-            part.take(await asyncio.to_thread(table_of, outcomes, self._schema, samples=self._samples))
+            part.add(await asyncio.to_thread(table_of, outcomes, self._schema, samples=self._samples))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
             if outcomes and self._publishing is not None and not self._publishing.done():
-                await self._disk.do(part.path, part.keep)  # that may take long
-            await self._published()  # the part before: two are in memory at most
+                await self._disk.write(part.path, part.append_journal)  # the wait below may take long
+            await self._wait_for_part()  # so that at most two parts are in memory
             self._publishing = asyncio.ensure_future(self._publish(part))
-            self._part = _Part(self._run_dir, part.number + 1, self._claim)
+            self._part = _PendingPart(self._run_dir, part.number + 1, self._lock)
         elif outcomes:
-            await self._disk.do(part.path, part.keep)
+            await self._disk.write(part.path, part.append_journal)
         self._set_timer()
 
-    async def _publish(self, part: _Part) -> None:
-        """Write a part, while the rows that end meanwhile go into the next one's journal."""
-        await self._disk.do(part.path, part.publish)
+    async def _publish(self, part: _PendingPart) -> None:
+        """Write a part; rows that finish meanwhile go into the journal of the next part."""
+        await self._disk.write(part.path, part.publish)
         self._part.number = max(self._part.number, part.number + 1)
-        await self._disk.do(part.path, functools.partial(self._landed, part.row_numbers()))
+        await self._disk.write(part.path, functools.partial(self._listener.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
-    async def _published(self) -> None:
+    async def _wait_for_part(self) -> None:
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
 
     def _set_timer(self) -> None:
-        """Look again when the first of the buffer's rows is due to be durable, or the part to be written."""
+        """Start a write when the oldest buffered row must become durable, or the part is due."""
         if not self._buffer and not self._part.rows:
             return
         due = self._part.began + PART_S - time.monotonic() if self._part.rows else PART_S
-        wait_s = max(0.0, min(self._durable_s * EARLY, due) if self._buffer else due)
+        wait_s = max(0.0, min(self._durable_s * FLUSH_FRACTION, due) if self._buffer else due)
         at = time.monotonic() + wait_s
         if self._timer is None or at < self._timer_at:
             self._drop_timer()
@@ -178,57 +187,59 @@ class ResultWriter:
             self._timer = None
 
 
-class _Part:
-    """The rows of one part to come: in its journal, and in memory. Its methods block, and may be repeated.
+class _PendingPart:
+    """The rows of the next part, in memory and in its journal.
 
-    One that was stopped for a while may have lost its task meanwhile, to somebody who tidied up after it. So
-    that nothing of it appears later, it asks when its file is there and before that file counts.
+    Its methods block, and may be repeated after an OSError.
+
+    A process that was stopped for a while may have lost its task to another one, which recovered it. So
+    `append_journal` and `publish` verify the lock before what they write counts.
     """
 
-    def __init__(self, run_dir: RunDir, number: int, claim: TaskLock) -> None:
+    def __init__(self, run_dir: RunDir, number: int, lock: TaskLock) -> None:
         self._run_dir = run_dir
-        self._claim = claim
+        self._lock = lock
         self.number = number
         self.rows = 0
         self.bytes = 0
         self.began = 0.0
-        self._journal_path = run_dir.journal(number, claim.token)
+        self._journal_path = run_dir.journal(number, lock.token)
         self._journal: Journal | None = None
         self._tables: list[pa.Table] = []
 
     @property
     def path(self) -> Path:
-        """Where it is to be, unless another part is there."""
+        """Path under which the part will be written, unless another part has it."""
         return self._run_dir.part(self.number)
 
-    def take(self, table: pa.Table) -> None:
-        """Add rows, which are then to be kept, or published."""
+    def add(self, table: pa.Table) -> None:
+        """Add rows, in memory only."""
         self.began = self.began or time.monotonic()
         self._tables.append(table)
         self.rows += table.num_rows
         self.bytes += table.nbytes
 
-    def keep(self) -> None:
-        """Make the rows that were taken last durable."""
-        self._claim.verify()
+    def append_journal(self) -> None:
+        """Append the rows that were added last to the journal, durably."""
+        self._lock.verify()
         if self._journal is None:
             make_directory(self._journal_path.parent)
             self._journal = Journal(self._journal_path)
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
-        """Write the part, which from now on stands for its journal."""
-        number = write_part(self._run_dir, self.number, self._tables, self._claim)
+        """Write the part and delete its journal."""
+        number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
-        self.number = number  # now: a repeated try is to see the same parts
+        self.number = number  # not earlier: a repeated call must begin at the same number
 
-    def row_numbers(self) -> BitMap64:
-        """Return the rows in it."""
-        return BitMap64(row for table in self._tables for row in table.column("row").to_pylist())
+    def row_set(self) -> BitMap64:
+        """Return the ordinals of its rows."""
+        return from_column(pa.concat_tables(self._tables).column("row"))
 
     def close(self) -> None:
-        """Let go of the journal."""
+        """Close the journal, where it is open."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.output.run_dir import write_json
+from batchrunner.output.files import write_json
 
 if TYPE_CHECKING:
     from pathlib import Path

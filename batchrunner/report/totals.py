@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.events import earlier_wall_s, span
-from batchrunner.output.resume import done_by_all, facts_of
+from batchrunner.output.events import attempts_in, time_span
+from batchrunner.output.resume import done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_json import require_run_json
 from batchrunner.report.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ def report_of_all(run: str | Path) -> Report:
     ResumeError where a part is damaged, StorageError.
     """
     run_dir = RunDir(run)
-    facts = facts_of(run_dir)
+    facts = require_run_json(run_dir)
     tasks = run_dir.all_tasks()
-    spans = [found for task in tasks if (found := span(task.events))]
+    spans = [found for task in tasks if (found := time_span(task.events))]
     wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
     done = done_by_all(run_dir)
     report = make_report(run_dir, done, facts["rows_total"], RowCounts())
@@ -76,7 +77,7 @@ def report_of_all(run: str | Path) -> Report:
         report,
         exit_code=exit_code, reason=reason, rows_resumed=0,
         wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
-        starts=sum(earlier_wall_s(task.events)[0] for task in tasks),
+        starts=sum(attempts_in(task.events)[0] for task in tasks),
         prompt_tokens=done.counts.prompt_tokens, cached_tokens=done.counts.cached_tokens,
         retries=done.counts.retries, finish_reasons=dict(done.counts.finish_reasons),
         output_tokens=report.output_tokens_all_starts,

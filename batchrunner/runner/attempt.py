@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import ResumeError
-from batchrunner.input.sort.plan import arrange, arranged_before
-from batchrunner.output.parts import tidy
+from batchrunner.input.sort.plan import find_sorted_copy, prepare_order
+from batchrunner.output.files import refresh_listing, writing
+from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
-from batchrunner.output.run_dir import see_anew, writing
-from batchrunner.output.task_lock import LOOK_S, HolderWatch, hold_task
+from batchrunner.output.task_holder import POLL_S, LivenessMonitor
+from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.prepare import find_done
 from batchrunner.runner.shard import JoinTask, Shard
@@ -60,7 +61,7 @@ def plan_attempt(
     run_dir = prepared.run_dir
     with writing(run_dir.path):
         for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
-            see_anew(directory)
+            refresh_listing(directory)
         if isinstance(prepared.part, JoinTask):
             find_done(prepared, model)
             return _plan_joined(prepared, sleeper, counts, events, retry_failed=retry_failed)
@@ -71,14 +72,14 @@ def plan_attempt(
             done = find_done(prepared, model, without_failed=retry_failed)
             if isinstance(prepared.part, Shard):
                 _check_shares(prepared, sleeper)
-            tidy(run_dir, lock)
+            recover(run_dir, lock)
             by_others = rows_of_others(run_dir)
         selected = prepared.selected(sleeper.check)
         todo = prepared.share_of(selected) - by_others
         total = len(todo | done.rows)
         todo -= done.rows
         place = run_dir.task_directory
-        copy, order = arranged_before(prepared, todo, place) or arrange(
+        copy, order = find_sorted_copy(prepared, todo, place) or prepare_order(
             prepared, todo, place, lock.token, sleeper.check
         )
         return Attempt(FixedRows(prepared, todo, total, copy), done, len(selected), order)
@@ -102,13 +103,13 @@ def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
     """
     run_dir, rows = prepared.run_dir, prepared.dataset.total_rows
     others = {
-        task.task: HolderWatch(task.task_directory)
+        task.task: LivenessMonitor(task.task_directory)
         for task in run_dir.all_tasks()
         if task.task != run_dir.task
     }
     while others:
         for task, watch in list(others.items()):
-            lives = watch.look()
+            lives = watch.poll()
             theirs = watch.holder.rows if watch.holder else 0
             if lives is False or theirs in {0, rows}:
                 del others[task]
@@ -118,11 +119,11 @@ def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
                     "which is still at work: wait for its end"
                 )
         if others:  # on other machines: only time tells whether they live
-            sleeper.sleep(LOOK_S)
+            sleeper.sleep(POLL_S)
 
 
 def check_nobody_works(run_dir: RunDir, sleeper: Sleeper) -> None:
-    """Raise HeldError if another task is at work: what it writes may not be discarded."""
+    """Raise TaskHeldError if another task is at work: what it writes may not be discarded."""
     for task in run_dir.all_tasks():
         if task.task != run_dir.task:
             with hold_task(task, sleeper.sleep):

@@ -29,8 +29,8 @@ from batchrunner.dispatch.tokenize import PromptTokenizer
 from batchrunner.job.queue_band import QueueBand
 from batchrunner.output.columns import result_schema
 from batchrunner.output.disk_wait import DiskWait
-from batchrunner.output.events import earlier_wall_s
-from batchrunner.output.resume import without_secrets
+from batchrunner.output.events import attempts_in
+from batchrunner.output.run_json import without_secrets
 from batchrunner.output.writer import ResultWriter
 from batchrunner.report.totals import versions
 from batchrunner.runner.progress import ProgressLog
@@ -74,16 +74,16 @@ async def build_run(
     """
     job, run_dir, rows = prepared.job, prepared.run_dir, attempt.rows
     began = time.monotonic()
-    earlier_starts, earlier_s = earlier_wall_s(run_dir.events)
+    earlier_starts, earlier_s = attempts_in(run_dir.events)
     writer = ResultWriter(
         run_dir,
         _schema(prepared, info),
         part_rows=job.output.part_rows,
         samples=job.sampling.n,
         durable_s=job.output.durable,
-        claim=lock,
-        landed=rows.committed,
-        disk=DiskWait(job.limits.disk_wait, lambda: control.at_once),
+        lock=lock,
+        listener=rows,
+        disk=DiskWait(job.limits.disk_wait, control),
     )
     _write_start(prepared, attempt, info, events)
     tokenizer = PromptTokenizer(job, prepared.renderer.kind, engine, info, events)

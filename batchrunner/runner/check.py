@@ -13,7 +13,7 @@ from batchrunner.core.types import Request
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
-from batchrunner.input.sort.plan import choice_for
+from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import find_done, prepare
 
@@ -82,7 +82,7 @@ def check(job: str, overrides: Sequence[str]) -> Check:
         rows_done=len(done.rows),
         rows_failed=done.counts.failed,
         rows_to_do=len(todo),
-        order=choice_for(prepared, todo),
+        order=decide_order(prepared, todo),
         prompts=[_shown(item, loaded.engine.kind) for item in islice(items, PROMPTS_SHOWN)],
     )
 

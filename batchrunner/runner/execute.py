@@ -12,9 +12,10 @@ from batchrunner.core.errors import JobError
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.events import EventLog, earlier_wall_s
-from batchrunner.output.resume import drop_failed, read_run_json
-from batchrunner.output.run_dir import writing
+from batchrunner.output.events import EventLog, attempts_in
+from batchrunner.output.files import writing
+from batchrunner.output.resume import drop_failed
+from batchrunner.output.run_json import read_run_json
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.html.page import leave_page
 from batchrunner.report.totals import make_report, verdict_of_done
@@ -85,7 +86,7 @@ async def execute(
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
             engine = make_engine(
-                job.engine, log_dir=run_dir.own, limits=job.limits, detokenizer=detokenizer_for(job)
+                job.engine, log_dir=run_dir.log_directory, limits=job.limits, detokenizer=detokenizer_for(job)
             )
             stack.push_async_callback(engine.close)
             info = await _open(engine, control)
@@ -128,7 +129,7 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
     if report.rows_left:
         reason = "nothing is free: other tasks do the rest"
-    starts, wall_s = earlier_wall_s(prepared.run_dir.events)
+    starts, wall_s = attempts_in(prepared.run_dir.events)
     old = read_run_json(prepared.run_dir) or {}
     engine = old.get("engine", {})
     report = replace(

@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.row_set import between
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.files import shown
+from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
-from batchrunner.output.resume import (
-    DISCARD,
-    DoneRows,
-    check_same_run,
-    fingerprint,
-    read_done,
-    read_run_json,
-    schema_of_results,
-)
+from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
-from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.run_json import DISCARD, check_same_run, fingerprint, read_run_json
+from batchrunner.output.task_holder import is_held
 from batchrunner.runner.shard import Shard, split_option
 
 if TYPE_CHECKING:
@@ -55,7 +48,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
     run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
     dataset = _open_dataset(job.input.path, run_dir)
     if not dataset.total_rows:
-        raise InputError(f"{shown(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
+        raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
     run_dir.check_writable()
     return PreparedJob(job, dataset, renderer, run_dir, part)
@@ -86,7 +79,7 @@ def _check_split(run_dir: RunDir, *, begun: bool) -> None:
     mine = split_option(run_dir.task)
     for other in run_dir.all_tasks():
         theirs = split_option(other.task)
-        counts = TaskLock(other.task_directory).is_held() is not False or (
+        counts = is_held(other.task_directory) is not False or (
             begun and (other.events.exists() or other.own_parts() or other.journals())
         )
         if theirs != mine and (theirs, mine) != ("", "--join") and counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchrunner.output.resume import DISCARD
+from batchrunner.output.run_json import DISCARD
 
 if TYPE_CHECKING:
     from batchrunner.core.types import Outcome

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import BatchrunError, StorageError
-from batchrunner.output.resume import fingerprint, read_done, write_run_json
+from batchrunner.output.resume import read_done
+from batchrunner.output.run_json import fingerprint, write_run_json
 from batchrunner.report.totals import make_report, verdict_of_done, versions
 from batchrunner.runner.shard import JoinTask
 
@@ -48,11 +49,11 @@ async def give_back(rows: TaskRows, lock: TaskLock) -> None:
         lock.verify()  # else they are another's by now
         rows.give_back()
 
-    if not lock.is_left:
+    if not lock.is_abandoned:
         try:
             await asyncio.to_thread(give_back_now)
         except (OSError, StorageError) as failure:
-            lock.leave()
+            lock.abandon()
             log.warning("leases were not given back: %s", failure)
 
 
@@ -116,7 +117,7 @@ class Run:
             except BaseException as error:  # also a second cancellation: rows may be in a journal only
                 rows_on_disk = False
                 if isinstance(self.prepared.part, JoinTask):
-                    self.lock.leave()
+                    self.lock.abandon()
                 if not isinstance(error, BatchrunError):
                     raise
                 failure = failure or error
@@ -139,7 +140,7 @@ class Run:
         write_run_json(
             self.prepared.run_dir,
             job,
-            fingerprint=fingerprint(job, self.prepared.dataset.files, self.info.model).as_dict(),
+            fingerprint=fingerprint(job, self.prepared.dataset.files, self.info.model),
             rows_total=self.attempt.rows_of_run,
             engine=asdict(self.info),
             versions=versions(self.info),

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
 from batchrunner.output.events import last_sample
-from batchrunner.output.resume import facts_of, read_done
+from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_json import require_run_json
 from batchrunner.output.task_holder import holder_of, is_recent
 from batchrunner.report.report import duration
 from batchrunner.runner.cluster.leases import Leases
@@ -25,7 +26,7 @@ as ended. The older sample of a task that is at work is one of an earlier attemp
 def status(run: str | Path) -> dict[str, Any]:
     """Return the state of a run; raises OutputError if the path holds none."""
     run_dir = RunDir(run)
-    facts = facts_of(run_dir)
+    facts = require_run_json(run_dir)
     tasks = [_task(task) for task in run_dir.all_tasks()]
     leases = Leases(run_dir.leases)
     leases.refresh()

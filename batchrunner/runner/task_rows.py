@@ -21,7 +21,7 @@ from tenacity import (
 
 from batchrunner.core.errors import InputError, InputLostError
 from batchrunner.core.types import Lease
-from batchrunner.input.sort.plan import order_at
+from batchrunner.input.sort.plan import open_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from batchrunner.core.types import Outcome, Request
     from batchrunner.input.dataset import RowBatch
-    from batchrunner.input.row_reader import Order
+    from batchrunner.input.row_reader import RowReader
     from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
@@ -151,8 +151,8 @@ class _PatientReader:
 
     def __init__(self, prepared: PreparedJob, copy: Path | None, stopped: threading.Event) -> None:
         leased = copy is not None and copy.parent == prepared.run_dir.leases
-        self._open = functools.partial(order_at, prepared, copy, leased=leased)
-        self._order: Order | None = self._open()
+        self._open = functools.partial(open_order, prepared, copy, leased=leased)
+        self._order: RowReader | None = self._open()
         self._stopped = stopped
 
     def read(self, lease: Lease) -> Iterator[RowBatch]:
@@ -164,7 +164,7 @@ class _PatientReader:
             nonlocal batches
             try:
                 self._order = self._order or self._open()
-                batches = batches or self._order.read(left.copy(), lease.places)
+                batches = batches or self._order.read(left.copy(), lease.positions)
                 return next(batches, None)
             except InputError:
                 self.close()

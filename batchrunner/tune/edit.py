@@ -8,13 +8,13 @@ import yaml
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.load import parse_engine
-from batchrunner.output.run_dir import whole_file, writing
+from batchrunner.output.files import whole_file, writing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from batchrunner.job.spec import EngineSpec
+    from batchrunner.job.engine import EngineSpec
 
 
 def apply_args(path: Path, args: Mapping[str, Any]) -> None:

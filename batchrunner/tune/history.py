@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import orjson
 
-from batchrunner.output.run_dir import writing
+from batchrunner.output.files import writing
 from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.search import changes, key_of
 

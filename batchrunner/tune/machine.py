@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from batchrunner.engines.logs.facts import Architecture
-    from batchrunner.job.spec import Job, ServerEngine
+    from batchrunner.job.engine import ServerEngine
+    from batchrunner.job.spec import Job
 
 POOL_SHARE = 4
 """A CPU's KV pool may take one part in this many of the free memory: others use the machine too."""

@@ -18,10 +18,10 @@ from pyroaring import BitMap64
 
 from batchrunner.core.types import Request
 from batchrunner.input.dataset import RowBatch
-from batchrunner.input.prefixes import prefix_of
-from batchrunner.input.sort.plan import arrange, choice_for, order_at, remove_copies
+from batchrunner.input.prefixes import prompt_bytes
+from batchrunner.input.sort.plan import decide_order, open_order, prepare_order, remove_sorted_copies
 from batchrunner.output.columns import arrow_array
-from batchrunner.output.run_dir import whole_file, writing
+from batchrunner.output.files import whole_file, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -119,15 +119,15 @@ def _blocks(
 ) -> list[pa.RecordBatch]:
     """Return the blocks that begin at these positions of the job's order of rows."""
     path = None
-    if choice_for(prepared, rows).order == "prefix":
-        path, _ = arrange(prepared, rows, directory, "tune", lambda: None)
+    if decide_order(prepared, rows).order == "prefix":
+        path, _ = prepare_order(prepared, rows, directory, "tune", lambda: None)
     wanted = rows
     if path is None:  # input order: only these rows are read
         wanted = BitMap64().union(*(rows[place : place + BLOCK_ROWS] for place in places))
         places = range(0, len(wanted), BLOCK_ROWS)
-    with contextlib.closing(order_at(prepared, path)) as order:
+    with contextlib.closing(open_order(prepared, path)) as order:
         blocks = list(_cut(order.read(wanted), places))
-    remove_copies(directory)
+    remove_sorted_copies(directory)
     return blocks
 
 
@@ -151,7 +151,7 @@ def _cut(batches: Iterable[RowBatch], places: Sequence[int]) -> Iterator[pa.Reco
 def _size(prepared: PreparedJob, block: pa.RecordBatch) -> float:
     """Return the bytes of a block's prompts."""
     items = prepared.renderer.render(RowBatch(list(range(block.num_rows)), block))
-    return sum(len(prefix_of(item)) for item in items if isinstance(item, Request))
+    return sum(len(prompt_bytes(item)) for item in items if isinstance(item, Request))
 
 
 def _table(data: pa.RecordBatch, schema: pa.Schema) -> pa.Table:

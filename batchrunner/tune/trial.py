@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
     from batchrunner.engines.base import Engine
-    from batchrunner.job.spec import Job, ServerEngine
+    from batchrunner.job.engine import ServerEngine
+    from batchrunner.job.spec import Job
     from batchrunner.tune.measurement import End
     from batchrunner.tune.sample import TuningSample
     from batchrunner.tune.search import TrialRequest

@@ -16,9 +16,10 @@ from batchrunner.core.errors import JobError
 from batchrunner.engines.device import gpus
 from batchrunner.engines.flags import command_line
 from batchrunner.engines.model_files import check_model
+from batchrunner.job.engine import GatewayEngine, InprocessEngine, ServerEngine
+from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
-from batchrunner.job.spec import Duration, GatewayEngine, InprocessEngine, ServerEngine
-from batchrunner.output.resume import fingerprint
+from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import prepare
@@ -55,7 +56,7 @@ def tune(
 
     Trials are kept under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
     JobError where the run does not launch the engine, or where `apply` would write to a file whose engine
-    was overridden; HeldError while another process tunes there.
+    was overridden; TaskHeldError while another process tunes there.
     """
     unknown = sorted(set(allow) - set(ALLOWABLE))
     if unknown:
@@ -92,7 +93,7 @@ def _search(
     log.info("sample: %s", sample)
     machine = machine_for(job, engine, allow, one_of_several=isinstance(job.engine, GatewayEngine))
     facts = {
-        "rows": fingerprint(job, prepared.dataset.files, engine.model).as_dict(),
+        "rows": fingerprint(job, prepared.dataset.files, engine.model),
         "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.cards, machine.card, machine.card_gb],

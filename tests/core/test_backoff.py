@@ -17,7 +17,7 @@ wishes = st.none() | st.floats(0, 3600)
 def pause(
     error: RequestError, *, tries: int = 1, failures: int = 0, attempts: int = 5, luck: float = 0
 ) -> float:
-    seconds = pause_before_retry(error, tries=tries, failures=failures, max_attempts=attempts, luck=luck)
+    seconds = pause_before_retry(error, tries=tries, failures=failures, max_attempts=attempts, jitter=luck)
     assert seconds is not None
     return seconds
 
@@ -65,7 +65,7 @@ def test_retry_after_is_a_floor(tries: int, luck: float, wish: float) -> None:
 def test_failures_are_limited(attempts: int, failures: int, tries: int, luck: float) -> None:
     """A row that fails is tried again exactly until it has failed max_attempts times."""
     seconds = pause_before_retry(
-        AttemptFailedError("500"), tries=tries, failures=failures, max_attempts=attempts, luck=luck
+        AttemptFailedError("500"), tries=tries, failures=failures, max_attempts=attempts, jitter=luck
     )
     assert (seconds is None) == (failures >= attempts)
 
@@ -74,4 +74,4 @@ def test_failures_are_limited(attempts: int, failures: int, tries: int, luck: fl
 @given(tries=counts, attempts=st.integers(1, 20))
 def test_a_refused_row_is_never_sent_again(error: RequestError, tries: int, attempts: int) -> None:
     """What cannot succeed costs one try."""
-    assert pause_before_retry(error, tries=tries, failures=0, max_attempts=attempts, luck=0.5) is None
+    assert pause_before_retry(error, tries=tries, failures=0, max_attempts=attempts, jitter=0.5) is None

@@ -25,8 +25,10 @@ from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.registry import make_engine
+from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
 from batchrunner.job.load import parse_engine
-from batchrunner.job.spec import GATEWAY_DROPS, GatewayEngine, LimitsSpec, SamplingSpec
+from batchrunner.job.sampling import SamplingSpec
+from batchrunner.job.spec import LimitsSpec
 from tests.conftest import (
     batchrun,
     events_of,

@@ -125,7 +125,7 @@ def test_a_partition_that_becomes_another_type(tmp_path: Path, server: FakeSGLan
 
 READS = [
     ("batchrunner.input.dataset.Dataset.open_group", "input"),
-    ("batchrunner.input.row_reader.SortedCopy._read_group", "prefix"),
+    ("batchrunner.input.sort.sorted_copy.SortedCopy._read_group", "prefix"),
 ]
 
 

@@ -25,7 +25,7 @@ from tests.support.tuning_lab import CPU
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.job.spec import ServerEngine
+    from batchrunner.job.engine import ServerEngine
     from tests.support.fake_sglang import FakeSGLang
 
 LIMITED = """

@@ -19,7 +19,7 @@ from batchrunner.engines.simulated import (
     answer,
     count_tokens,
 )
-from batchrunner.job.spec import SimulatedEngine
+from batchrunner.job.engine import SimulatedEngine
 
 if TYPE_CHECKING:
     from batchrunner.engines.base import Engine

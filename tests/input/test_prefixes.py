@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.types import Request, RowRef
-from batchrunner.input.prefixes import common, prefix_of
+from batchrunner.input.prefixes import common_length, prompt_bytes
 from tests.support.prompts import shared
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def test_common_is_the_longest_common_beginning(start: bytes, one: bytes, other:
     """The search by halves finds what a byte by byte comparison finds."""
     pairs = zip(start + one, start + other, strict=False)
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    assert common(start + one, start + other) == alike
+    assert common_length(start + one, start + other) == alike
 
 
 @given(st.lists(st.text(alphabet="ab", max_size=6), max_size=12))
@@ -44,13 +44,13 @@ def test_messages_with_a_common_beginning_have_common_bytes() -> None:
     """A conversation's next turn begins with the bytes of the turns before it."""
     first = [{"role": "system", "content": "s" * 50}, {"role": "user", "content": "hello"}]
     longer = [*first, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
-    assert prefix_of(request("messages", longer)).startswith(prefix_of(request("messages", first)))
+    assert prompt_bytes(request("messages", longer)).startswith(prompt_bytes(request("messages", first)))
 
 
 def test_another_adapter_shares_nothing() -> None:
     """The cache of one LoRA adapter is of no use to another."""
-    one, other = (prefix_of(request("text", "long text" * 9, lora)) for lora in ("a", "b"))
-    assert common(one, other) == 0
+    one, other = (prompt_bytes(request("text", "long text" * 9, lora)) for lora in ("a", "b"))
+    assert common_length(one, other) == 0
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_another_adapter_shares_nothing() -> None:
 )
 def test_what_no_engine_takes_has_a_beginning_too(kind: PromptKind, prompt: Any) -> None:
     """A prompt that will be refused when it is sent does not end the run before."""
-    assert prefix_of(request(kind, prompt))
+    assert prompt_bytes(request(kind, prompt))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import JobError
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import load_job
-from batchrunner.job.spec import ServerEngine
 from tests.support.example_job import EXAMPLE, example, refusal
 
 if TYPE_CHECKING:

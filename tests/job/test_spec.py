@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import JobError
+from batchrunner.job.engine import AttachEngine, ServerEngine, SimulatedEngine
 from batchrunner.job.load import load_job, parse_engine
-from batchrunner.job.spec import RESULT_COLUMNS, AttachEngine, FromColumn, Job, ServerEngine, SimulatedEngine
+from batchrunner.job.sampling import FromColumn
+from batchrunner.job.spec import RESULT_COLUMNS, Job
 from tests.conftest import ROOT
 from tests.support.example_job import EXAMPLE, example, refusal
 

@@ -14,8 +14,9 @@ import orjson
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import OutputError
-from batchrunner.output.task_lock import DEAD_AFTER_S, Holder, TaskLock, TaskLockLostError, this_process
+from batchrunner.core.errors import OutputError, TaskLockLostError
+from batchrunner.output.task_holder import DEAD_AFTER_S, LockHolder, is_held, this_process
+from batchrunner.output.task_lock import TaskLock
 from tests.conftest import job_of, results_of, started, write_job
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
-def on_host(name: str) -> Holder:
+def on_host(name: str) -> LockHolder:
     """A process of another machine."""
     return dataclasses.replace(
         this_process(), host=name, machine=f"machine of {name}", token=f"token of {name}"
@@ -44,18 +45,18 @@ class Clock:
         self.each()
 
 
-def claim_of(path: Path, holder: Holder, clock: Clock | None = None) -> TaskLock:
+def lock_of(path: Path, holder: LockHolder, clock: Clock | None = None) -> TaskLock:
     clock = clock or Clock()
     return TaskLock(path, holder, clock=lambda: clock.now, sleep=clock.sleep)
 
 
 def test_the_living_are_left_alone(tmp_path: Path) -> None:
     """A holder on another host whose counter moves is not replaced, and found out before a minute is over."""
-    first, clock = claim_of(tmp_path, on_host("a")), Clock()
-    first.take()
+    first, clock = lock_of(tmp_path, on_host("a")), Clock()
+    first.acquire()
     clock.each = lambda: first.beat() if clock.now > 10 else None
     with pytest.raises(OutputError, match=r"batchrun with pid \d+ on a is writing this run"):
-        claim_of(tmp_path, on_host("b"), clock).take()
+        lock_of(tmp_path, on_host("b"), clock).acquire()
     assert clock.now < 15
     first.verify()
 
@@ -63,12 +64,12 @@ def test_the_living_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("skew_s", [-3600.0, 0.0, 1e9])
 def test_the_dead_are_replaced(tmp_path: Path, skew_s: float) -> None:
     """A holder whose counter stands still for long enough is, whatever the hosts' clocks say."""
-    first, clock = claim_of(tmp_path, on_host("a"), Clock(skew_s)), Clock()
-    first.take()
+    first, clock = lock_of(tmp_path, on_host("a"), Clock(skew_s)), Clock()
+    first.acquire()
     for name in ("owner", "heartbeat"):
         os.utime(tmp_path / name, (time.time() + skew_s, time.time() + skew_s))
-    second = claim_of(tmp_path, on_host("b"), clock)
-    second.take()
+    second = lock_of(tmp_path, on_host("b"), clock)
+    second.acquire()
     assert DEAD_AFTER_S <= clock.now < DEAD_AFTER_S + 5
     second.verify()
     with pytest.raises(TaskLockLostError, match="on b took this task over"):
@@ -85,35 +86,35 @@ def test_a_process_of_this_machine_is_looked_up(tmp_path: Path) -> None:
     rebooted = dataclasses.replace(me, boot="another", token="rebooted")
     for dead in (gone, reused, rebooted):
         (tmp_path / "owner").write_bytes(orjson.dumps(dataclasses.asdict(dead)))
-        claim = claim_of(tmp_path, me, clock)
-        claim.take()
-        claim.verify()
+        lock = lock_of(tmp_path, me, clock)
+        lock.acquire()
+        lock.verify()
         assert clock.now == 0.0
     with pytest.raises(OutputError, match=f"pid {os.getpid()}"):
-        claim_of(tmp_path, dataclasses.replace(me, token="second"), clock).take()
+        lock_of(tmp_path, dataclasses.replace(me, token="second"), clock).acquire()
 
 
 def test_a_disk_that_has_gone_is_no_other_holder(tmp_path: Path) -> None:
     """It is waited for, as one that is full; only where somebody else may have been is a task lost."""
     task = tmp_path / "run" / "tasks" / "main"
     task.mkdir(parents=True)
-    claim = claim_of(task, this_process())
-    claim.take()
+    lock = lock_of(task, this_process())
+    lock.acquire()
     (tmp_path / "run").rename(tmp_path / "gone")
     with pytest.raises(FileNotFoundError):
-        claim.verify()
+        lock.verify()
     (tmp_path / "gone").rename(tmp_path / "run")
-    claim.verify()
+    lock.verify()
     (task / "owner").unlink()
     with pytest.raises(TaskLockLostError):
-        claim.verify()
+        lock.verify()
 
 
 def test_a_name_that_was_never_written(tmp_path: Path) -> None:
     """A writer that died between making `owner` and writing its name holds nobody up for long."""
     (tmp_path / "owner").touch()
     clock = Clock()
-    claim_of(tmp_path, on_host("a"), clock).take()
+    lock_of(tmp_path, on_host("a"), clock).acquire()
     assert clock.now < 10
 
 
@@ -135,13 +136,13 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_that_left_is_dead_everywhere(tmp_path: Path) -> None:
     """Who could not bring a task to its end is replaced at once, anywhere, while its process lives."""
-    first, clock = claim_of(tmp_path, this_process()), Clock()
-    first.take()
-    first.leave()
+    first, clock = lock_of(tmp_path, this_process()), Clock()
+    first.acquire()
+    first.abandon()
     first.release()
-    second = claim_of(tmp_path, on_host("b"), clock)
-    assert second.is_held() is False
-    second.take()
+    second = lock_of(tmp_path, on_host("b"), clock)
+    assert is_held(tmp_path) is False
+    second.acquire()
     assert clock.now == 0.0
     second.verify()
     first.release()  # it is not its own any more
@@ -151,7 +152,7 @@ def test_one_that_left_is_dead_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turn", range(20))
 def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
     """Sixteen that find the same dead holder at once: one becomes the writer, the others learn it."""
-    claim_of(tmp_path, on_host("dead")).take()
+    lock_of(tmp_path, on_host("dead")).acquire()
     ready, over = threading.Barrier(16), threading.Event()
     won: list[TaskLock] = []
     told: list[str] = []
@@ -159,16 +160,16 @@ def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
     def contend(number: int) -> None:
         clock = Clock()
         clock.each = lambda: time.sleep(0.0002 * (number % 3))
-        claim = claim_of(tmp_path, on_host(f"host {turn}.{number:02d}"), clock)
+        lock = lock_of(tmp_path, on_host(f"host {turn}.{number:02d}"), clock)
         ready.wait()
         try:
-            claim.take()
+            lock.acquire()
         except OutputError as refused:
             told.append(str(refused))
             return
-        won.append(claim)
+        won.append(lock)
         while not over.wait(0.0005):  # it lives; the others' virtual minute passes in a moment
-            claim.beat()
+            lock.beat()
 
     threads = [threading.Thread(target=contend, args=(number,)) for number in range(16)]
     for thread in threads:
@@ -179,14 +180,14 @@ def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
     over.set()
     for thread in threads:
         thread.join()
-    holders = [claim for claim in won if _holds(claim)]
+    holders = [lock for lock in won if _holds(lock)]
     assert len(holders) == 1
     assert len(told) + len(won) == 16
 
 
-def _holds(claim: TaskLock) -> bool:
+def _holds(lock: TaskLock) -> bool:
     try:
-        claim.verify()
+        lock.verify()
     except TaskLockLostError:
         return False
     return True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchrunner.core.types import EngineInfo, Request, RowRef
-from batchrunner.input.prefixes import common
+from batchrunner.input.prefixes import common_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +32,7 @@ def words(seed: str, count: int) -> str:
 
 def shared(prefixes: Iterable[bytes]) -> int:
     """Return how many bytes of some prompts an engine need not compute, if it still has all the others'."""
-    return sum(common(one, other) for one, other in pairwise(sorted(prefixes)))
+    return sum(common_length(one, other) for one, other in pairwise(sorted(prefixes)))
 
 
 class InFlight(dict[str, int]):

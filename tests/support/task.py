@@ -10,12 +10,14 @@ import pyarrow as pa
 import pytest
 from pyroaring import BitMap64
 
+from batchrunner.core.errors import TaskLockLostError
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
-from batchrunner.output.task_lock import TaskLock, TaskLockLostError, this_process
+from batchrunner.output.task_holder import this_process
+from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import prepare
@@ -29,8 +31,8 @@ class Task:
         self.prepared = prepare(load_job(job), join_task("host", name, {}))
         self.run_dir = self.prepared.run_dir
         self.run_dir.task_directory.mkdir(parents=True)
-        self.claim = TaskLock(self.run_dir.task_directory)
-        self.claim.take()
+        self.lock = TaskLock(self.run_dir.task_directory)
+        self.lock.acquire()
         self.counts = RowCounts()
         events = EventLog(self.run_dir.events)
         sleeper = Sleeper(Control())
@@ -56,11 +58,11 @@ class Task:
                 }
             )
             if last:
-                journal = Journal(self.run_dir.journal(self._parts, self.claim.token))
+                journal = Journal(self.run_dir.journal(self._parts, self.lock.token))
                 journal.append(table)
                 journal.close()
             else:
-                write_part(self.run_dir, self._parts, [table], self.claim)
+                write_part(self.run_dir, self._parts, [table], self.lock)
                 self._parts += 1
                 self.rows.committed(BitMap64(items))
 
@@ -71,16 +73,18 @@ class Task:
     def end(self) -> None:
         """End as a task that was told to stop."""
         self.rows.give_back()
-        self.claim.release()
+        self.lock.release()
 
     def come_back(self) -> None:
         """Go on where it was stopped, as one that was taken for dead and is not."""
         with pytest.raises(TaskLockLostError):
-            self.claim.verify()
+            self.lock.verify()
         self.rows.give_back()
 
     def die(self) -> None:
         """End as one that was killed: its name stays, of a process that is no more."""
         self.work(1, last=True)
-        self.claim.release()
-        TaskLock(self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")).take()
+        self.lock.release()
+        TaskLock(
+            self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")
+        ).acquire()

@@ -27,5 +27,5 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 def ids_of(directory: Path, one: Request) -> list[int] | RowRefusedError:
     """Return the ids of one request."""
-    (found,) = Encoder(Tokenizer(directory, one.kind), {}, TokenBudget(None), None).ids([one])
+    (found,) = Encoder(Tokenizer(directory, one.kind), {}, TokenBudget(None), None).token_ids([one])
     return found

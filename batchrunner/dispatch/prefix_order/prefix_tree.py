@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from batchrunner.input.prefixes import common
+from batchrunner.input.prefixes import common_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlac
 
 
 def _depth(one: bytes, other: bytes) -> int:
-    shared = common(one, other)
+    shared = common_length(one, other)
     return shared if shared >= LEAST_SHARED_BYTES else 0
 
 

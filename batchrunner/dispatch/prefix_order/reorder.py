@@ -13,7 +13,7 @@ from batchrunner.core.types import Outcome
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.pacing import FollowerRelease
 from batchrunner.dispatch.prefix_order.prefix_tree import find_leaders
-from batchrunner.input.prefixes import prefix_of
+from batchrunner.input.prefixes import prompt_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -108,7 +108,7 @@ class Reorderer:
 
     def _add(self, request: Request) -> None:
         row = PendingRow(request)
-        prefix = prefix_of(request)
+        prefix = prompt_bytes(request)
         row.prompt_bytes = len(prefix)  # bounds the read-ahead, in any order
         if self._distance is not None or self._lengths is not None or self._dedupe:
             row.prefix, row.template = prefix, crc32(prefix[:TEMPLATE_BYTES])

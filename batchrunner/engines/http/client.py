@@ -120,7 +120,7 @@ class SGLangClient:
         if self._gateway:
             wire.refuse_dropped(request)
         if self._detokenizer is not None:
-            request = self._detokenizer.with_ends(request)
+            request = self._detokenizer.with_stop_ids(request)
         body = wire.bytes_of(wire.body_of(request))
         # a payload of bytes: aiohttp would look up how to send them, which takes 5 % of the client's time
         payload = aiohttp.BytesPayload(body, content_type="application/json")

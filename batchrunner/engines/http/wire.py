@@ -15,7 +15,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.types import Completion
-from batchrunner.job.spec import GATEWAY_DROPS
+from batchrunner.job.engine import GATEWAY_DROPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

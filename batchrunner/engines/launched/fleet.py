@@ -20,7 +20,7 @@ from batchrunner.engines.logs.load import LogFollower
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.recovery.fits import cards_of, check_fits
 from batchrunner.engines.recovery.healer import healer_for
-from batchrunner.job.spec import GatewayEngine
+from batchrunner.job.engine import GatewayEngine
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
     from batchrunner.engines.recovery.healer import Healer
     from batchrunner.input.tokenize.detokenizer import Detokenizer
-    from batchrunner.job.spec import LimitsSpec, ServerEngine
+    from batchrunner.job.engine import ServerEngine
+    from batchrunner.job.spec import LimitsSpec
 
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With

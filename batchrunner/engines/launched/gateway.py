@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from batchrunner.core.types import SchedulerLoad
     from batchrunner.engines.base import IncidentQueue
     from batchrunner.engines.http.endpoint import Endpoint
-    from batchrunner.job.spec import GatewayEngine, LimitsSpec
+    from batchrunner.job.engine import GatewayEngine
+    from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
 

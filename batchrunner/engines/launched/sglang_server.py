@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from batchrunner.engines.recovery.healer import Healer
-    from batchrunner.job.spec import LaunchedEngine
+    from batchrunner.job.engine import LaunchedEngine
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from batchrunner.engines.logs.facts import Facts
     from batchrunner.engines.logs.series import Series
     from batchrunner.engines.recovery.diagnosis import Death, EndedServer
-    from batchrunner.job.spec import LaunchedEngine
+    from batchrunner.job.engine import LaunchedEngine
 
 log = logging.getLogger(__name__)
 

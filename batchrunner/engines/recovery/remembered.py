@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchrunner.core.errors import BatchrunError
-from batchrunner.output.run_dir import write_json
+from batchrunner.output.files import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

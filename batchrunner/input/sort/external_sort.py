@@ -1,28 +1,26 @@
-"""A sorted copy of the rows that are to be done, written in bounded memory.
+"""External sort: writes a sorted copy of rows in bounded memory.
 
-Their keys are sorted first, which says where each row belongs; then the rows are dealt out to where they
-belong. So whatever type a column has, it passes through nothing but Arrow and Parquet.
+Only the sort keys are sorted, by duckdb, which gives the position of each row. Then the rows are partitioned
+by position into buckets. So the columns, whatever their types, pass through Arrow and Parquet only.
 """
 
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchrunner.core.types import Request
-from batchrunner.input.prefixes import common, prefix_of, sort_key
-from batchrunner.input.row_reader import ABOUT
+from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
 from batchrunner.input.select import MOST_LEASE_ROWS, lease_rows
 from batchrunner.input.sort.key_sort import KeySort, SortKey
-from batchrunner.job.spec import FromColumn
+from batchrunner.input.sort.sorted_copy import write_copy
+from batchrunner.job.sampling import FromColumn
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.columns import arrow_array
-from batchrunner.output.run_dir import whole_file
+from batchrunner.output.files import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,85 +31,88 @@ if TYPE_CHECKING:
     from batchrunner.core.types import Outcome
     from batchrunner.input.job_input import JobInput
 
-LARGEST = 1 << 30
-"""Tokens of an output: more than any model gives."""
+MOST_OUTPUT_TOKENS = 1 << 30
+"""Upper bound of `max_new_tokens` in a sort key, more than any model generates."""
 MOST_GROUP_BYTES = 32 << 20
-"""Of a row group, roughly, however few rows that are."""
+"""Approximate most bytes of a row group."""
 BUCKET_BYTES = 48 << 20
-"""Rows that are in memory at once while they are dealt out, roughly; three times as much is used."""
+"""Approximate bytes of rows in a bucket; sorting one takes about three times as much memory."""
 
 
 def write_sorted(
-    job_input: JobInput, rows: BitMap64, path: Path, about: dict[str, Any], look: Callable[[], None]
+    job_input: JobInput, rows: BitMap64, path: Path, about: dict[str, Any], check_stop: Callable[[], None]
 ) -> None:
-    """Write a copy of these rows in the order that `about` names (`order`: prefix or longest_first).
+    """Write a sorted copy of these rows; `about["order"]` is "prefix" or "longest_first".
 
-    Each row is rendered once and read twice. `look` is called now and then, to raise what ends it. Raises
-    OSError where there is no room; what was written is removed then.
+    Each row is rendered once and read twice. `check_stop` is called after each batch, and may raise to end
+    the sort. Raises OSError where the disk is full. Nothing is left of a sort that fails.
     """
     work = path.with_suffix(".work")
     work.mkdir()
     try:
         with closing(KeySort(work)) as keys:
-            for key in _keys(job_input, rows, about["order"], look):
+            for key in _keys(job_input, rows, about["order"], check_stop):
                 keys.add(key)
             keys.sort()
-            look()
+            check_stop()
             groups = list(cut_into_groups(keys.in_order(), lease_rows(len(rows))))
-            buckets = Buckets(work, _PLACE, list(_bucket_ends(groups)))
-            for table in _with_places(job_input, rows, keys.places()):
+            buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
+            for table in _with_positions(job_input, rows, keys.positions()):
                 buckets.put(table)
-                look()
+                check_stop()
         with whole_file(path) as temporary:
-            _write(buckets.take(), [count for count, _ in groups], temporary, about)
+            tables = (table.drop_columns(_POSITION) for table in buckets.take())
+            write_copy(tables, [size for size, _ in groups], temporary, about)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _keys(job_input: JobInput, rows: BitMap64, kind: str, look: Callable[[], None]) -> Iterator[SortKey]:
+def _keys(
+    job_input: JobInput, rows: BitMap64, order: str, check_stop: Callable[[], None]
+) -> Iterator[SortKey]:
     by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
-        look()
+        check_stop()
         size = batch.data.nbytes // len(batch.rows)
         for item in job_input.renderer.render(batch):
-            yield _key(item, size, longest_first=kind == "longest_first", by_column=by_column)
+            yield _key(item, size, longest_first=order == "longest_first", by_column=by_column)
 
 
 def _key(item: Request | Outcome, size: int, *, longest_first: bool, by_column: bool) -> SortKey:
-    """Make the key of a row; one that cannot be sent has one too. `size` is its share of its batch."""
+    """Return the key of a row, also of a row that cannot be sent; `size` is its bytes without the prompt."""
     if not isinstance(item, Request):
         return SortKey(0, b"", 0, item.ref.row, size)
-    prefix = prefix_of(item)
+    prompt = prompt_bytes(item)
     first = 0
     if longest_first:
-        first = -(_longest_output(item.sampling) if by_column else len(prefix))
-    return SortKey(first, *sort_key(prefix), item.ref.row, size + len(prefix))
+        first = -(_output_limit(item.sampling) if by_column else len(prompt))
+    return SortKey(first, *sort_key(prompt), item.ref.row, size + len(prompt))
 
 
-def _longest_output(sampling: Mapping[str, Any]) -> int:
-    """Return the tokens that an output may have; a column may hold more than a key can."""
+def _output_limit(sampling: Mapping[str, Any]) -> int:
+    """Return `max_new_tokens`, limited to what a sort key can hold."""
     most: int = sampling["max_new_tokens"]
-    return max(0, min(most, LARGEST))
+    return max(0, min(most, MOST_OUTPUT_TOKENS))
 
 
 def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[tuple[int, int]]:
-    """Yield rows and bytes of each row group for rows given by their sort keys and bytes.
+    """Yield the number of rows and of bytes of each row group; `rows` are sort keys and bytes, in order.
 
-    A group has about the `wanted` rows, twice as many and 8,192 at most, and ends where the next row has
-    least in common with the row before.
+    A group has from `wanted` to twice as many rows, but at most MOST_LEASE_ROWS and about MOST_GROUP_BYTES.
+    Within these limits it ends where two neighbours have the shortest common prefix.
     """
     least = max(1, min(wanted, MOST_LEASE_ROWS // 2))
-    alike: list[int] = []  # what each row has in common with the row before
+    shared: list[int] = []  # length of the prefix that each row shares with the row before
     sizes: list[int] = []
     before = b""
     total = 0
     for key, size in rows:
-        alike.append(common(before, key))
+        shared.append(common_length(before, key))
         while len(sizes) == 2 * least or (sizes and total + size > MOST_GROUP_BYTES):
             first = min(least, (len(sizes) + 1) // 2)
-            cut = min(range(first, len(alike)), key=alike.__getitem__)
+            cut = min(range(first, len(shared)), key=shared.__getitem__)
             yield cut, sum(sizes[:cut])
-            alike, sizes = alike[cut:], sizes[cut:]
+            shared, sizes = shared[cut:], sizes[cut:]
             total = sum(sizes)
         sizes.append(size)
         total += size
@@ -121,49 +122,33 @@ def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[
 
 
 def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield the places where the buckets end, which hold whole row groups."""
-    place = gathered = 0
+    """Yield the position after the last row of each bucket; a bucket holds whole row groups."""
+    position = gathered = 0
     for rows, size in groups:
-        place += rows
+        position += rows
         gathered += size
         if gathered >= BUCKET_BYTES:
-            yield place
+            yield position
             gathered = 0
-    yield place + 1  # for the last bucket, if anything is left for it
+    yield position + 1  # the end of the last bucket, which may be empty
 
 
-_PLACE, _ORDINAL = "\0place", "\0row"
-"""Names that no column of the input has."""
+_POSITION, _ORDINAL = "\0position", "\0row"
+"""Names of columns, which no input column can have."""
 
 
-def _with_places(job_input: JobInput, rows: BitMap64, places: Iterator[pa.Array]) -> Iterator[pa.Table]:
-    """Yield the rows with their places and ordinals, in input order."""
+def _with_positions(job_input: JobInput, rows: BitMap64, positions: Iterator[pa.Array]) -> Iterator[pa.Table]:
+    """Yield the rows in input order with their ordinals and positions; `positions` come in input order."""
     names = job_input.renderer.columns
     kinds = [job_input.dataset.schema.field(name).type for name in names]
-    # files may differ in what they say of a column beyond its type
-    schema = pa.schema(zip([*names, _ORDINAL, _PLACE], [*kinds, pa.int64(), pa.int64()], strict=True))
+    # one schema: files may give a column different metadata
+    schema = pa.schema(zip([*names, _ORDINAL, _POSITION], [*kinds, pa.int64(), pa.int64()], strict=True))
     waiting = pa.chunked_array([], pa.int64())
     for batch in job_input.dataset.read(rows, names):
         count = len(batch.rows)
         while len(waiting) < count:
-            waiting = pa.chunked_array([*waiting.chunks, next(places)])
+            waiting = pa.chunked_array([*waiting.chunks, next(positions)])
         columns = [batch.data.column(name) for name in names]
         ordinals = arrow_array(batch.rows, pa.int64())
         yield pa.Table.from_arrays([*columns, ordinals, waiting.slice(0, count)], schema=schema)
         waiting = waiting.slice(count)
-
-
-def _write(tables: Iterator[pa.Table], counts: Iterable[int], path: Path, about: dict[str, Any]) -> None:
-    """Write tables, which hold whole row groups, in row groups of so many rows."""
-    remaining = iter(counts)
-    with ExitStack() as stack:
-        writer = None
-        for table in tables:
-            rows = table.drop_columns(_PLACE).replace_schema_metadata({ABOUT: orjson.dumps(about)})
-            if writer is None:
-                writer = stack.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
-            start = 0
-            while start < rows.num_rows:
-                count = next(remaining)
-                writer.write_table(rows.slice(start, count), row_group_size=count)
-                start += count

@@ -1,4 +1,4 @@
-"""Sort keys of any number of rows, sorted by duckdb: in bounded memory, the rest on disk."""
+"""Sorts the keys of any number of rows with duckdb, in bounded memory and on disk."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MEMORY = "128MB"
-"""What duckdb may use: with what it takes beyond that, and what Arrow holds meanwhile, a start that sorts
-stays below 512 MB."""
+"""Memory limit of duckdb. It takes more than that, but with Arrow's memory the process stays below 512 MB."""
 CHUNK_ROWS = 16_384
+"""Keys that are passed to or from duckdb at once."""
 
 
 class SortKey(NamedTuple):
-    """What decides on a row's place: the fields in their order."""
+    """The sort key of a row: keys are compared field by field, except `size`."""
 
     first: int
-    """Comes before everything else, the smaller numbers first."""
+    """Compared before everything else."""
     key: bytes
+    """Checksums of the blocks of the prompt, see `prefixes.sort_key`."""
     tail: int
+    """Checksum of the rest of the prompt."""
     row: int
+    """Ordinal of the row."""
     size: int
-    """Bytes that the row takes, roughly; does not count for its place."""
+    """Approximate bytes of the row."""
 
 
 _TYPES = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
 
 
 class KeySort:
-    """Takes keys and gives them back in order. All methods raise OSError where duckdb can not go on."""
+    """Collects keys and returns them sorted. All methods raise OSError where duckdb fails."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` takes what does not fit into memory."""
-        import duckdb  # noqa: PLC0415 - 25 MB, and only for those who sort
+        """Start duckdb, which writes to `directory` what exceeds its memory."""
+        import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
 
         self._error = duckdb.Error
         self._chunk: list[SortKey] = []
@@ -52,13 +55,13 @@ class KeySort:
             )
 
     def add(self, key: SortKey) -> None:
-        """Take one."""
+        """Add a key."""
         self._chunk.append(key)
         if len(self._chunk) >= CHUNK_ROWS:
             self._flush()
 
     def sort(self) -> None:
-        """Put those that were added into order."""
+        """Sort the keys that were added."""
         self._flush()
         with self._errors():
             self._duckdb.execute(
@@ -67,20 +70,20 @@ class KeySort:
             self._duckdb.execute("DROP TABLE keys")
 
     def in_order(self) -> Iterator[tuple[bytes, int]]:
-        """Yield key and size of the rows, place by place."""
+        """Yield `key` and `size` of each row in sorted order."""
         for batch in self._batches("SELECT key, size FROM sorted"):
             yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
-    def places(self) -> Iterator[pa.Array]:
-        """Yield the places of the rows, counted from 0, row by row; the keys are forgotten."""
+    def positions(self) -> Iterator[pa.Array]:
+        """Yield the sorted positions of the rows, counted from 0, in input order; deletes the keys."""
         with self._errors():
-            self._duckdb.execute("CREATE TABLE places AS SELECT row, rowid AS place FROM sorted")
+            self._duckdb.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
             self._duckdb.execute("DROP TABLE sorted")
-        for batch in self._batches("SELECT place FROM places ORDER BY row"):
+        for batch in self._batches("SELECT position FROM positions ORDER BY row"):
             yield batch.column(0)
 
     def close(self) -> None:
-        """Let go of memory and files."""
+        """Close duckdb, which frees its memory and files."""
         self._duckdb.close()
 
     def _flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Which order a start takes: the job's, or what a sample says; a sorted copy is used again where it fits."""
+"""Decides on the order of an attempt's rows and prepares it: sorts them, or reuses an earlier sorted copy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.input.files import first_line
-from batchrunner.input.row_reader import InputOrder, SortedCopy
-from batchrunner.input.sort.decide import OrderDecision, choose
+from batchrunner.input.row_reader import InputOrderReader
+from batchrunner.input.sort.decide import OrderDecision, decide_by_sample
 from batchrunner.input.sort.external_sort import write_sorted
-from batchrunner.output.resume import check_same_run, fingerprint
+from batchrunner.input.sort.sorted_copy import SortedCopy
+from batchrunner.output.run_json import check_same_run, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,56 +24,60 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
     from batchrunner.input.job_input import JobInput
-    from batchrunner.input.row_reader import Order
+    from batchrunner.input.row_reader import RowReader
 
 log = logging.getLogger(__name__)
 
-ROOM = 2
-"""A sort needs the rows' size so many times on disk: once dealt out, once in order."""
+DISK_FACTOR = 2
+"""A sort takes the bytes of the rows this many times on disk: in buckets, and in the sorted copy."""
 
 
-def choice_for(job_input: JobInput, rows: BitMap64) -> OrderDecision:
-    """Return the order that these rows are to be sent in; with `auto` a sample is read. Raises InputError."""
+def decide_order(job_input: JobInput, rows: BitMap64) -> OrderDecision:
+    """Return the order for these rows: the job's `order`, or with `auto` by a sample. Raises InputError."""
     asked = job_input.job.order
-    return choose(job_input, rows) if asked == "auto" else OrderDecision(asked, "set by the job")
+    return decide_by_sample(job_input, rows) if asked == "auto" else OrderDecision(asked, "set by the job")
 
 
-def arrange(
-    job_input: JobInput, rows: BitMap64, directory: Path, token: str, look: Callable[[], None]
+def prepare_order(
+    job_input: JobInput, rows: BitMap64, directory: Path, token: str, check_stop: Callable[[], None]
 ) -> tuple[Path | None, OrderDecision]:
-    """Decide on an order for rows, and write them down in it; return where (None: the input is in order).
+    """Decide on the order of these rows and sort them; return the path of the sorted copy and the decision.
 
-    `directory` is ours to write to, `token` our start's name, `look` raises what ends a long sort. Copies of
-    earlier starts are removed. Raises InputError, or OutputError where there is no room to sort.
+    The path is None for input order. The copy is written to `directory`, with `token` in its name; earlier
+    copies there are deleted. `check_stop` is called now and then, and may raise to end the sort. Raises
+    InputError, or OutputError where the disk has no space for the sort and `order` is not `auto`.
     """
-    remove_copies(directory)
-    choice = choice_for(job_input, rows)
+    remove_sorted_copies(directory)
+    decision = decide_order(job_input, rows)
     if not rows:
-        return None, choice
+        return None, decision
     path = None
-    if choice.order != "input":
+    if decision.order != "input":
         path = directory / f"order-{token}.parquet"
         try:
-            _sort(job_input, rows, choice, path, look)
+            _sort(job_input, rows, decision, path, check_stop)
         except OutputError as failure:
             if job_input.job.order != "auto":
                 raise
-            path, choice = None, OrderDecision("input", f"{choice.order} would be better, but {failure}")
-            log.warning("%s", choice)
-    return path, choice
+            path, decision = None, OrderDecision("input", f"{decision.order} would be better, but {failure}")
+            log.warning("%s", decision)
+    return path, decision
 
 
-def order_at(job_input: JobInput, path: Path | None, *, leased: bool = False) -> Order:
-    """Open an order that was decided on; raises InputError where its copy is gone."""
+def open_order(job_input: JobInput, path: Path | None, *, leased: bool = False) -> RowReader:
+    """Open a sorted copy, or the input where `path` is None; raises InputError where the copy is missing.
+
+    `leased` is as for SortedCopy.
+    """
     if path is None:
-        return InputOrder(job_input.dataset, job_input.renderer.columns)
+        return InputOrderReader(job_input.dataset, job_input.renderer.columns)
     return SortedCopy(path, leased=leased)
 
 
-def arranged_before(
+def find_sorted_copy(
     job_input: JobInput, rows: BitMap64, directory: Path
 ) -> tuple[Path, OrderDecision] | None:
-    """Return the order that a start before has written, where it is the one asked for and has these rows."""
+    """Return an earlier attempt's sorted copy if it has the job's order and all these rows, else None."""
     asked = job_input.job.order
     for path in directory.glob("order-*.parquet"):
         try:
@@ -82,14 +87,14 @@ def arranged_before(
         except (InputError, ResumeError):
             continue
         kind = copy.about["order"]
-        if rows and kind in {"auto": {"prefix"}}.get(asked, {asked}) and not rows - copy.rows(copy.places):
+        if rows and kind in {"auto": {"prefix"}}.get(asked, {asked}) and not rows - copy.rows(copy.positions):
             return path, OrderDecision(kind, "as the start before sorted it")
     return None
 
 
-def remove_copies(directory: Path) -> None:
-    """Delete what starts before have sorted, or begun to; raises OSError."""
-    for path in directory.glob("*order-*"):  # hidden ones too, which are not whole
+def remove_sorted_copies(directory: Path) -> None:
+    """Delete the sorted copies of earlier attempts, finished or not. Raises OSError."""
+    for path in directory.glob("*order-*"):  # also hidden files, which are not whole
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -97,22 +102,22 @@ def remove_copies(directory: Path) -> None:
 
 
 def _sort(
-    job_input: JobInput, rows: BitMap64, choice: OrderDecision, path: Path, look: Callable[[], None]
+    job_input: JobInput, rows: BitMap64, decision: OrderDecision, path: Path, check_stop: Callable[[], None]
 ) -> None:
     began = time.monotonic()
-    where, room, free = path.parent, _room(job_input, len(rows)), shutil.disk_usage(path.parent).free
-    takes = f"that takes about {room >> 20} MiB there, {free >> 20} MiB are free"
-    if room > free and job_input.job.order == "auto":  # who asks for it may know better
+    where, needed, free = path.parent, _disk_bytes(job_input, len(rows)), shutil.disk_usage(path.parent).free
+    takes = f"that takes about {needed >> 20} MiB there, {free >> 20} MiB are free"
+    if needed > free and job_input.job.order == "auto":  # a user who sets the order may know better
         raise OutputError(
-            f"{where}: no room to sort: {takes}: make room, or say order: {choice.order} to try"
+            f"{where}: no room to sort: {takes}: make room, or say order: {decision.order} to try"
         )
     log.info("sorting %d rows", len(rows))
     about = {
-        "order": choice.order,
-        "fingerprint": fingerprint(job_input.job, job_input.dataset.files, "").as_dict(),
+        "order": decision.order,
+        "fingerprint": fingerprint(job_input.job, job_input.dataset.files, ""),
     }
     try:
-        write_sorted(job_input, rows, path, about, look)
+        write_sorted(job_input, rows, path, about, check_stop)
     except (OSError, pa.ArrowException) as failure:
         raise OutputError(
             f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: make room, "
@@ -121,7 +126,7 @@ def _sort(
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
 
 
-def _room(job_input: JobInput, rows: int) -> int:
-    """Estimate the disk that a sort takes, by what the job reads of the input."""
+def _disk_bytes(job_input: JobInput, rows: int) -> int:
+    """Estimate the disk space of a sort, in bytes, from the size of the columns that the job reads."""
     size = job_input.dataset.bytes_of(job_input.renderer.columns)
-    return int(ROOM * size * rows / job_input.dataset.total_rows)
+    return int(DISK_FACTOR * size * rows / job_input.dataset.total_rows)

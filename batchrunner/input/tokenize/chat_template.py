@@ -1,7 +1,6 @@
-"""A model's chat template, rendered as SGLang 0.5.23 has transformers render it, in a sandbox.
+"""Renders a model's chat template like SGLang 0.5.23, which uses transformers, in a sandbox.
 
-The template comes with the model, from people we do not know: like theirs, our sandbox lets it compute a text
-and nothing else.
+The template comes with the model from strangers: the sandbox lets it compute a text and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.core.jsonfile import read_json
+from batchrunner.input.tokenize.tokenizer_files import token_text, tokenizer_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,20 +25,23 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
-OWN_NAMES = frozenset(
+RESERVED_ARGUMENTS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
     | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "spaces_between_special_tokens"}
 )
-"""Names in `chat_template_kwargs` that are not the template's: apply_chat_template's arguments, and what
-SGLang's chat endpoint takes for itself."""
+"""Keys of `chat_template_kwargs` that do not reach the template: arguments of transformers'
+apply_chat_template and of SGLang's chat endpoint."""
 
 
 class ChatTemplate:
-    """Messages → the prompt's text."""
+    """A compiled chat template, which turns messages into the text of the prompt."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile `source`; raises CannotTokenizeError. `special_tokens` are `bos_token` and its like."""
+        """Compile the template; raises CannotTokenizeError.
+
+        `special_tokens` maps `bos_token`, `eos_token` and so on to their texts.
+        """
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as failure:
@@ -46,7 +49,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None) -> str:
-        """Render messages for the assistant to go on; raises RowRefusedError where they do not fit."""
+        """Return the prompt's text up to the assistant's answer; raises RowRefusedError where that fails."""
         values = {**self._special_tokens, **(arguments or {})}
         try:
             return self._template.render(
@@ -58,11 +61,11 @@ class ChatTemplate:
 
 
 def load_chat_template(directory: Path, name: str | None = None) -> ChatTemplate:
-    """Load the template of a model directory, the first of several or the one of that `name`.
+    """Load the chat template of a model directory: the one with this name, or the first.
 
     `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
     """
-    config = read_json(directory / "tokenizer_config.json")
+    config = tokenizer_config(directory)
     found = _templates(directory, config)
     if not found:
         raise CannotTokenizeError(f"{directory}: no chat template")
@@ -89,22 +92,18 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tokens that are named in a configuration, as texts or as `{"content": …}`."""
-    texts = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    """Return the texts of the special tokens in a configuration, by name."""
+    texts = {name: token_text(value) for name, value in config.items() if name.endswith("_token")}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _content(value: Any) -> Any:
-    return value.get("content") if isinstance(value, dict) else value
-
-
 class _Generation(Extension):
-    """`{% generation %}`, which marks what training looks at, and prints it as it is."""
+    """The tag `{% generation %}`, which marks text for training and prints its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own way
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Leave the mark out and what it holds in; what is set there is not known outside."""
+        """Return the content as a scope of its own: variables set in it are unknown outside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -112,7 +111,7 @@ class _Generation(Extension):
 
 @cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Make what transformers makes: see `_compile_jinja_template` in its chat_template_utils."""
+    """Return an environment like `_compile_jinja_template` in transformers' chat_template_utils."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

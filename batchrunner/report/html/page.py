@@ -21,8 +21,9 @@ from batchrunner.advise import roofline as formulas
 from batchrunner.advise.advise import advise_run
 from batchrunner.advise.roofline import UnknownLimitError
 from batchrunner.core.jsonfile import read_json
-from batchrunner.output.resume import facts_of
-from batchrunner.output.run_dir import MAIN_TASK, RunDir, whole_file, writing
+from batchrunner.output.files import whole_file, writing
+from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import draw_counts, number
 from batchrunner.report.html.headline import make_headline
 from batchrunner.report.html.limit_share import share_of_limit
@@ -76,7 +77,7 @@ def leave_page(run_dir: RunDir) -> None:
 
 def make_page(run_dir: RunDir) -> str:
     """Return the page; see `write_page`."""
-    facts = facts_of(run_dir)
+    facts = require_run_json(run_dir)
     tasks = _tasks(run_dir)
     results = read_results(tasks)
     histories = [history for task in tasks if (history := read_history(task.task, task.events)).spans]
@@ -147,7 +148,7 @@ def _tasks(run_dir: RunDir) -> list[RunDir]:
     """Return the tasks that the page is about: all, or the one whose directory it is."""
     if run_dir.task != MAIN_TASK:
         return [run_dir]
-    return [*{task.own: task for task in (run_dir, *run_dir.all_tasks())}.values()]
+    return [*{task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values()]
 
 
 def _decisions(

@@ -7,15 +7,18 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from batchrunner.core.errors import HeldError, ResumeError
-from batchrunner.input.row_reader import SortedCopy
+from batchrunner.core.errors import ResumeError, TaskHeldError
 from batchrunner.input.select import cut_into_leases
 from batchrunner.input.sort.decide import OrderDecision
-from batchrunner.input.sort.plan import arrange, remove_copies
-from batchrunner.output.parts import tidy
-from batchrunner.output.resume import check_same_run, done_by_all, drop_failed, fingerprint, read_done
-from batchrunner.output.run_dir import RunDir, writing
-from batchrunner.output.task_lock import DEAD_AFTER_S, LOOK_S, TaskLock, hold_task
+from batchrunner.input.sort.plan import prepare_order, remove_sorted_copies
+from batchrunner.input.sort.sorted_copy import SortedCopy
+from batchrunner.output.files import writing
+from batchrunner.output.parts import recover
+from batchrunner.output.resume import done_by_all, drop_failed, read_done
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_json import check_same_run, fingerprint
+from batchrunner.output.task_holder import DEAD_AFTER_S, POLL_S, is_held
+from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.cluster.leases import LeasePlan, Leases
 
@@ -74,15 +77,15 @@ def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleepe
     """
     main = RunDir(prepared.run_dir.path)
     # a task that makes a plan holds this lock for a moment
-    if main.journals() or TaskLock(main.task_directory).is_held() is not False:
+    if main.journals() or is_held(main.task_directory) is not False:
         _in_turn(prepared, leases, sleeper, partial(_recover, main, sleeper))
     leases.leave_out(read_done(main).rows)
 
 
 def _recover(task: RunDir, sleeper: Sleeper) -> None:
-    """Recover what a task left half done; raises HeldError if it is at work."""
-    with hold_task(task, sleeper.sleep) as claim:
-        tidy(task, claim)
+    """Recover what a task left half done; raises TaskHeldError if it is at work."""
+    with hold_task(task, sleeper.sleep) as lock:
+        recover(task, lock)
 
 
 def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
@@ -93,11 +96,11 @@ def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callab
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold_task(prepared.run_dir, sleeper.sleep, directory=leases.directory))
-            except HeldError as held:
+            except TaskHeldError as held:
                 if not told:
                     log.info("another task makes the plan: %s", held)
                 told = True
-                sleeper.sleep(LOOK_S)
+                sleeper.sleep(POLL_S)
                 leases.refresh()
                 continue
             leases.refresh()
@@ -109,8 +112,8 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
     if not leases.is_done():  # another task was faster
         return
     main = RunDir(prepared.run_dir.path)
-    with hold_task(main, sleeper.sleep) as claim:  # a start that shares with nobody may not be at it
-        tidy(main, claim)
+    with hold_task(main, sleeper.sleep) as lock:  # a start that shares with nobody may not be at it
+        recover(main, lock)
         done = _done_by_all(main, leases, sleeper)
         if retry_failed:
             for task in main.all_tasks():
@@ -119,16 +122,16 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
         selected = prepared.selected(sleeper.check)
         rows = selected - done
         if rows or leases.plan is None:
-            remove_copies(main.task_directory)
-            path, choice = arrange(prepared, rows, leases.directory, claim.token, sleeper.check)
+            remove_sorted_copies(main.task_directory)
+            path, choice = prepare_order(prepared, rows, leases.directory, lock.token, sleeper.check)
             if path:
-                cuts, name = SortedCopy(path).begins, path.name
+                cuts, name = SortedCopy(path).group_starts, path.name
             else:
                 cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
-            new = fingerprint(prepared.job, prepared.dataset.files, "").as_dict()
-            leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, choice.as_dict()))
+            new = fingerprint(prepared.job, prepared.dataset.files, "")
+            leases.make_plan(LeasePlan(rows, cuts, len(selected), {**new}, name, choice.as_dict()))
         else:
-            remove_copies(leases.directory)
+            remove_sorted_copies(leases.directory)
 
 
 def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> BitMap64:
@@ -144,5 +147,5 @@ def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> Bi
                 "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
                 run_dir.parts, expected - len(done), DEAD_AFTER_S,
             )  # fmt: skip
-        sleeper.sleep(LOOK_S)
-        waited_s += LOOK_S
+        sleeper.sleep(POLL_S)
+        waited_s += POLL_S

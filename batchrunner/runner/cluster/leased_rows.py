@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_after_delay, wait_fixed
 
 from batchrunner.core.errors import OutputError
-from batchrunner.output.run_dir import cannot_write
-from batchrunner.output.task_lock import LOOK_S, SHORTLY_S
+from batchrunner.output.files import cannot_write
+from batchrunner.output.task_holder import POLL_S, SHORT_POLL_S
 from batchrunner.runner.cluster.leases import next_lease
 from batchrunner.runner.cluster.takeover import Takeover
 from batchrunner.runner.task_rows import TaskRows
@@ -118,7 +118,7 @@ class LeasedRows(TaskRows):
             lease, is_over = retrying(self._take_or_settle)
             if lease is not None or is_over:
                 return lease
-            sleep(SHORTLY_S if self._rows_free else LOOK_S)
+            sleep(SHORT_POLL_S if self._rows_free else POLL_S)
         return None
 
     def _take_or_settle(self) -> tuple[Lease | None, bool]:
@@ -187,7 +187,7 @@ class LeasedRows(TaskRows):
     def _waiting_for_disk(self, sleep: Callable[[float], None]) -> Retrying:
         return Retrying(
             retry=retry_if_exception_type((OSError, OutputError)),
-            wait=wait_fixed(LOOK_S),
+            wait=wait_fixed(POLL_S),
             stop=stop_after_delay(self._prepared.job.limits.disk_wait),
             sleep=sleep,
             before_sleep=functools.partial(_warn_once, self._leases),

@@ -25,8 +25,8 @@ from pyroaring import BitMap64
 
 from batchrunner.core.row_set import between, from_text, to_text
 from batchrunner.core.types import Lease
-from batchrunner.input.row_reader import SortedCopy
-from batchrunner.output.run_dir import create_file, make_directory
+from batchrunner.input.sort.sorted_copy import SortedCopy
+from batchrunner.output.files import create_file, make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,9 +51,9 @@ class LeasePlan:
     choice: dict[str, Any]
     """The order decision, as `OrderDecision.as_dict` returns it."""
 
-    def count(self, places: range) -> int:
-        """Return the number of rows at these places; in a sorted copy every place has a row."""
-        return len(places) if self.order else self.rows.range_cardinality(places.start, places.stop)
+    def count(self, positions: range) -> int:
+        """Return the number of rows at these positions; in a sorted copy every position has a row."""
+        return len(positions) if self.order else self.rows.range_cardinality(positions.start, positions.stop)
 
 
 class Leases:
@@ -64,7 +64,7 @@ class Leases:
         self.plans: list[LeasePlan] = []
         self._task = task
         self._joined = False
-        self._planned: list[tuple[LeasePlan, range]] = []  # the places of each lease
+        self._planned: list[tuple[LeasePlan, range]] = []  # the positions of each lease
         self._copies: dict[str, SortedCopy] = {}
         self._turns: dict[int, tuple[int, bool]] = {}  # last turn of each taken lease, and whether it ended
         self._lefts: dict[tuple[int, int], BitMap64] = {}  # rows left, by lease and turn
@@ -170,16 +170,16 @@ class Leases:
     def _count_left(self, number: int) -> int:
         """Return the number of rows left in a lease that nobody holds."""
         if number not in self._turns:
-            plan, places = self._planned[number]
-            return plan.count(places)
+            plan, positions = self._planned[number]
+            return plan.count(positions)
         return len(self._left_before(number, self._next_turn(number)))
 
     def _left_before(self, number: int, turn: int) -> BitMap64:
         if turn == 0:
-            plan, places = self._planned[number]
+            plan, positions = self._planned[number]
             if plan.order is None:
-                return between(plan.rows, places.start, places.stop)
-            return self._copy(plan.order).rows(places)
+                return between(plan.rows, positions.start, positions.stop)
+            return self._copy(plan.order).rows(positions)
         key = number, turn - 1
         if key not in self._lefts:
             self._lefts[key] = _left_in(self._end_path(*key))

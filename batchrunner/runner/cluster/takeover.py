@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from batchrunner.core.errors import HeldError
-from batchrunner.output.parts import tidy
+from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.output.parts import recover
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import HolderWatch, TaskLockLostError, hold_task
+from batchrunner.output.task_holder import LivenessMonitor
+from batchrunner.output.task_lock import hold_task
 
 if TYPE_CHECKING:
     from batchrunner.output.events import EventLog
@@ -26,14 +27,14 @@ class Takeover:
         self._run_dir = run_dir
         self._leases = leases
         self._events = events
-        self._watches: dict[str, HolderWatch] = {}
+        self._watches: dict[str, LivenessMonitor] = {}
         self._lives: dict[str, bool | None] = {}
 
     def poll(self) -> None:
         """Find out who holds leases, and whether they live."""
         holders = set(self._leases.held().values()) - {self._run_dir.task}
         self._watches = {task: self._watches.get(task) or self._watch(task) for task in sorted(holders)}
-        self._lives = {task: watch.look() for task, watch in self._watches.items()}
+        self._lives = {task: watch.poll() for task, watch in self._watches.items()}
 
     @property
     def living(self) -> int:
@@ -52,22 +53,22 @@ class Takeover:
             return True
         return None if dead or None in self._lives.values() else False
 
-    def _watch(self, task: str) -> HolderWatch:
-        return HolderWatch(RunDir(self._run_dir.path, task).task_directory)
+    def _watch(self, task: str) -> LivenessMonitor:
+        return LivenessMonitor(RunDir(self._run_dir.path, task).task_directory)
 
     def _take_over(self, task: str) -> bool:
         dead = RunDir(self._run_dir.path, task)
         try:
-            with hold_task(dead, _at_once, of_the_dead=self._watches[task].named) as claim:
-                tidy(dead, claim)
+            with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
+                recover(dead, lock)
                 self._leases.refresh()  # it may have ended its leases, or another task took over
                 # an attempt without --join may have done rows since the plan, see `join`
                 done = read_done(dead).rows | read_done(RunDir(dead.path)).rows
                 left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
-                claim.verify()
+                lock.verify()
                 for lease, rows in left:
                     self._leases.end(lease, rows)
-        except (HeldError, TaskLockLostError):  # another task takes over
+        except (TaskHeldError, TaskLockLostError):  # another task takes over
             return False
         if left:
             rows_left = sum(len(rows) for _, rows in left)
@@ -79,4 +80,4 @@ class Takeover:
 
 def _at_once(_: float) -> None:
     """Refuse to wait for another task that takes over: the next poll will tell."""
-    raise HeldError("not waited for")
+    raise TaskHeldError("not waited for")

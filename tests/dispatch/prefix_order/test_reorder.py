@@ -23,7 +23,7 @@ from batchrunner.dispatch.prefix_order.reorder import (
     Reorderer,
 )
 from batchrunner.dispatch.queue import DispatchQueue
-from batchrunner.input.prefixes import common
+from batchrunner.input.prefixes import common_length
 from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, InFlight, request, shared, words
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def prefilled_apart(works: Sequence[PendingRow]) -> int:
     clock, total = 0.0, 0
     for work in works:
         prompt = work.request.prompt.encode()
-        best = max((common(prompt, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0)
+        best = max(
+            (common_length(prompt, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0
+        )
         total += len(prompt) - best
         sent.append((clock, prompt))
         clock += (len(prompt) - best) / 4

@@ -14,7 +14,8 @@ from batchrunner.core.errors import (
 )
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched.gateway import GatewayProcess
-from batchrunner.job.spec import GatewayEngine, LimitsSpec
+from batchrunner.job.engine import GatewayEngine
+from batchrunner.job.spec import LimitsSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from math import exp
 
 import pytest
 
-from batchrunner.input.prefixes import common
+from batchrunner.input.prefixes import common_length
 from batchrunner.input.sort.decide import STRETCHES, WINDOW_ROWS, decide
 from tests.support.documents import document, shuffled
 
@@ -40,7 +40,7 @@ def test_what_sorting_gains(texts: list[str], order: str) -> None:
     choice = decide(prompts(texts), len(texts))
     assert choice.order == order
     whole = [text.encode() for text in sorted(texts)]
-    best = sum(common(one, other) for one, other in pairwise(whole)) / max(1, sum(map(len, whole)))
+    best = sum(common_length(one, other) for one, other in pairwise(whole)) / max(1, sum(map(len, whole)))
     assert choice.sorted_share == pytest.approx(best, abs=1e-3)
 
 

@@ -97,8 +97,8 @@ def test_one_of_several_named_templates(tmp_path: Path) -> None:
     ]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     one = request(messages(("user", "hello")))
-    assert Tokenizer(model, "messages").text_of(one) == "hello"
-    assert Tokenizer(model, "messages", "loud").text_of(one) == "HELLO"
+    assert Tokenizer(model, "messages").prompt_text(one) == "hello"
+    assert Tokenizer(model, "messages", "loud").prompt_text(one) == "HELLO"
     with pytest.raises(CannotTokenizeError, match="no chat template of the name 'quiet'"):
         Tokenizer(model, "messages", "quiet")
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from batchrunner.core.types import Request
 from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
-from batchrunner.input.tokenize.truncate import TokenBudget, cut_tokens
+from batchrunner.input.tokenize.truncate import TokenBudget, truncate_tokens
 from tests.support.tokenizers import ids_of, messages, request
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.input.tokenize.truncate import Cut
+    from batchrunner.input.tokenize.truncate import Truncation
 
 
 @given(
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     room=st.integers(-5, 120),
     cut=st.sampled_from(["head", "tail", "middle"]),
 )
-def test_what_is_cut_fits_and_leaves_the_template(text: str, room: int, cut: Cut, directory: Path) -> None:
+def test_what_is_cut_fits_and_leaves_the_template(
+    text: str, room: int, cut: Truncation, directory: Path
+) -> None:
     """Whatever the text, what comes out has room and its template whole, or the row says why not."""
     encoder = Encoder(Tokenizer(directory, "messages"), {}, TokenBudget(room + 10), cut)
     prompt = messages(("system", "S"), ("user", text))
@@ -44,8 +46,8 @@ def test_what_is_cut_fits_and_leaves_the_template(text: str, room: int, cut: Cut
 @given(tokens=st.lists(st.integers(), max_size=20), keep=st.integers(1, 25))
 def test_cut_tokens(tokens: list[int], keep: int) -> None:
     """Head, tail and middle keep as many tokens as they may, of the ends that they are named for."""
-    assert cut_tokens(tokens, keep, "head") == tokens[-keep:]
-    assert cut_tokens(tokens, keep, "tail") == tokens[:keep]
-    kept = cut_tokens(tokens, keep, "middle")
+    assert truncate_tokens(tokens, keep, "head") == tokens[-keep:]
+    assert truncate_tokens(tokens, keep, "tail") == tokens[:keep]
+    kept = truncate_tokens(tokens, keep, "middle")
     assert len(kept) == min(keep, len(tokens))
     assert kept[: keep // 2] == tokens[: keep // 2]

@@ -1,0 +1,74 @@
+"""What all parts of a job have in common: the base class, and fields for durations and fractions."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, TypeAlias
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+
+_DURATION = re.compile(
+    r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
+)
+_UNITS_S = (86400.0, 3600.0, 60.0, 1.0)
+
+
+def _seconds(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _DURATION.fullmatch(value.strip().replace(" ", ""))
+    if not match or not any(match.groups()):
+        raise ValueError("a duration is seconds or a text such as 90s, 30m, 2h30m or 1d")
+    return sum(float(part) * unit for part, unit in zip(match.groups(), _UNITS_S, strict=True) if part)
+
+
+def _share(value: object) -> object:
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return float(value.strip()[:-1]) / 100
+    return value
+
+
+_SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
+Duration: TypeAlias = Annotated[
+    float,
+    Field(gt=0, allow_inf_nan=True),
+    BeforeValidator(_seconds),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "minLength": 1}]}
+    ),
+]
+Share: TypeAlias = Annotated[
+    float,
+    BeforeValidator(_share),
+    Field(gt=0, le=1),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, _SHARE_TEXT]}),
+]
+CountOrShare: TypeAlias = Annotated[
+    Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, le=1)],
+    BeforeValidator(_share),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _SHARE_TEXT]}),
+]
+
+
+class Spec(BaseModel):
+    """Base class of all parts of a job: immutable, no unknown keys, values that JSON can hold."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        """Return a value as JSON represents it: run.json keeps it, and the engine receives it."""
+        if isinstance(value, BaseModel):
+            return value
+        try:
+            if not isinstance(value, dict):
+                orjson.dumps(value)  # refuses integers over 64 bits and texts that are not UTF-8
+                return value
+            json.dumps(value, allow_nan=False, default=str)  # orjson turns NaN into null
+            return orjson.loads(orjson.dumps(value))
+        except (TypeError, ValueError, RecursionError) as failure:
+            keys = "; quote what YAML takes for no text, such as on or 1" if "key" in str(failure) else ""
+            raise ValueError(f"no JSON can hold it: {failure}{keys}") from None

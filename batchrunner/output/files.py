@@ -1,0 +1,136 @@
+"""Atomic and durable file operations: a file is whole when it appears, and survives a power failure."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from batchrunner.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TEMPORARY = ".tmp"
+"""Suffix of a file that is not whole yet. Its name also begins with a dot, so readers of Parquet skip it."""
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Error numbers of file systems without hard links: exFAT, SMB, FUSE."""
+
+
+@contextlib.contextmanager
+def whole_file(
+    path: Path, writer: str = "", publish: Callable[[Path, Path], object] = Path.replace
+) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success sync the file and publish it under `path`.
+
+    On failure the temporary file is removed. `writer` is part of the temporary name: give it where several
+    processes may write the same file at once. `publish(temporary, path)` gives the file its final name. The
+    default replaces an existing file; `link_new` and `link_part` raise FileExistsError.
+    """
+    temporary = path.with_name(f".{path.name}{writer and '.'}{writer}{TEMPORARY}")
+    temporary.unlink(missing_ok=True)  # it may be a symbolic link, or a second name of a part
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def link_new(temporary: Path, path: Path) -> None:
+    """Give a file a name that no file has; raises FileExistsError where another process was first.
+
+    Uses a hard link, which an NFS server creates once. Where the server's reply is lost and the client
+    repeats the call, the number of links shows that the first call succeeded.
+    """
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        if temporary.stat().st_nlink == 1:
+            raise
+
+
+def link_part(temporary: Path, path: Path) -> None:
+    """Give a part its name like `link_new`, also on a file system without hard links.
+
+    There the name is checked and then taken, which is safe because only one task writes a part's name.
+    """
+    try:
+        link_new(temporary, path)
+    except OSError as failure:
+        if failure.errno not in NO_HARD_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.replace(path)
+
+
+def create_file(path: Path, content: bytes, writer: str) -> bool:
+    """Create a file unless it exists; return whether this call created it. Raises OSError.
+
+    Exactly one of several concurrent calls returns True. `writer` names the caller, see `whole_file`.
+    """
+    try:
+        with whole_file(path, writer, link_new) as temporary:
+            temporary.write_bytes(content)
+    except FileExistsError:
+        return False
+    return True
+
+
+def write_json(path: Path, value: object, writer: str = "") -> None:
+    """Write a JSON file atomically; raises StorageError."""
+    with writing(path), whole_file(path, writer) as temporary:
+        temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its missing parents, each durably. Raises OSError."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make new and changed names in a directory durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refresh_listing(directory: Path) -> None:
+    """Make an NFS client read a directory again, whose listing it may cache for a minute.
+
+    Creating a file in the directory invalidates the cache. A directory that is read-only is left alone.
+    """
+    marker = directory / f".look-{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        marker.touch()
+        marker.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which writes `path` during a run, into a StorageError."""
+    try:
+        yield
+    except OSError as failure:
+        raise cannot_write(path, failure) from None
+
+
+def cannot_write(path: Path, failure: OSError) -> StorageError:
+    """Return the StorageError for a failed write of `path`."""
+    return StorageError(
+        f"{path}: cannot be written: {failure.strerror or failure}; "
+        "what is on disk is kept: make room and run the same command again"
+    )

@@ -1,0 +1,157 @@
+"""run.json: the job of a run, and the fingerprint by which a later attempt recognises the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import orjson
+
+from batchrunner.core.errors import OutputError, ResumeError
+from batchrunner.output.files import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from batchrunner.core.types import InputFile
+    from batchrunner.job.spec import Job
+    from batchrunner.output.run_dir import RunDir
+
+FORMAT = 1
+"""Version of the format of run.json."""
+DISCARD = "--fresh (with --join or --shard: delete the directory)"
+"""What a user types to discard a run, for error messages."""
+_KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
+"""Keys that every run.json has."""
+_SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
+"""Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
+
+
+class Fingerprint(TypedDict):
+    """What two attempts must have in common to belong to the same run."""
+
+    files: list[dict[str, Any]]
+    """Path, rows and digest of each input file, in input order."""
+    filter: str | None
+    limit: int | None
+    columns: list[str]
+    rename: dict[str, str]
+    prompt: dict[str, Any]
+    sampling: dict[str, Any]
+    model: str
+
+
+def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> Fingerprint:
+    """Return the fingerprint of an attempt; `model` is "" where it is not to be compared."""
+    return Fingerprint(
+        files=[{"path": file.path, "rows": file.rows, "digest": file.digest} for file in files],
+        filter=job.input.filter,
+        limit=job.input.limit,
+        columns=job.input.columns,
+        rename=job.input.rename,
+        prompt=job.prompt.model_dump(mode="json", exclude_none=True),
+        sampling=job.sampling.model_dump(mode="json", exclude_none=True),
+        model=model,
+    )
+
+
+def check_same_run(
+    old: Mapping[str, Any], new: Fingerprint, where: Path, *, model_known: bool = True
+) -> None:
+    """Raise ResumeError, naming the difference, where the fingerprints belong to different runs.
+
+    `old` is that of the results at `where`. The limit may grow, and files may be added after the known ones.
+    Without `model_known` the models are not compared.
+    """
+    now: Mapping[str, Any] = new
+    difference = _files_difference(old["files"], now["files"]) or _limit_difference(
+        old["limit"], now["limit"]
+    )
+    for name in ("filter", "columns", "rename", "prompt", "sampling", *(["model"] if model_known else [])):
+        if difference is None and old[name] != now[name]:
+            difference = _difference(name, old[name], now[name])
+    if difference is not None:
+        raise ResumeError(
+            f"{where} holds another run: {difference}; take another output.path, "
+            f"or discard what is there with {DISCARD}"
+        )
+
+
+def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
+    if len(new) < len(old):
+        return f"the input had {len(old)} files and has {len(new)}"
+    known = {file["digest"] for file in old}
+    for before, after in zip(old, new, strict=False):
+        if before["digest"] != after["digest"]:
+            if after["digest"] not in known and before["digest"] in {file["digest"] for file in new}:
+                return (
+                    f"the new input file {after['path']} sorts before {before['path']}: name it to come last"
+                )
+            moved = "" if before["path"] == after["path"] else f" (it stands where {before['path']} stood)"
+            return f"the input file {after['path']} changed{moved}"
+    return None
+
+
+def _limit_difference(old: int | None, new: int | None) -> str | None:
+    if new is not None and (old is None or new < old):
+        return f"input.limit was {old or 'unset'} and is {new}: it can only grow"
+    return None
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                return f"{name}.{key} was {_brief(old.get(key))} and is {_brief(new.get(key))}"
+    label = f"input.{name}" if name in {"filter", "columns", "rename"} else name
+    return f"{label} was {_brief(old)} and is {_brief(new)}"
+
+
+def _brief(value: Any) -> str:
+    text = "unset" if value is None else repr(value)
+    limit = 60
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
+    """Return the content of run.json, None where there is no file; raises ResumeError for other content."""
+    try:
+        content = run_dir.run_json.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with contextlib.suppress(orjson.JSONDecodeError):
+        found = orjson.loads(content)
+        if isinstance(found, dict) and found.keys() >= _KEYS and found["format"] == FORMAT:
+            return found
+    raise ResumeError(
+        f"{run_dir.run_json}: not a run file of this version: take another output.path, or {DISCARD}"
+    )
+
+
+def require_run_json(run_dir: RunDir) -> dict[str, Any]:
+    """Return the content of run.json; raises OutputError where there is no file, else as `read_run_json`."""
+    found = read_run_json(run_dir)
+    if found is None:
+        raise OutputError(f"{run_dir.path}: not a run's output path (no run.json)")
+    return found
+
+
+def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
+    """Write run.json with the job and these values, whose names are the rest of `_KEYS`.
+
+    Raises StorageError.
+    """
+    content = {"format": FORMAT, "job": without_secrets(job), **values}
+    write_json(run_dir.run_json, content, writer=run_dir.task)
+
+
+def without_secrets(job: Job) -> dict[str, Any]:
+    """Return the job as run.json keeps it: values that may be secret (all of `engine.env`) become ***."""
+    spec = job.model_dump(mode="json", exclude_unset=True)
+    for section in ("env", "args", "gateway_args"):
+        values = spec["engine"].get(section, {})
+        masked = [name for name in values if section == "env" or _SECRET.search(name)]
+        values.update(dict.fromkeys(masked, "***"))
+    return spec
