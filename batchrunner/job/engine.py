@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class AttachEngine(Spec):
-    """A server that runs already."""
+    """One or more SGLang servers that already run."""
 
     kind: Literal["attach"]
-    """`attach`: the server runs already."""
+    """`attach`: the servers already run."""
     urls: Annotated[list[str], Field(min_length=1)]
-    """One or more addresses of replicas of one model; rows go where there is room."""
+    """Addresses of the servers, which are replicas of one model; rows are balanced by their load."""
     api_key_env: str = "SGLANG_API_KEY"
-    """Environment variable that holds the server's API key; unset means no key."""
+    """Name of the environment variable with the servers' API key; if it is unset, no key is sent."""
 
     @field_validator("urls")
     @classmethod
@@ -39,73 +39,74 @@ def _checked_url(url: str) -> str:
 
 class _LocalEngine(Spec):
     args: dict[str, Any] = {}
-    """SGLang's server arguments, such as `{mem-fraction-static: 0.88, enable-metrics: true}`."""
+    """Arguments of the SGLang server, such as `{mem-fraction-static: 0.88, enable-metrics: true}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` takes the GPU where there is one, else SGLang's CPU engine, which is for trying and testing."""
+    """`auto` uses the GPU if there is one, else SGLang's CPU engine, which is for trials and tests."""
 
     @field_validator("args")
     @classmethod
-    def _own_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
+    def _reserved_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
         return _checked_args(args, ("model-path", "model", "host", "port", "api-key", "device"), "args")
 
 
-def _checked_args(args: Mapping[str, Any], own: tuple[str, ...], field: str) -> dict[str, Any]:
-    """Return arguments by their names on a command line, without `--`; those in `own` are refused."""
+def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str) -> dict[str, Any]:
+    """Return arguments by their command-line names without `--`; raises ValueError for a reserved one."""
     clean = {name.lstrip("-").replace("_", "-"): value for name, value in args.items()}
-    for name in own:
+    for name in reserved:
         if name in clean:
             raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.{field}")
     return clean
 
 
 class LaunchedEngine(_LocalEngine):
-    """What servers that the run starts have in common."""
+    """Base class of engines whose servers the run starts."""
 
     python: str | None = None
-    """The interpreter that has SGLang, where it is not this one."""
+    """Path of the Python interpreter that has SGLang installed; by default the one that runs batchrunner."""
     env: dict[str, str] = {}
-    """Environment variables for the server."""
+    """Environment variables for the server, in addition to those of batchrunner."""
     start_timeout: Duration = 1800.0
-    """How long loading may take."""
+    """Time within which the server must be ready."""
     heal: bool = True
-    """A server that dies for want of memory is started again with safer arguments, which the next run of this
-    model, card and version starts with; `false` leaves `args` as they are, and an earlier run's alone."""
+    """Whether a server that dies out of memory is restarted with safer arguments. Later runs with this model,
+    GPU and version of SGLang begin with them. `false` uses `args` unchanged."""
 
 
 class ServerEngine(LaunchedEngine):
-    """A server that the run starts on a free loopback port and ends."""
+    """A server that the run starts on a free local port, and stops at the end."""
 
     kind: Literal["server"]
-    """`server`: the run starts it and ends it."""
+    """`server`: the run starts and stops it."""
     model: str
-    """A model directory, or a name that SGLang can load."""
+    """Model directory, or a model name that SGLang can load."""
 
 
 class GatewayEngine(LaunchedEngine):
-    """Replicas of one model behind SGLang's Model Gateway: the run starts both, or finds them at `url`.
+    """Replicas of one model behind SGLang's Model Gateway: the run starts them, or they already run at `url`.
 
-    A launched replica that dies is taken out, started again and put back, and so is the gateway.
+    A replica or gateway that the run started is restarted when it dies.
     """
 
     kind: Literal["gateway"]
-    """`gateway`: replicas behind SGLang's Model Gateway, launched (`model`) or running already (`url`)."""
+    """`gateway`: replicas behind SGLang's Model Gateway, started by the run (`model`) or running (`url`)."""
     model: str | None = None
-    """A model directory, or a name that SGLang can load: the run starts and ends replicas and gateway."""
+    """Model directory, or a model name that SGLang can load: the run starts and stops replicas and
+    gateway."""
     url: str | None = None
-    """The address of a gateway that runs already; its workers must be within reach too, for their load."""
+    """Address of a gateway that already runs. Its workers must be reachable too, to read their load."""
     api_key_env: str = "SGLANG_API_KEY"
-    """With `url`: environment variable that holds the API key of gateway and workers; unset means none."""
+    """With `url`: name of the environment variable with the API key of gateway and workers."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """How many; `auto` is one for every `tp` GPUs that CUDA_VISIBLE_DEVICES leaves, and one on a CPU."""
+    """Number of replicas. `auto` is one for every `tp` visible GPUs, and one on a CPU."""
     tp: Annotated[int, Field(ge=1)] = 1
-    """GPUs a replica (`--tp-size`)."""
+    """GPUs per replica (tensor parallelism, SGLang's `--tp-size`)."""
     policy: Literal["auto", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
-    """How the gateway chooses a replica. `auto` is its policy `manual` with keys that the runner sends: rows
-    that share a beginning go to one replica, all others to the one with the fewest requests. (cache_aware
-    keeps similar prompts on one replica until it has 64 requests more than another: a batch with one system
-    prompt fills one first.)"""
+    """How the gateway chooses a replica. `auto` uses the gateway's policy `manual` with routing keys from
+    batchrunner: rows with a common prefix go to one replica, all others to the one with the fewest requests.
+    (`cache_aware` keeps similar prompts on one replica until it has 64 more requests than another, so a batch
+    with one system prompt would fill one replica first.)"""
     gateway_args: dict[str, Any] = {}
-    """More arguments of sglang_router, such as `{log-level: info}`."""
+    """Additional arguments of sglang_router, such as `{log-level: info}`."""
 
     @field_validator("url")
     @classmethod
@@ -114,9 +115,9 @@ class GatewayEngine(LaunchedEngine):
 
     @field_validator("gateway_args")
     @classmethod
-    def _own_gateway_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
-        own = ("host", "port", "prometheus-host", "prometheus-port", "api-key", "worker-urls", "policy")
-        return _checked_args(args, own, "gateway_args")
+    def _reserved_gateway_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
+        reserved = ("host", "port", "prometheus-host", "prometheus-port", "api-key", "worker-urls", "policy")
+        return _checked_args(args, reserved, "gateway_args")
 
     @model_validator(mode="after")
     def _launched_or_found(self) -> GatewayEngine:
@@ -138,32 +139,32 @@ GATEWAY_DROPS: dict[str, frozenset[str]] = {
         {"stop_regex", "structural_tag", "custom_params", "logit_bias", "spaces_between_special_tokens"}
     ),
 }
-"""Sampling parameters that sglang_router 0.3.2 leaves out of the body it passes on, without a word (or, for
-a chat's `structural_tag`, refuses), by the endpoint: a row that has them must not be sent through it."""
+"""Sampling parameters that sglang_router 0.3.2 silently drops from a request, by endpoint; it refuses
+`structural_tag` in a chat. Requests with these parameters must not pass through it."""
 
 
 class InprocessEngine(_LocalEngine):
-    """`sglang.Engine` in this process."""
+    """The Python class `sglang.Engine`, in batchrunner's own process."""
 
     kind: Literal["inprocess"]
-    """`inprocess`: `sglang.Engine` in this process."""
+    """`inprocess`: the Python class `sglang.Engine` in batchrunner's own process."""
     model: str
-    """A model directory, or a name that SGLang can load."""
+    """Model directory, or a model name that SGLang can load."""
 
 
 class SimulatedEngine(Spec):
-    """No engine at all: made-up answers at a made-up speed, to see the screen and to test. Always marked."""
+    """No engine: invented answers at a simulated speed, for demonstrations and tests. Results are marked."""
 
     kind: Literal["simulated"]
-    """`simulated`: answers are made up."""
+    """`simulated`: the answers are invented."""
     max_running: Annotated[int, Field(ge=1)] = 256
-    """Requests that decode together."""
+    """Most requests that decode at once."""
     max_total_tokens: Annotated[int, Field(ge=1)] = 400_000
-    """KV pool in tokens."""
+    """Size of the KV pool in tokens."""
     context_length: Annotated[int, Field(ge=1)] = 8192
-    """Longest prompt and output together, in tokens; longer rows are refused."""
+    """Most tokens of prompt and output together; longer rows are refused."""
     step_s: Annotated[float, Field(ge=0)] = 0.02
-    """Time of a decode step; 0 answers at once."""
+    """Seconds per decode step; with 0 answers come at once."""
 
 
 EngineSpec: TypeAlias = Annotated[

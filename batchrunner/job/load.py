@@ -1,4 +1,4 @@
-"""Reading a job: YAML, environment variables and `--set`, and errors a person can act on.
+"""Reads a job from YAML, environment variables and `--set`, with errors that say what to change.
 
 Precedence, lowest first: the file, environment variables (`BATCHRUN__ENGINE__MODEL=…`), `--set a.b=c`.
 """
@@ -25,21 +25,22 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 ENV_PREFIX = "BATCHRUN__"
-_MARKED = tuple("\"'|>!&*")
-"""What begins a text that is written as YAML has it, in quotes or as a block."""
+"""Prefix of environment variables that override the job."""
+_YAML_MARKS = tuple("\"'|>!&*")
+"""First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML would silently overwrite."""
+    """SafeLoader that refuses a repeated key, where YAML would keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # `<<: *base` is no key: the base class merges it
+                continue  # `<<: *base` is not a key: the base class merges it
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # the base class refuses it with a better message
+                continue  # the base class raises a better error
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
@@ -55,13 +56,11 @@ def load_job(
     environ: Mapping[str, str] | None = None,
     engine: EngineSpec | None = None,
 ) -> Job:
-    """Read a job from a YAML file, a mapping or a Job and apply overrides.
+    """Return the job from a YAML file, a mapping or a Job, with overrides applied.
 
-    `engine` takes the place of an `engine` that the job leaves out.
-
-    `overrides` are texts `a.b=c`, `c` in YAML, or else a text; `environ` defaults to the process's own and is
-    read only for variables that start with BATCHRUN__. Raises JobError with one line that says where and
-    what.
+    `overrides` are texts `a.b=c`, where c is YAML or a plain text. `environ` is the process's environment by
+    default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none. Raises
+    JobError, one line that says where the job is wrong, and how.
     """
     if isinstance(overrides, (str, Mapping)):
         raise JobError('overrides: give a list of texts, such as ["input.limit=100"]')
@@ -70,7 +69,7 @@ def load_job(
     tree, name = _tree_of(source)
     if engine is not None:
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
-    # sorted: BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, which is a part of it
+    # sorted, so that BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, a part of it
     for key, text in sorted((os.environ if environ is None else environ).items()):
         if key.startswith(ENV_PREFIX):
             _override(tree, _steps_of(key), text, where=f"environment: {key}")
@@ -83,14 +82,14 @@ def load_job(
 
 
 def _steps_of(key: str) -> list[str]:
-    """Read BATCHRUN__ENGINE__MODEL as engine.model; names that are not ours keep their case."""
+    """Return the path of a variable, engine.model for BATCHRUN__ENGINE__MODEL; user-given names keep case."""
     steps = key[len(ENV_PREFIX) :].split("__")
     ours = [step.lower() for step in steps]
     return ours[:2] + steps[2:] if ours[:2] in (["engine", "env"], ["input", "rename"]) else ours
 
 
 def _tree_of(source: object) -> tuple[dict[str, Any], str]:
-    """Return a job as plain containers, and its name in messages."""
+    """Return a job as plain containers, and its name for error messages."""
     match source:
         case Job():
             return source.model_dump(exclude_unset=True), "job"
@@ -103,7 +102,7 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
 
 
 def parse_engine(source: Mapping[str, Any] | EngineSpec) -> EngineSpec:
-    """Read the `engine` part of a job alone; raises JobError."""
+    """Return the engine from the `engine` part of a job; raises JobError."""
     if isinstance(source, BaseModel):
         return source
     if not isinstance(source, Mapping):
@@ -144,7 +143,7 @@ def _parse(text: str, where: str) -> Any:
     except yaml.YAMLError as failure:
         raise JobError(f"{where}: {_yaml_problem(failure)}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as failure:
-        # PyYAML lets its constructors' own errors through: the 13th month of a date, `!!int x`
+        # errors of PyYAML's constructors: a date with month 13, `!!int x`
         raise JobError(f"{where}: not valid YAML: {failure}") from None
 
 
@@ -165,24 +164,25 @@ def _override(tree: dict[str, Any], path: list[str], text: str, *, where: str) -
 
 
 def _value_of(text: str, where: str) -> Any:
-    """Read YAML; a template, or an expression, that is none or a comment in it is a text.
+    """Return an override's value, read as YAML.
 
-    So is any other text that YAML would change: it folds lines, and cuts what follows a ` #`.
+    It is taken as a plain text if it is not valid YAML (a template, an expression), or if YAML would change
+    it, because it joins lines and drops what follows ` #`.
     """
     try:
         value = _parse(text, where)
     except JobError:
-        if re.match(r"\s*(\[|{(?![{%#]))", text):  # a list or a mapping that has not come out right
+        if re.match(r"\s*(\[|{(?![{%#]))", text):  # clearly meant as a list or a mapping
             raise
         return text
-    if isinstance(value, str) and value != text.strip() and not text.lstrip().startswith(_MARKED):
+    if isinstance(value, str) and value != text.strip() and not text.lstrip().startswith(_YAML_MARKS):
         return text
     is_null = text.strip().lower() in {"", "~", "null"}
     return text if value is None and not is_null else value
 
 
 def _deep_copy(value: Any) -> Any:
-    """Copy the containers only: leaves may be anything a caller passed."""
+    """Copy mappings and lists, but not their other values, which may be any objects."""
     if isinstance(value, Mapping):
         return {key: _deep_copy(below) for key, below in value.items()}
     if isinstance(value, list):
@@ -191,9 +191,9 @@ def _deep_copy(value: Any) -> Any:
 
 
 def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> str:
-    """One line for the user out of pydantic's list of errors."""
+    """Return one line for the user from pydantic's list of errors."""
     problems = failure.errors(include_url=False)
-    # A union reports every branch: the branch that got furthest is the one that the user meant.
+    # pydantic reports every branch of a union: the one that got furthest is the one that the user meant
     problem = max(problems, key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
     path = _path_in(tree, problem)
     others = len({tuple(_path_in(tree, p)) for p in problems}) - 1
@@ -203,7 +203,7 @@ def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> 
         return f"unknown key {where!r}{_nearest(path, schema, tree)}{more}"
     if problem["type"] == "missing":
         return f"{where} is missing{more}"
-    # a union says no once for each of its members: all of them together are what is allowed
+    # a union has an error for each member: together they say what is allowed
     messages = dict.fromkeys(_message(p) for p in problems if _path_in(tree, p) == path)
     message = ", or ".join(messages)
     got = problem["input"]
@@ -223,7 +223,7 @@ def _message(problem: ErrorDetails) -> str:
 
 
 def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
-    """Name the error's place in the user's own words: pydantic's names of union branches left out."""
+    """Return the path of an error in the user's job, without pydantic's names for the branches of unions."""
     path: list[str] = []
     for step in problem["loc"]:
         if isinstance(tree, Mapping) and step in tree:
@@ -257,11 +257,11 @@ def _known_keys(path: list[str], schema: dict[str, Any], tree: object) -> list[s
 
 
 def _resolved(node: Any, schema: dict[str, Any], tree: object) -> Any:
-    """Find the schema of a mapping behind a reference, a union or the engine's `kind`."""
+    """Return the schema that a reference, a union or the engine's `kind` leads to."""
     if "discriminator" in node:
         kind = tree.get("kind") if isinstance(tree, Mapping) else None
         node = {"$ref": node["discriminator"]["mapping"].get(kind)}
-    # of a union only one member has keys: {column: NAME}
+    # only one member of a union has keys: {column: NAME}
     node = next((member for member in node.get("anyOf", ()) if "$ref" in member), node)
     return schema["$defs"][node["$ref"].rsplit("/", 1)[-1]] if node.get("$ref") else node
 

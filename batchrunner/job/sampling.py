@@ -13,10 +13,10 @@ from batchrunner.job.fields import Spec
 
 
 class FromColumn(Spec):
-    """A value that each row brings itself."""
+    """A value that differs by row, taken from a column."""
 
     column: str
-    """The input column that holds the value; a null leaves the engine's default."""
+    """Input column that holds the value; a null stands for the default."""
 
 
 Value = TypeVar("Value")
@@ -24,63 +24,63 @@ PerRow: TypeAlias = Value | FromColumn
 
 
 class SamplingSpec(Spec):
-    """SGLang's sampling parameters, by SGLang's names. Each may be `{column: NAME}`."""
+    """SGLang's sampling parameters, by SGLang's names. Most accept `{column: NAME}` instead of a value."""
 
     max_new_tokens: PerRow[Annotated[int, Field(ge=1)]] = 1024
-    """Longest output in tokens; of a null in a column the default. (SGLang's 128 cuts most answers short.)"""
+    """Maximum tokens of an output. (SGLang's own default of 128 cuts most answers short.)"""
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
-    """Shortest output in tokens."""
+    """Minimum tokens of an output."""
     n: Annotated[int, Field(ge=1)] = 1
-    """Samples a row; above 1 `output`, `finish_reason` and `completion_tokens` are lists."""
+    """Outputs per row. Above 1, `output`, `finish_reason` and `completion_tokens` of a result are lists."""
     temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None
-    """0 is greedy. Unset: the engine's default."""
+    """Sampling temperature; 0 is greedy decoding. Unset means the engine's default."""
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
-    """Nucleus sampling."""
+    """Nucleus sampling: only the likeliest tokens with this total probability are sampled."""
     top_k: PerRow[Annotated[int, Field(ge=-1)]] | None = None
-    """Sample from the k likeliest tokens; -1 for all."""
+    """Only the k likeliest tokens are sampled; -1 means all."""
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
-    """Least probability, relative to the likeliest token."""
+    """Minimum probability of a token, relative to that of the likeliest token."""
     frequency_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty on tokens by how often they were generated."""
+    """Penalty on a token for each time that it was generated."""
     presence_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty on tokens that were generated at all."""
+    """Penalty on a token that was generated at least once."""
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, le=2)]] | None = None
-    """Multiplicative penalty on tokens that were seen; 1 is none."""
+    """Multiplicative penalty on a token of the prompt or output; 1 means none."""
     stop: PerRow[str | list[str]] | None = None
-    """Texts that end the output."""
+    """A text, or a list of texts, that end the output."""
     stop_token_ids: PerRow[list[int]] | None = None
-    """Tokens that end the output."""
+    """Ids of tokens that end the output."""
     stop_regex: PerRow[str | list[str]] | None = None
-    """Regular expressions that end the output."""
+    """A regular expression, or a list of them, that end the output."""
     no_stop_trim: bool | None = None
-    """Keep the stop text in the output."""
+    """Whether the stop text stays in the output."""
     ignore_eos: PerRow[bool] | None = None
-    """Go on to max_new_tokens."""
+    """Whether to generate until `max_new_tokens`, past the model's end token."""
     skip_special_tokens: bool | None = None
-    """Leave special tokens out of the output text."""
+    """Whether special tokens are left out of the output text."""
     spaces_between_special_tokens: bool | None = None
-    """Put spaces between special tokens in the output text."""
+    """Whether special tokens in the output text are separated by spaces."""
     sampling_seed: PerRow[int] | None = None
-    """Seed of the sampler (SGLang honours it under --enable-deterministic-inference)."""
+    """Seed of the sampler. SGLang uses it only with --enable-deterministic-inference."""
     json_schema: PerRow[dict[str, Any] | str] | None = None
-    """The output must be JSON of this schema (a mapping, or its JSON text)."""
+    """JSON Schema that the output must satisfy, as a mapping or as JSON text."""
     regex: PerRow[str] | None = None
-    """The output must match."""
+    """Regular expression that the output must match."""
     ebnf: PerRow[str] | None = None
-    """The output must be in this grammar."""
+    """EBNF grammar that the output must follow."""
     structural_tag: PerRow[str] | None = None
-    """SGLang's structural tag, as JSON text."""
+    """SGLang's structural tag, which constrains parts of the output, as JSON text."""
     logit_bias: dict[str, float] | None = None
-    """Bias a token id's logit."""
+    """Bias added to the logit of a token, by token id."""
     custom_params: dict[str, Any] | None = None
-    """Passed to a custom logit processor."""
+    """Parameters for a custom logit processor of the engine."""
     lora_path: PerRow[str] | None = None
-    """Name of a LoRA adapter that the engine has loaded."""
+    """Name of a LoRA adapter that the engine has loaded, used for the request."""
 
     @field_validator("json_schema", mode="before")
     @classmethod
     def _column_before_schema(cls, value: object) -> object:
-        # {column: x} is also a mapping: without this it would pass as a (meaningless) schema
+        # {column: x} is a mapping too, and would otherwise be accepted as a schema
         if isinstance(value, Mapping) and set(value) == {"column"}:
             return FromColumn(column=str(value["column"]))
         if isinstance(value, str):
@@ -114,7 +114,10 @@ def _check_json_schema(text: str) -> None:
 
 
 def _check_regex(pattern: str) -> None:
-    r"""Refuse what is no regular expression; the engine's dialect also has `\p{…}` and `(?<name>…)`."""
+    r"""Raise ValueError for an invalid regular expression, but not for `\p{…}` and `(?<name>…)`.
+
+    These two are valid in the engine's dialect, and unknown to Python.
+    """
     try:
         re.compile(pattern)
     except re.error as failure:

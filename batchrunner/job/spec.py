@@ -25,44 +25,46 @@ RESULT_COLUMNS = (
     "attempts",
     "error",
 )
-"""Names that a result row has of its own, in order after the carried columns (`row` comes first)."""
+"""Columns of a result besides the carried ones: `row` comes first, the others after the carried columns."""
 
 
 class InputSpec(Spec):
     """Where the rows come from."""
 
     path: str | Annotated[list[str], Field(min_length=1)]
-    """A Parquet file, a list of them, a glob, or a directory (Hive partitions become columns where the files
-    have none such); local or a URI that pyarrow knows (s3://, gs://, hdfs://; globs: `*`, `**/`)."""
+    """A Parquet file, a directory, a glob, or a list of these. Directory names such as `year=2024` become
+    columns, unless the files have a column of that name. Paths are local, or URIs that pyarrow can open
+    (s3://, gs://, hdfs://), whose globs may contain `*` and `**/`."""
     columns: list[str] = []
-    """Input columns carried into the output."""
+    """Input columns that are copied to the results."""
     rename: dict[str, str] = {}
-    """New names for carried columns: `{input_name: output_name}`."""
+    """New names for copied columns: `{input_name: output_name}`."""
     filter: str | None = None
-    """A Jinja2 expression over the row's columns; only rows where it is true are sent."""
+    """Jinja2 expression over the columns of a row; only rows for which it is true are sent."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Send only the first N rows (after `filter`)."""
+    """Number of rows to send, counted after `filter`; by default all."""
 
 
 class PromptSpec(Spec):
-    """How a row becomes a prompt: `user` (with or without `system`), or one of the columns below."""
+    """How a row becomes a prompt: by `user` (with or without `system`), `messages`, `text` or `input_ids`."""
 
     system: str | None = None
-    """Jinja2 template of the system message."""
+    """Jinja2 template of the system message, over the columns of a row."""
     user: str | None = None
-    """Jinja2 template of the user message; the model's chat template is applied."""
+    """Jinja2 template of the user message, over the columns of a row. The model's chat template is
+    applied."""
     messages: str | None = None
-    """A column of lists of {role, content}; the model's chat template is applied."""
+    """Column with the messages, a list of {role, content}. The model's chat template is applied."""
     text: str | None = None
-    """A column with the whole prompt as it is, or a Jinja2 template of it (no chat template)."""
+    """Column with the whole prompt, or a Jinja2 template of it. No chat template is applied."""
     input_ids: str | None = None
-    """A column of lists of token ids."""
+    """Column with the prompt as a list of token ids."""
     truncate: Literal["head", "tail", "middle"] | None = None
-    """What is cut off a prompt that leaves no room for `max_new_tokens`: its head, its tail or its middle; of
-    messages only the last user message's text is cut. Unset: such a row fails. Chats that end with the
-    assistant, or have tools, names, other roles or a `structural_tag`, are left to the server, uncut."""
+    """Which end of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
+    middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that end
+    with the assistant, or have tools, names, other roles or a `structural_tag`, are not truncated."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the chat template, such as `{enable_thinking: false}`."""
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
@@ -83,72 +85,79 @@ class PromptSpec(Spec):
 
 
 class OutputSpec(Spec):
-    """Where the results go."""
+    """Where the results are written."""
 
     path: str
-    """Directory of the run: parts/*.parquet, report.json, events.jsonl, the engine's log."""
+    """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Rows in a part, at most; a part is also written when 30 s have passed."""
+    """Most rows in a result file (part). A part is also written every 30 s."""
     durable: Duration = 1.0
-    """A finished row is on disk, in a journal if not in a part, within this time."""
+    """Time within which a finished row is safe on disk, in a journal or in a part."""
 
 
 class LimitsSpec(Spec):
-    """When a run gives up, and when its result counts as failed."""
+    """When a run gives up, and when it counts as failed."""
 
     deadline: Duration | None = None
-    """Stop sending after this time, let the rows in flight end, exit 1 (resumable)."""
+    """Time after which no more rows are sent. Rows in flight finish, the exit code is 1, the run can be
+    resumed."""
     max_failed_rows: CountOrShare = 0
-    """Failed rows tolerated, a count or a share (0.01 or 1%); more make the exit code 3."""
+    """Failed rows that are tolerated, as a count or a fraction (0.01 or 1%). With more the exit code is 3."""
     abort_failed_share: Share = 0.5
-    """Stop (exit 1) when more than this share of at least 100 rows failed: the job is plainly wrong."""
+    """The run stops (exit code 1) when more than this fraction of at least 100 finished rows failed."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
-    """Tries of a row that the engine answers with an error which may be the row's fault."""
+    """Most tries of a row whose tries fail possibly because of the row itself."""
     request_timeout: Duration = 3600.0
-    """Longest wait for one answer."""
+    """Longest wait for the answer to one request."""
     engine_wait: Duration = 300.0
-    """How long an engine that takes no row at all is waited for before the run stops (exit 1)."""
+    """Time without any accepted row after which the run stops (exit code 1)."""
     hang: Duration = 60.0
-    """Shortest silence of an engine with rows in flight that counts as a hang: it learns how slow it is, and
-    is given five times as long at the start. One that we launched is started again."""
+    """Minimum time without progress after which an engine with rows in flight counts as hung; for slow
+    engines it becomes longer, and before the first progress it is five times as long. A hung server that the
+    run started is restarted."""
     drain: Duration = 100.0
-    """After SIGUSR1 (a time limit is near) rows in flight have so long to end; then they are cut, and done
-    again at the next start. `batchrun slurm --grace` sets it. SIGTERM leaves 15 s, Ctrl-C what it takes."""
+    """Time for rows in flight to finish after SIGUSR1, which announces the end of a time limit. Unfinished
+    rows are done by the next attempt. `batchrun slurm --grace` sets it. After SIGTERM it is 15 s, after
+    Ctrl-C there is no limit."""
     disk_wait: Duration = 600.0
-    """How long a disk that is full, or takes nothing, is waited for before the run stops (exit 1)."""
+    """Time after which the run stops (exit code 1) while results cannot be written, because the disk is full
+    for example."""
 
 
 class Job(Spec):
-    """A whole job."""
+    """A batch-inference job."""
 
     input: InputSpec
     """Where the rows come from."""
     prompt: PromptSpec
     """How a row becomes a prompt."""
     sampling: SamplingSpec = SamplingSpec()
-    """How the engine samples, by SGLang's names."""
+    """Sampling parameters, by SGLang's names."""
     output: OutputSpec
-    """Where the results go."""
+    """Where the results are written."""
     engine: EngineSpec
-    """What answers: `kind` is attach, server, gateway, inprocess or simulated."""
+    """Engine that answers. `kind` is attach, server, gateway, inprocess or simulated."""
     limits: LimitsSpec = LimitsSpec()
-    """When a run gives up, and when its result counts as failed."""
+    """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
-    """In which order rows are sent; results are merged in input order whatever it is. `prefix` puts rows that
-    begin alike together, over the whole input, so that the engine computes their beginning once;
-    `longest_first` those with the longest outputs (`max_new_tokens` by column) or prompts first; `input` is
-    the order of the files. `auto` looks at a sample and says what it takes, and why."""
+    """Order in which rows are sent; merged results are in input order in any case. `prefix` sorts rows by
+    prompt, so that the engine computes a common prefix once. `longest_first` sends rows with the longest
+    outputs (where `max_new_tokens` is a column), else with the longest prompts, first. `input` is the order
+    of the files. `auto` chooses `prefix` or `input` by a sample, and logs the reason."""
     dedupe: bool = True
-    """At temperature 0, send rows that are alike once and write the answer to each of them."""
+    """Whether rows with equal requests are sent only once at temperature 0, and share the answer."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Requests in flight, over all replicas; `auto` lets them follow the live load of each. Leave it."""
+    """Requests in flight over all replicas. `auto`, recommended, adapts the number to the load of each
+    replica."""
     tokenize: Literal["auto", "client", "server"] = "auto"
-    """Where prompts become token ids. `auto`: here, where the first rows show that the engine makes the same
-    ones and nothing else would differ; else there, and the log says why. `client`: here, or not at all; a
-    server that the run launches goes without a tokenizer then (`--skip-tokenizer-init`, texts are made of
-    answers here), unless stop texts, a grammar, `min_new_tokens` or `prompt.messages` need it."""
+    """Where prompts are tokenized. `auto`: by batchrunner if the engine makes the same tokens of the first
+    rows and no other behaviour would differ; else by the engine, and the log gives the reason. `client`: by
+    batchrunner, or the run does not begin; a server that the run starts then gets no tokenizer
+    (`--skip-tokenizer-init`) unless it needs one for stop texts, grammars, `min_new_tokens` or
+    `prompt.messages`. `server`: by the engine."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
-    """The band in which `#queue-req` of each scheduler is held; scaled down where it runs few at once."""
+    """Range [low, high] in which the number of waiting requests of each scheduler (SGLang's `#queue-req`) is
+    kept. It is scaled down for a scheduler that runs few requests at once."""
 
     @field_validator("queue", mode="before")
     @classmethod

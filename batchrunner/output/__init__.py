@@ -1,1 +1,7 @@
-"""TODO output."""
+"""Everything that a run writes: its directory, its results and who may write them.
+
+Layout: run_dir (`RunDir`), files (atomic writes), run_json (the job and the fingerprint of a run).
+Results: writer (`ResultWriter`), journal, parts, columns; resume (`read_done`: which rows are done); counts;
+merge; buckets (external bucket sort); disk_wait. Others: events (`EventLog`), task_lock (`hold_task`),
+task_holder (`LivenessMonitor`: whether the holder of a task runs).
+"""

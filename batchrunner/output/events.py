@@ -41,7 +41,7 @@ class EventLog:
         self._began = time.monotonic()
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one event; one that cannot be written is dropped and counted in the next one's `events_lost`.
+        """Append one event; one that cannot be written is dropped and counted in the next `events_lost`.
 
         The first event of an attempt is `start`; events from before the log was opened follow it.
         """
