@@ -21,7 +21,7 @@ def pause_before_retry(
 
     The pause doubles with each try and is then drawn from its upper half ("equal jitter" in Amazon's
     *Exponential backoff and jitter*, 2015), so that rows refused together do not return together. A server's
-    Retry-After is a lower bound, but at most LONGEST_PAUSE_S, so that a server that is back early is used.
+    Retry-After is a lower bound, but at most LONGEST_PAUSE_S, so that a server that recovers early is used.
     """
     if not isinstance(error, (AttemptFailedError, EngineBusyError)):
         return None

@@ -194,8 +194,9 @@ class DatasetReader:
         self._start = 0  # ordinal of the first row in `_data`
         self._data: pa.RecordBatch | None = None  # the batch that was decoded last
 
-    def read(self, wanted: BitMap64) -> Iterator[RowBatch]:
-        """Yield the wanted rows in input order, as `Dataset.read` does."""
+    def read(self, wanted: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
+        """Yield the wanted rows in input order, as `Dataset.read` does; `positions` are not needed."""
+        del positions
         for file in self._dataset.files:
             if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
                 continue

@@ -1,4 +1,4 @@
-"""Which rows are sent, and in which ranges several tasks share them."""
+"""Selects the rows to send, and divides them into leases, the ranges that tasks of one run share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from batchrunner.input.templates import Predicate
 
 MOST_LEASES, FEWEST_LEASES = 1000, 64
-"""Of a usual run: the last ones are small beside what a task holds anyway. Of a small one: few tasks idle."""
+"""Leases of a large run, each small beside the rows that a task has in flight; and of a small run, so that
+few tasks are idle."""
 LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
-"""Below, where there are enough of them, taking one costs more than reading it; above, tasks would end at
-very different times."""
+"""Rows of a lease. With fewer rows, taking a lease would cost more than reading it; with more, tasks would
+end at very different times."""
 
 
 def lease_rows(rows: int) -> int:
-    """Return about how many of so many rows a lease has."""
+    """Return the approximate number of rows in a lease of a run of `rows` rows."""
     least = min(LEAST_LEASE_ROWS, -(-rows // FEWEST_LEASES))
     return max(1, min(max(rows // MOST_LEASES, least), MOST_LEASE_ROWS))
 
@@ -31,8 +32,9 @@ def lease_rows(rows: int) -> int:
 def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
     """Return the ordinals that bound the leases, from 0 to the end of the input.
 
-    They hold about the same number of `rows` each, at most 8,192; row groups (`group_ends`, sorted, the last
-    is the end of the input) are put together or parted evenly, so that few are read by two tasks.
+    Each lease has about the same number of `rows`, at most MOST_LEASE_ROWS. Small row groups are combined and
+    large ones divided evenly, so that few row groups are read by two tasks. `group_ends` are the ordinals
+    after each row group.
     """
     size = lease_rows(len(rows))
     cuts, gathered, begin, before = [0], 0, 0, 0

@@ -60,7 +60,7 @@ class PromptSpec(Spec):
     input_ids: str | None = None
     """Column with the prompt as a list of token ids."""
     truncate: Literal["head", "tail", "middle"] | None = None
-    """Which end of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
+    """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that end
     with the assistant, or have tools, names, other roles or a `structural_tag`, are not truncated."""
     chat_template_kwargs: dict[str, Any] | None = None

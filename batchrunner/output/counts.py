@@ -1,4 +1,4 @@
-"""Counts of finished rows, in memory that does not grow with them: the one place that counts."""
+"""Counts of finished rows and groups of their errors, in bounded memory."""
 
 from __future__ import annotations
 

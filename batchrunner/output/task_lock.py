@@ -96,12 +96,7 @@ class TaskLock:
     def beat(self) -> None:
         """Increase the counter in `heartbeat`. Raises OSError."""
         self._beats += 1
-        file = os.open(self._heartbeat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            os.pwrite(file, f"{self._me.token} {self._beats:012d}".encode(), 0)
-            os.fsync(file)
-        finally:
-            os.close(file)
+        _overwrite(self._heartbeat, f"{self._me.token} {self._beats:012d}".encode(), os.O_CREAT)
 
     def verify(self) -> None:
         """Raise TaskLockLostError where another process holds the lock, OSError where that is unreadable."""
@@ -112,7 +107,7 @@ class TaskLock:
             if not self._directory.parent.exists():  # the disk is gone, and nobody has taken the lock
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
             self._sleep(SHORT_POLL_S)  # a late `_remove_owner` of another process restores our name
-        winner = parse_holder(read_bytes(self._owner)) or "somebody"
+        winner = parse_holder(read_bytes(self._owner)) or "another process"
         raise TaskLockLostError(f"{self._directory}: {winner} took this task over: what is on disk is kept")
 
     def abandon(self) -> None:
@@ -131,13 +126,8 @@ class TaskLock:
 
     def _mark_abandoned(self) -> None:
         """Overwrite the process ID in `owner`, in place because the disk may be full."""
-        file = os.open(self._owner, os.O_WRONLY | os.O_NOFOLLOW)
-        try:
-            name = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
-            os.pwrite(file, name.ljust(os.fstat(file).st_size), 0)
-            os.fsync(file)
-        finally:
-            os.close(file)
+        name = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
+        _overwrite(self._owner, name.ljust(self._owner.stat().st_size))
 
     def _write_owner(self, file: int) -> None:
         try:
@@ -218,6 +208,16 @@ def hold_task(
         for path in created:
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
+
+
+def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
+    """Write at the beginning of a file, in place and durably; follows no symbolic link. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o644)
+    try:
+        os.pwrite(file, content, 0)
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _keep_beating(lock: TaskLock, ended: threading.Event) -> None:

@@ -136,8 +136,8 @@ class ResultWriter:
         """Write the oldest rows, unless a write is running or has failed for good."""
         self._drop_timer()
         if self._writing is None or (self._writing.done() and not self._writing.exception()):
-            room = self._part_rows - self._part.rows  # more rows may have come during the last write
-            outcomes, self._buffer = self._buffer[:room], self._buffer[room:]
+            free = self._part_rows - self._part.rows  # more rows may have come during the last write
+            outcomes, self._buffer = self._buffer[:free], self._buffer[free:]
             self._bytes = sum(map(_text_bytes, self._buffer))
             self._writing = asyncio.ensure_future(self._write(outcomes, last=last))
 

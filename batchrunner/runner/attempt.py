@@ -102,11 +102,7 @@ def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
     other.
     """
     run_dir, rows = prepared.run_dir, prepared.dataset.total_rows
-    others = {
-        task.task: LivenessMonitor(task.task_directory)
-        for task in run_dir.all_tasks()
-        if task.task != run_dir.task
-    }
+    others = {task.task: LivenessMonitor(task.task_directory) for task in run_dir.other_tasks()}
     while others:
         for task, watch in list(others.items()):
             lives = watch.poll()
@@ -124,7 +120,6 @@ def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
 
 def check_nobody_works(run_dir: RunDir, sleeper: Sleeper) -> None:
     """Raise TaskHeldError if another task is at work: what it writes may not be discarded."""
-    for task in run_dir.all_tasks():
-        if task.task != run_dir.task:
-            with hold_task(task, sleeper.sleep):
-                pass
+    for task in run_dir.other_tasks():
+        with hold_task(task, sleeper.sleep):
+            pass

@@ -248,7 +248,7 @@ def test_a_killed_start_is_gone_on_with(tmp_path: Path, server: FakeSGLang) -> N
     assert batchrun(file).exit_code == 0
     assert stretches(first + sent_texts(server)) == 10
     assert sorted(first + sent_texts(server)) == sorted(texts)
-    assert chosen(job)[1]["why"] == "as the start before sorted it"
+    assert chosen(job)[1]["why"] == "sorted by an earlier attempt"
     assert copies_in(run) == []
 
 
@@ -335,7 +335,7 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("batchrunner.input.sort.plan.write_sorted", full)
     monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
-    with pytest.raises(OutputError, match=r"No space left.*MiB are free: make room, or say order: input$"):
+    with pytest.raises(OutputError, match=r"No space left.*MiB are free: free some, or set order: input$"):
         batchrunner.run(sorted_job(tmp_path))
     job = sorted_job(tmp_path, order="auto")
     assert batchrunner.run(job).rows_ok == 200
@@ -354,7 +354,7 @@ def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (told,) = chosen(job)
     assert told["order"] == "input"
     assert "prefix would be better, but" in told["why"]
-    assert "no room to sort: that takes about" in told["why"]
+    assert "not enough space to sort: that takes about" in told["why"]
     batchrunner.run({**job, "order": "prefix"}, fresh=True)
     assert chosen(job)[-1]["order"] == "prefix"
 

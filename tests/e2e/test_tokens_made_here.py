@@ -223,7 +223,7 @@ def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: P
     assert batchrunner.run(job).exit_code == 0
     errors = [row["error"] for row in results_of(job)]
     assert errors[:2] == [None, "chat template: not this"]
-    assert errors[2] == "the prompt cannot be made tokens: character 26: surrogates not allowed"
+    assert errors[2] == "the prompt cannot be tokenized: character 26: surrogates not allowed"
     assert "is longer than the model's context length (4096 tokens)" in errors[3]
     assert "\n" not in "".join(filter(None, errors))
     assert len(server.sent) == 1
@@ -235,7 +235,7 @@ def test_what_nobody_expects_of_a_row_fails_that_row(tmp_path: Path) -> None:
     encoder = Encoder(Tokenizer(model, "messages"), {}, TokenBudget(50), "tail")
     bad, good = (request(messages(("user", text)), max_new_tokens=1) for text in ("\ud800" + "é" * 99, "xy"))
     failed, done = encoder.encode([bad, good])
-    assert "the prompt cannot be made tokens: TypeError" in str(failed.error)  # type: ignore[union-attr]
+    assert "the prompt cannot be tokenized: TypeError" in str(failed.error)  # type: ignore[union-attr]
     assert isinstance(done, Request)
 
 

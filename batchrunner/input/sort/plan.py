@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.input.dataset import DatasetReader
 from batchrunner.input.files import first_line
-from batchrunner.input.row_reader import InputOrderReader
 from batchrunner.input.sort.decide import OrderDecision, decide_by_sample
 from batchrunner.input.sort.external_sort import write_sorted
 from batchrunner.input.sort.sorted_copy import SortedCopy
@@ -70,7 +70,7 @@ def open_order(job_input: JobInput, path: Path | None, *, leased: bool = False) 
     `leased` is as for SortedCopy.
     """
     if path is None:
-        return InputOrderReader(job_input.dataset, job_input.renderer.columns)
+        return DatasetReader(job_input.dataset, job_input.renderer.columns)
     return SortedCopy(path, leased=leased)
 
 
@@ -88,7 +88,7 @@ def find_sorted_copy(
             continue
         kind = copy.about["order"]
         if rows and kind in {"auto": {"prefix"}}.get(asked, {asked}) and not rows - copy.rows(copy.positions):
-            return path, OrderDecision(kind, "as the start before sorted it")
+            return path, OrderDecision(kind, "sorted by an earlier attempt")
     return None
 
 
@@ -109,7 +109,7 @@ def _sort(
     takes = f"that takes about {needed >> 20} MiB there, {free >> 20} MiB are free"
     if needed > free and job_input.job.order == "auto":  # a user who sets the order may know better
         raise OutputError(
-            f"{where}: no room to sort: {takes}: make room, or say order: {decision.order} to try"
+            f"{where}: not enough space to sort: {takes}: free some, or set order: {decision.order} to try"
         )
     log.info("sorting %d rows", len(rows))
     about = {
@@ -120,8 +120,8 @@ def _sort(
         write_sorted(job_input, rows, path, about, check_stop)
     except (OSError, pa.ArrowException) as failure:
         raise OutputError(
-            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: make room, "
-            "or say order: input"
+            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: free some, "
+            "or set order: input"
         ) from None
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
 

@@ -42,7 +42,7 @@ class SortedCopy:
             self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
             self.about: dict[str, Any] = orjson.loads(self._file.schema_arrow.metadata[_ABOUT])
         except (OSError, pa.ArrowException, KeyError, TypeError, orjson.JSONDecodeError):
-            again = "run the command again: they are sorted anew"
+            again = "run the command again: they are sorted again"
             if leased:
                 again = (
                     f"once no task is at work, delete {path.parent} and run --join again: done rows are kept"

@@ -63,7 +63,7 @@ def _bad_text(text: str, failure: Exception) -> RowRefusedError:
     try:
         text.encode()
     except UnicodeEncodeError as bad:
-        return RowRefusedError(f"the prompt cannot be made tokens: character {bad.start}: {bad.reason}")
+        return RowRefusedError(f"the prompt cannot be tokenized: character {bad.start}: {bad.reason}")
     return _refusal(failure)
 
 
@@ -71,7 +71,7 @@ def _refusal(failure: Exception) -> RowRefusedError:
     """Return any failure as the refusal of its row."""
     if isinstance(failure, RowRefusedError):
         return failure
-    return RowRefusedError(f"the prompt cannot be made tokens: {type(failure).__name__}: {failure}")
+    return RowRefusedError(f"the prompt cannot be tokenized: {type(failure).__name__}: {failure}")
 
 
 def _is_plain(message: Any) -> bool:

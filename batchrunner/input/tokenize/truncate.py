@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Truncation = Literal["head", "tail", "middle"]
-"""The end of a prompt that is cut off, from `prompt.truncate`."""
+"""The part of a prompt that is cut off, from `prompt.truncate`."""
 Offsets = list[tuple[int, int]]
 """Start and end of each token in a text, in characters."""
 Token = TypeVar("Token")
