@@ -44,6 +44,13 @@ class CommitListener(Protocol):
         """Note that these rows are in a part. Called in a thread; may block and raise OSError."""
 
 
+class OutcomeCounter(Protocol):
+    """Counts outcomes."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+
+
 class ResultWriter:
     """Writes finished rows to a journal, and to a part every `part_rows` rows or PART_S seconds.
 
@@ -60,6 +67,7 @@ class ResultWriter:
         samples: int,
         durable_s: float,
         lock: TaskLock,
+        counter: OutcomeCounter,
         listener: CommitListener,
         disk: DiskWait,
     ) -> None:
@@ -77,6 +85,7 @@ class ResultWriter:
         self._disk = disk
         self._durable_s = durable_s
         self._lock = lock
+        self._counter = counter
         self._listener = listener
         self._buffer: list[Outcome] = []
         self._bytes = 0
@@ -87,10 +96,11 @@ class ResultWriter:
         self._timer_at = 0.0  # uvloop's handle lacks it where the delay is 0
 
     async def put(self, outcome: Outcome) -> None:
-        """Take one outcome; waits while the disk is behind.
+        """Count and store one outcome; waits while the disk is behind.
 
         Raises StorageError where earlier rows could not be written within `limits.disk_wait`.
         """
+        self._counter.add(outcome)  # first: the row is in a part even if a stop comes while we wait
         self._buffer.append(outcome)
         self._bytes += _text_bytes(outcome)
         if len(self._buffer) == 1:

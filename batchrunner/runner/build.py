@@ -34,9 +34,8 @@ from batchrunner.output.run_json import without_secrets
 from batchrunner.output.writer import ResultWriter
 from batchrunner.report.totals import versions
 from batchrunner.runner.progress import ProgressLog
-from batchrunner.runner.results import RowResults
 from batchrunner.runner.run import Run
-from batchrunner.runner.stop_rules import StopRules
+from batchrunner.runner.stop_rules import FailureLimit, StopRules
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,6 +81,7 @@ async def build_run(
         samples=job.sampling.n,
         durable_s=job.output.durable,
         lock=lock,
+        counter=FailureLimit(counts, control, job.limits.abort_failed_share),
         listener=rows,
         disk=DiskWait(job.limits.disk_wait, control),
     )
@@ -99,10 +99,9 @@ async def build_run(
     # rows: source → reorder → tokenise → queue → slot → engine → count → store
     reorderer = _reorderer(job, info, schedulers=len(first_windows))
     slots = Slots(limits.windows)
-    results = RowResults(counts, writer, control, job.limits.abort_failed_share)
-    backlog = Backlog(rows, reorderer, slots, results)
+    backlog = Backlog(rows, reorderer, slots, writer)
     primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
-    feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results)
+    feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, writer)
     retries = Retries(RetryPolicy(job.limits.max_attempts, job.limits.engine_wait), backlog)
     totals = RouteTotals(info.routes, began)
     feedback = Feedback(limits, slots, reorderer, totals, events)
