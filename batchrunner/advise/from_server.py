@@ -13,6 +13,7 @@ import aiohttp
 
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.load import counters_in, from_metrics
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.http.status import (
@@ -36,11 +37,6 @@ if TYPE_CHECKING:
     from batchrunner.core.types import SchedulerLoad
     from batchrunner.engines.logs.thresholds import Thresholds
 
-POLL_S = 0.25
-"""Seconds between two polls of `/v1/loads`, which reads shared memory; the same sample counts once."""
-METRICS_S = 1.5
-"""Seconds between two polls of `/metrics`: a long text, whose gauges are seconds old."""
-TIMEOUT_S = 5.0
 KEY_VARIABLE = "SGLANG_API_KEY"
 
 
@@ -65,7 +61,7 @@ async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
         while not enough.is_set() and time.monotonic() < end:
             await server.poll()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(enough.wait(), POLL_S)
+                await asyncio.wait_for(enough.wait(), TIMING.load_poll)
         return server.situation()
 
 
@@ -87,9 +83,11 @@ class _Server:
         """Read the server's arguments and limits; raises InputError."""
         url = self._status.url
         try:
-            status, info = await self._status.mapping(SERVER_INFO, TIMEOUT_S)
+            status, info = await self._status.mapping(SERVER_INFO, TIMING.advise_timeout)
         except NOT_REACHED as failure:
-            reason = f"{getattr(failure, 'os_error', failure)}" or f"no answer within {TIMEOUT_S:g} s"
+            reason = (
+                f"{getattr(failure, 'os_error', failure)}" or f"no answer within {TIMING.advise_timeout:g} s"
+            )
             raise InputError(f"{url}: no server answers there: {reason}") from None
         if status in KEY_REFUSED:
             raise InputError(f"{url}: refuses the API key: set {KEY_VARIABLE}")
@@ -107,7 +105,7 @@ class _Server:
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
         with contextlib.suppress(*NOT_REACHED):  # the model's class is optional
-            _, model = await self._status.mapping(MODEL_INFO, TIMEOUT_S)
+            _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
             classes = model.get("architectures")
             self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
 
@@ -117,7 +115,7 @@ class _Server:
             metrics: Sequence[SchedulerLoad] = []
             if time.monotonic() >= self._next_metrics:
                 metrics = await self._metrics()
-            self._add(await self._status.load(LOADS, TIMEOUT_S) or metrics)
+            self._add(await self._status.load(LOADS, TIMING.advise_timeout) or metrics)
 
     def situation(self) -> Situation:
         """Return the situation, with the growth of the counters."""
@@ -134,8 +132,8 @@ class _Server:
 
     async def _metrics(self) -> list[SchedulerLoad]:
         """Record the counters of `/metrics`; return the load that it has, if the server has it."""
-        self._next_metrics = time.monotonic() + METRICS_S
-        status, body = await self._status.get(METRICS, TIMEOUT_S)
+        self._next_metrics = time.monotonic() + TIMING.advise_metrics
+        status, body = await self._status.get(METRICS, TIMING.advise_timeout)
         text = body.decode(errors="replace") if status == 200 else ""  # noqa: PLR2004
         self._facts.metrics = "sglang:" in text
         if not self._facts.metrics:

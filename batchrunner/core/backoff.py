@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError
-
-FIRST_PAUSE_S = 0.25
-"""Longest pause after the first try, in seconds; it doubles with each further try."""
-LONGEST_PAUSE_S = 30.0
-"""Longest pause after any try, in seconds."""
+from batchrunner.core.timing import TIMING
 
 
 def pause_before_retry(
@@ -21,14 +17,14 @@ def pause_before_retry(
 
     The pause doubles with each try and is then drawn from its upper half ("equal jitter" in Amazon's
     *Exponential backoff and jitter*, 2015), so that rows refused together do not return together. A server's
-    Retry-After is a lower bound, but at most LONGEST_PAUSE_S, so that a server that recovers early is used.
+    Retry-After is a lower bound, but at most the longest pause, so that a server that recovers early is used.
     """
     if not isinstance(error, (AttemptFailedError, EngineBusyError)):
         return None
     if isinstance(error, AttemptFailedError) and failures >= max_attempts:
         return None
-    ceiling = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 10))
+    ceiling = min(TIMING.longest_retry, TIMING.first_retry * 2.0 ** min(tries - 1, 10))
     pause = ceiling * (0.5 + 0.5 * jitter)
     if isinstance(error, EngineBusyError) and error.retry_after_s is not None:
-        pause = max(pause, min(error.retry_after_s, LONGEST_PAUSE_S))
+        pause = max(pause, min(error.retry_after_s, TIMING.longest_retry))
     return pause

@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from batchrunner.core.timing import TIMING
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,9 +15,6 @@ if TYPE_CHECKING:
     from batchrunner.dispatch.feedback import Feedback
     from batchrunner.dispatch.queue import Backlog
     from batchrunner.engines.base import Engine
-
-POLL_S = 0.25
-"""Seconds between two polls: `/v1/loads` reads shared memory and bears 2-10 polls a second."""
 
 
 class LoadObserver(Protocol):
@@ -46,4 +45,4 @@ class LoadLoop:
             self._backlog.wake_dispatcher()
             for observer in self._observers:
                 observer.polled(loads, now)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(TIMING.load_poll)

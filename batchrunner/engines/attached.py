@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import EngineStartError
+from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Incident
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.hang_detector import HangDetector, progress_of
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
-
-REFRESH_S = 15.0
-"""Seconds between two reads of a gateway's list of workers, which others change."""
 
 
 class AttachedServers:
@@ -126,7 +124,7 @@ class AttachedGateway:
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each worker that answers now."""
-        if time.monotonic() - self._read_at > REFRESH_S:
+        if time.monotonic() - self._read_at > TIMING.worker_list:
             self._read_at = time.monotonic()
             with contextlib.suppress(EngineStartError):  # the gateway is down: the workers known are polled
                 if urls := await self._workers.addresses():

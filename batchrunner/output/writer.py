@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from batchrunner.core.row_set import from_column
+from batchrunner.core.timing import TIMING
 from batchrunner.output.columns import table_of
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.journal import Journal
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PART_S = 30.0
-"""Seconds after its first row at which a part is written, even if it is not full."""
 FLUSH_FRACTION = 0.7
 """Fraction of `output.durable` to wait before rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
@@ -52,7 +51,7 @@ class OutcomeCounter(Protocol):
 
 
 class ResultWriter:
-    """Writes finished rows to a journal, and to a part every `part_rows` rows or PART_S seconds.
+    """Writes finished rows to a journal, and to a part every `part_rows` rows or 30 s.
 
     While the disk accepts no writes, rows wait in memory up to a limit; `put` then blocks, so that their
     slots stay taken and the run pauses.
@@ -156,7 +155,7 @@ class ResultWriter:
         if outcomes:
             part.add(await asyncio.to_thread(table_of, outcomes, self._schema, samples=self._samples))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
-        if part.rows and (last or whole or time.monotonic() - part.began >= PART_S):
+        if part.rows and (last or whole or time.monotonic() - part.began >= TIMING.part):
             if outcomes and self._publishing is not None and not self._publishing.done():
                 await self._disk.write(part.path, part.append_journal)  # the wait below may take long
             await self._wait_for_part()  # so that at most two parts are in memory
@@ -181,7 +180,7 @@ class ResultWriter:
         """Start a write when the oldest buffered row must become durable, or the part is due."""
         if not self._buffer and not self._part.rows:
             return
-        due = self._part.began + PART_S - time.monotonic() if self._part.rows else PART_S
+        due = self._part.began + TIMING.part - time.monotonic() if self._part.rows else TIMING.part
         wait_s = max(0.0, min(self._durable_s * FLUSH_FRACTION, due) if self._buffer else due)
         at = time.monotonic() + wait_s
         if self._timer is None or at < self._timer_at:

@@ -20,6 +20,7 @@ from tenacity import (
 )
 
 from batchrunner.core.errors import InputError, InputLostError
+from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease
 from batchrunner.input.sort.plan import open_order
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
-
-READ_PAUSES_S = (1.0, 5.0, 20.0)
-"""Seconds before each new try to read rows that could not be read: a mount comes back, a store answers."""
 
 
 class TaskRows(ABC):
@@ -185,8 +183,8 @@ class _PatientReader:
     def _retrying(self) -> Retrying:
         return Retrying(
             retry=retry_if_exception_type(InputError),
-            wait=wait_chain(*map(wait_fixed, READ_PAUSES_S)),
-            stop=stop_after_attempt(len(READ_PAUSES_S) + 1),
+            wait=wait_chain(*map(wait_fixed, TIMING.read_retries)),
+            stop=stop_after_attempt(len(TIMING.read_retries) + 1),
             sleep=sleep_using_event(self._stopped),
             before_sleep=_warn,
             reraise=True,

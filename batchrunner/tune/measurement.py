@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.thresholds import Thresholds
 
 if TYPE_CHECKING:
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
 
     from batchrunner.core.types import SchedulerLoad
 
-LEAST_STEADY_S, MOST_STEADY_S = 10.0, 120.0
-"""Seconds of steady time that a trial is measured at least (many polls) and at most (slow rows)."""
+MOST_STEADY_S = 120.0
+"""Seconds of steady time that a trial is measured at most, for slow rows."""
 GENERATIONS = 2
 """Generations that are measured, after one that warms up. A generation is as many rows as run at once; the
 first is not steady, since its rows began together."""
-LEAST_JUDGED_S = 5.0
-"""Seconds of steady time, besides one generation, before a trial may count as behind."""
 HOPELESS = 0.5
 """A trial that is not steady yet counts as behind below this share of the incumbent's output tokens."""
 MOST_POINTS = 240
@@ -174,7 +173,7 @@ class TrialWatch:
 
     def _hopeless(self, at_s: float, held: int) -> End | None:
         """Compare a trial that is not steady yet; `held` tokens in its pool may be output of running rows."""
-        if self.incumbent is None or at_s < LEAST_STEADY_S:
+        if self.incumbent is None or at_s < TIMING.trial_steady:
             return None
         theirs = tokens_at(self.incumbent.curve, at_s)
         if self.tokens + held >= HOPELESS * theirs:
@@ -184,7 +183,7 @@ class TrialWatch:
     def _behind(self, at_s: float) -> End | None:
         assert self._warm is not None
         since_s, tokens, rows, _ = self._warm
-        if self.incumbent is None or at_s - since_s < LEAST_JUDGED_S or self.rows - rows < self._peak:
+        if self.incumbent is None or at_s - since_s < TIMING.trial_judged or self.rows - rows < self._peak:
             return None
         theirs = tokens_at(self.incumbent.curve, at_s) - tokens_at(self.incumbent.curve, since_s)
         share = (self.tokens - tokens) / max(theirs, 1.0)
@@ -195,7 +194,7 @@ class TrialWatch:
     def _measured(self, at_s: float) -> End | None:
         assert self._warm is not None
         since_s, _, rows, _ = self._warm
-        enough = self.rows - rows >= GENERATIONS * self._peak and at_s - since_s >= LEAST_STEADY_S
+        enough = self.rows - rows >= GENERATIONS * self._peak and at_s - since_s >= TIMING.trial_steady
         if enough or at_s - since_s >= MOST_STEADY_S:
             return "measured", f"{self.rows - rows} rows in {at_s - since_s:.0f} s of steady time"
         return None
@@ -206,7 +205,7 @@ class TrialWatch:
         The drain at the end is left out. Where steady time is too short, the whole trial counts.
         """
         begin, until = self._warm or TrialProgress(0.0, 0, 0), self._busy or end
-        if until.at_s - begin.at_s < LEAST_JUDGED_S or until.tokens <= begin.tokens:
+        if until.at_s - begin.at_s < TIMING.trial_judged or until.tokens <= begin.tokens:
             return TrialProgress(0.0, 0, 0), end
         return begin, until
 

@@ -46,6 +46,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from batchrunner.core.timing import TIMING
+
 if TYPE_CHECKING:
     from batchrunner.job.queue_band import QueueBand
 
@@ -66,9 +68,8 @@ CALM_S = 5.0
 """Seconds without growth after a refusal or timeout."""
 RETRACTION_CALM_S = 10.0
 """Seconds after a retraction during which the set-point is low."""
-BLIND_AFTER_S = 5.0
 BLIND_AFTER_PERIODS = 4
-"""Silence after which a scheduler counts as silent: in seconds, and in usual sampling periods."""
+"""Silence, in usual sampling periods, after which a scheduler counts as silent; see `Timing` too."""
 PROBE_STEP, PROBE_GAIN = 1.5, 1.05
 """Factor of a probing step, and the gain in rows/s that justifies the next one."""
 MOST_PROBED = 4096
@@ -145,11 +146,13 @@ class Controller:
     def tick(self, now: float) -> Decision | None:
         """React to time that passes without a fresh sample."""
         if self._fresh_at is None:
-            if self.state in {"start", "probe"} and now - self._began >= BLIND_AFTER_S:
+            if self.state in {"start", "probe"} and now - self._began >= TIMING.silent_scheduler:
                 return self._probe(now)
             return None
         silence_s = now - self._fresh_at
-        if self.state == "blind" or silence_s < max(BLIND_AFTER_S, BLIND_AFTER_PERIODS * self._period_s):
+        if self.state == "blind" or silence_s < max(
+            TIMING.silent_scheduler, BLIND_AFTER_PERIODS * self._period_s
+        ):
             return None
         self.state = "blind"
         known = max(1, round(self._running + self._target))

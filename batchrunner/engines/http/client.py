@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from batchrunner.core.errors import EngineDownError, EngineStartError, NoAnswerError
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
-POLL_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 _JSON = {"Content-Type": "application/json"}
@@ -163,7 +163,7 @@ class SGLangClient:
     async def is_alive(self, url: str) -> bool:
         """Tell whether a replica answers within 2 s, with whatever status."""
         try:
-            await self._status(url).get(MODEL_INFO[0], POLL_TIMEOUT_S)
+            await self._status(url).get(MODEL_INFO[0], TIMING.status_timeout)
         except (*NOT_REACHED, AssertionError):
             return False
         return True
@@ -233,7 +233,7 @@ class SGLangClient:
         """Return the loads that one replica reports; empty if it does not answer."""
         try:
             route = GATEWAY_ROUTE if self._gateway else url
-            loads = await self._status(url).load(path, POLL_TIMEOUT_S, route)
+            loads = await self._status(url).load(path, TIMING.status_timeout, route)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return []

@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from batchrunner.core.errors import EngineStartError
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.cause import cause_in, head_and_tail, last_line
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ log = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 GRACE_S = 10.0
-POLL_S = 0.25
-WORD_EVERY_S = 15.0
-"""Seconds between two lines that say that a program still starts: large models load for minutes."""
 
 
 @dataclass(slots=True)
@@ -89,14 +87,14 @@ class LaunchedProcess:
         Raises EngineStartError if the program ends or takes too long.
         """
         began = time.monotonic()
-        next_word_s = WORD_EVERY_S
+        next_word_s = TIMING.launch_word
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
             while not await _is_ready(session, url, paths):
                 if not self.runs:
                     raise EngineStartError(self.failure_message(f"{self.name} did not start"))
                 waited_s = time.monotonic() - began
                 if waited_s > next_word_s:
-                    next_word_s += WORD_EVERY_S
+                    next_word_s += TIMING.launch_word
                     log.info("still starting (%.0f s): %s", waited_s, last_line(self.log_path)[:120])
                     if self.found_port_taken():  # SGLang then hangs
                         raise EngineStartError(self.failure_message(f"{self.name} did not start"))
@@ -104,7 +102,7 @@ class LaunchedProcess:
                     raise EngineStartError(
                         self.failure_message(f"{self.name} was not ready within {timeout_s:g} s")
                     )
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(TIMING.launch_poll)
 
     async def ended(self) -> None:
         """Return when the program has ended, for whatever reason."""

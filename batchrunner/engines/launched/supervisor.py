@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from batchrunner.core.errors import EngineLostError, EngineStartError
+from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Incident
 
 if TYPE_CHECKING:
@@ -19,15 +20,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUICK_S = 120.0
-"""A death after fewer seconds than this is a quick one. The silence of a hang does not count as life."""
 MOST_QUICK_DEATHS = 8
 """More quick deaths in succession are a crash loop. A row that kills the engine is given up after four
 deaths, so the limit tolerates two such rows in succession."""
 VERDICT_S = 30.0
 """Longest wait, in seconds, for the cause of a death: a launcher takes up to 20 s to end what is left."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds before a restart, doubled with every quick death in succession."""
 
 
 class Supervised(Protocol):
@@ -101,7 +98,7 @@ class ServerSupervisor:
             log.warning("%s", cause)
             self._judge(healed=hang is None and self._program.heal())
             if not self._healed:
-                quick_deaths = quick_deaths + 1 if lived_s < QUICK_S else 1
+                quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
                 self._incidents.report(Incident("lost", name, str(self.lost)))
@@ -110,7 +107,9 @@ class ServerSupervisor:
             count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
             log.warning("%s: started again%s", name, "" if self._healed else count)
             if quick_deaths > 1:
-                await asyncio.sleep(min(FIRST_PAUSE_S * 2.0 ** (quick_deaths - 2), LONGEST_PAUSE_S))
+                await asyncio.sleep(
+                    min(TIMING.first_restart * 2.0 ** (quick_deaths - 2), TIMING.longest_restart)
+                )
             try:
                 await self._program.start()
             except EngineStartError:  # the next pass of the loop finds the program ended and says why
