@@ -78,6 +78,13 @@ def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("batchrunner.runner.execute.leave_page", lambda _: None)
 
 
+@pytest.fixture(autouse=True)
+def _no_installed_sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice does not ask an installed SGLang for its --help, 20 s of CPU, but in tests marked `engine`."""
+    if not request.node.get_closest_marker("engine"):
+        monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
+
+
 @pytest.fixture
 def server() -> Iterator[FakeSGLang]:
     """A server that answers everything, until the test gives it another script."""
@@ -89,12 +96,6 @@ def server() -> Iterator[FakeSGLang]:
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without the pauses that are for real engines."""
     monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.001)
-
-
-@pytest.fixture
-def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advise as where no SGLang is installed, whose --help takes seconds."""
-    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
 
 
 def require_engine(*modules: str) -> None:

@@ -18,8 +18,6 @@ from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
 from tests.support.sglang_logs import LogWriter
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
 
 def a_run(directory: Path, **changes: Any) -> Path:
     """Return a real run's output path; its story is for the tests to rewrite."""

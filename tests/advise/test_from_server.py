@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
-
 @pytest.fixture
 def busy() -> Iterator[FakeSGLang]:
     """A server with 4 requests running and 36 waiting, of somebody else."""

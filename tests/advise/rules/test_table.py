@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 DOCS = ROOT / "docs" / "advice.md"
 
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
-
 def _of_model(log: LogWriter, name: str) -> LogWriter:
     log.lines = [line.replace("LlamaForCausalLM", name) for line in log.lines]
     return log
