@@ -11,7 +11,7 @@ import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.engines.hang_detector import WARM_UP
-from tests.conftest import batchrun, events_of, job_of, needs_gateway, results_of, write_job
+from tests.conftest import batchrun, events_of, job_of, results_of, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.launchable import launchable
 
@@ -94,7 +94,7 @@ def test_a_slow_server_is_left_alone(tmp_path: Path) -> None:
     assert events_of(job) == []
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_replica_that_hangs_behind_a_gateway(tmp_path: Path) -> None:
     """It is taken out and started again; every row is answered, and none is blamed."""
@@ -106,7 +106,7 @@ def test_a_replica_that_hangs_behind_a_gateway(tmp_path: Path) -> None:
     assert events_of(job) == ["engine_out", "engine_hangs", "engine_in", "engine_back"]
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_replica_that_stalls_behind_a_gateway(tmp_path: Path) -> None:
     """It gets no rows until it moves again, long before it is taken to hang, so that the other has work."""

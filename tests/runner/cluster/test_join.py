@@ -7,15 +7,16 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.runner.shard import join_task
 from tests.conftest import eventually, job_of, parts_of
+from tests.support.examples import examples
 from tests.support.task import Task
 
 
-@settings(max_examples=30)
+@examples(10)
 @given(data=st.data())
 def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
     """In any sequence of starts, work, stops and deaths, all rows end up in parts, none of them twice."""
