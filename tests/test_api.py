@@ -298,7 +298,7 @@ def test_generate_takes_rows_of_different_keys() -> None:
 
 
 MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
-"""Of a type that Parquet has not."""
+"""A table with a type that Parquet does not have."""
 
 
 @pytest.mark.parametrize(

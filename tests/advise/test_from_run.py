@@ -120,7 +120,7 @@ def test_an_empty_queue_without_rows_is_the_end(own: Path) -> None:
 
 
 def test_short_outputs_are_measured(own: Path) -> None:
-    """Of a run it is known why SGLang is too conservative: the outputs' share of max_new_tokens."""
+    """A run tells why SGLang is too conservative: the share of max_new_tokens that outputs use."""
     tell(own / "events.jsonl", token_usage=0.4)
     (advice,) = [advice for advice in advise(str(own)).advice if advice.rule == "conservative"]
     assert "of max_new_tokens on average" in advice.sign

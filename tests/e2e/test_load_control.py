@@ -126,7 +126,7 @@ def test_refusals_narrow_the_window(tmp_path: Path) -> None:
 
 
 def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
-    """Of two replicas one of which is ten times slower, each is kept busy and neither is drowned."""
+    """Two replicas, one of them ten times slower, are both kept busy and neither is overloaded."""
     fast = FakeSGLang(max_running=32, delay_s=0.05)
     with fast as server, FakeSGLang(max_running=32, delay_s=0.5) as lame:
         job = job_of(tmp_path, rows=3000)

@@ -169,7 +169,7 @@ def test_a_wide_batch_is_given_its_time() -> None:
 
 
 def test_a_small_job_is_measured_whole() -> None:
-    """Of a job with fewer rows than run at once all of the time counts: there is no steady part."""
+    """A job with fewer rows than run at once has no steady part: its whole time counts."""
     result = Lab(ROWS[:40]).measure(TrialRequest({"max-running-requests": 256}, "", 0))
     assert result.ended == "measured"
     assert result.steady_s == pytest.approx(result.cost_s - 25, abs=0.3)
@@ -184,7 +184,7 @@ def test_the_tail_does_not_count() -> None:
 
 
 def test_dead_heats_are_not_won() -> None:
-    """Of challengers that are exactly as fast fewer than one in eight is taken for faster, at any noise."""
+    """Fewer than one in eight challengers that are exactly as fast are taken for faster, at any noise."""
     luck = random.Random(7)
     for noise in (0.01, 0.05, 0.1):
         wins = 0

@@ -45,7 +45,7 @@ def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
 
 
 def test_few_rows_are_shared(tmp_path: Path) -> None:
-    """Of few rows that take long no task takes more than its share, though its engine could run them all."""
+    """Few rows that take long are shared: no task takes them all, though its engine could run them."""
     job = job_of(tmp_path, rows=128)
     first, second = Task(job, "first"), Task(job, "second")
     assert second.take_first()
