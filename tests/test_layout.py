@@ -114,15 +114,12 @@ def test_no_docstring_begins_with_of() -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """Each folder of tests has the name of one of the package, but for those of whole runs and of helpers."""
+    """`tests/<folder>/test_<module>.py` tests that module; e2e has tests of whole runs, support helpers."""
     tests = ROOT / "tests"
-    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
-    wrong = [
-        str(folder)
-        for folder in folders
-        if folder.parts[:1] != ("e2e",) and not (PACKAGE / folder / "__init__.py").exists()
-    ]
-    assert wrong == []
+    files = (path.relative_to(tests) for path in tests.rglob("test_*.py"))
+    mirrored = (path for path in files if len(path.parts) > 1 and path.parts[0] != "e2e")
+    modules = {path: PACKAGE / path.with_name(path.name.removeprefix("test_")) for path in mirrored}
+    assert [str(path) for path, module in modules.items() if not module.exists()] == []
 
 
 def test_test_files_are_short() -> None:
