@@ -1,5 +1,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# 4 workers on two cores too: tests wait more than they compute
+PYTEST := .venv/bin/python -m pytest -n 4 --dist loadgroup
 ENGINE := .venv/.engine data/smollm2-135m-instruct/config.json
 TARGETS := $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 .DELETE_ON_ERROR:
@@ -29,10 +31,14 @@ check: .venv/.dev ## Lint, check the formatting, check the types
 	.venv/bin/mypy
 
 test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json ## Run all tests, including those with the real engine
-	.venv/bin/python -m pytest
+	$(PYTEST)
 
-torture: .venv/.light ## Kill runs at every write, fsync and rename; count lost and doubled rows
+test-fast: .venv/.dev ## Run the tests that need no engine, gateway, Slurm or browser
+	$(PYTEST) -m "not engine and not gateway and not slurm and not browser"
+
+torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture
+	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 
 clean: ## Delete the virtual environment, the prepared data and all results
 	rm -rf .venv data out

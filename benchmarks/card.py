@@ -10,8 +10,8 @@ Four steps, each saved as it ends, so that a machine that is lent for minutes ca
 - `memory`: `available_gpu_mem` at several values of `--mem-fraction-static`, against the straight line by
   which `advise` moves that flag.
 
-A run's share of the limit is the page's (`batchrunner/care/limit.py`). Without a GPU, `--model` with a small
-model tries the steps out; its figures say nothing, and are printed instead of saved.
+A run's share of the limit is the page's (`batchrunner/advise/roofline.py`). Without a GPU, `--model` with a
+small model tries the steps out; its figures say nothing, and are printed instead of saved.
 """
 
 from __future__ import annotations

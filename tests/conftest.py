@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,30 +26,34 @@ from typer.testing import CliRunner
 from batchrunner.cli import app
 from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
+from tests.support.examples import EXAMPLES
 from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from typer.testing import Result
 
 # a run starts threads, writes files and fsyncs: on a busy machine that takes its time
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("short", _PATIENT, max_examples=EXAMPLES)
+settings.register_profile("torture", _PATIENT, max_examples=20 * EXAMPLES)  # make torture
+settings.load_profile("short")
 
 ROOT = Path(__file__).parent.parent
 SMALL_MODEL = ROOT / "data" / "smollm2-135m-instruct"
 INSTANT = {"kind": "simulated", "step_s": 0}
 
-needs_gateway = pytest.mark.skipif(
-    importlib.util.find_spec("sglang_router") is None and not os.environ.get("CI"),
-    reason="skipped: no sglang_router (make .venv/.engine)",
-)
-
 
 def pytest_configure() -> None:
     """Let SIGINT interrupt, as in a terminal: a shell has it ignored in what it starts in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of the gateway, by name, where it is missing; under CI they fail."""
+    if item.get_closest_marker("gateway"):
+        require_modules("sglang_router")
 
 
 def pytest_unconfigure() -> None:
@@ -78,6 +82,13 @@ def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("batchrunner.runner.execute.leave_page", lambda _: None)
 
 
+@pytest.fixture(autouse=True)
+def _no_installed_sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice does not ask an installed SGLang for its --help, 20 s of CPU, but in tests marked `engine`."""
+    if not request.node.get_closest_marker("engine"):
+        monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
+
+
 @pytest.fixture
 def server() -> Iterator[FakeSGLang]:
     """A server that answers everything, until the test gives it another script."""
@@ -91,21 +102,21 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.001)
 
 
-@pytest.fixture
-def no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advise as where no SGLang is installed, whose --help takes seconds."""
-    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
+def require_modules(*modules: str) -> None:
+    """Skip, by name, what needs modules of `make .venv/.engine` that are missing; under CI it fails."""
+    _skip_without(f"{module} (make .venv/.engine)" for module in modules if not find_spec(module))
 
 
 def require_engine(*modules: str) -> None:
-    """Skip, by name, what needs the real engine where it is missing; under CI a missing install fails."""
-    missing = [f"{module} (make .venv/.engine)" for module in modules if not importlib.util.find_spec(module)]
-    if not (SMALL_MODEL / "config.json").exists():
-        missing.append("data/smollm2-135m-instruct (make test)")
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"missing: {', '.join(missing)}")
-    if missing:
-        pytest.skip(f"missing: {', '.join(missing)}")
+    """Skip, by name, what needs the real engine where it or its model is missing; under CI it fails."""
+    require_modules(*modules)
+    config = SMALL_MODEL / "config.json"
+    _skip_without(["data/smollm2-135m-instruct (make test)"] if not config.exists() else [])
+
+
+def _skip_without(missing: Iterable[str]) -> None:
+    if names := ", ".join(missing):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"missing: {names}")
 
 
 def write_rows(path: Path, rows: int, first: int = 0, **columns: Any) -> Path:

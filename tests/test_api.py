@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
@@ -26,6 +26,7 @@ from batchrunner.core.errors import (
     ResumeError,
 )
 from tests.conftest import INSTANT, job_of, results_of, write_job
+from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def test_an_open_engine_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
 # --- generate ---
 
 
-@settings(max_examples=20)
+@examples(10)
 @given(
     fates=st.lists(st.sampled_from(["answer", "too long", "bad schema"]), min_size=1, max_size=40),
     window=st.integers(1, 8),
@@ -297,7 +298,7 @@ def test_generate_takes_rows_of_different_keys() -> None:
 
 
 MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
-"""Of a type that Parquet has not."""
+"""A table with a type that Parquet does not have."""
 
 
 @pytest.mark.parametrize(

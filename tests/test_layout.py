@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -101,33 +102,32 @@ def test_every_folder_says_what_it_is_for(folder: Path) -> None:
 
 def test_no_docstring_begins_with_of() -> None:
     """A docstring begins with the thing that it documents."""
-    wrong = []
-    for folder in ("batchrunner", "tests", "benchmarks", "jobs"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                    text = node.value.value
-                    if isinstance(text, str) and text.startswith("Of "):
-                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert wrong == []
+    files = (
+        path
+        for folder in ("batchrunner", "tests", "benchmarks", "jobs")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    begins = re.compile(r'^ *"""Of ', re.MULTILINE)
+    assert [
+        str(path.relative_to(ROOT)) for path in files if begins.search(path.read_text(encoding="utf-8"))
+    ] == []
 
 
 def test_tests_mirror_the_package() -> None:
-    """Each folder of tests has the name of one of the package, but for those of whole runs and of helpers."""
+    """`tests/<folder>/test_<module>.py` tests that module; e2e has tests of whole runs, support helpers."""
     tests = ROOT / "tests"
-    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
-    wrong = [
-        str(folder)
-        for folder in folders
-        if folder.parts[:1] != ("e2e",) and not (PACKAGE / folder / "__init__.py").exists()
-    ]
-    assert wrong == []
+    files = (path.relative_to(tests) for path in tests.rglob("test_*.py"))
+    mirrored = (path for path in files if len(path.parts) > 1 and path.parts[0] != "e2e")
+    modules = {path: PACKAGE / path.with_name(path.name.removeprefix("test_")) for path in mirrored}
+    assert [str(path) for path, module in modules.items() if not module.exists()] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)
-def test_a_test_file_is_short(path: Path) -> None:
+def test_test_files_are_short() -> None:
     """No file of tests has more than 600 lines."""
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
+    lines = {
+        path.name: path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert {name: count for name, count in lines.items() if count > 600} == {}
 
 
 HEAVY = {"pyarrow", "aiohttp", "pydantic", "jinja2", "torch", "sglang", "transformers", "pandas"}

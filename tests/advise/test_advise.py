@@ -39,9 +39,6 @@ READY = {  # verbatim
 }
 
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
-
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guides_line_is_a_reading(guide: str, tmp_path: Path) -> None:
     """One line of a guide is read whole, and is no ground for advice."""

@@ -18,8 +18,6 @@ from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
 from tests.support.sglang_logs import LogWriter
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
 
 def a_run(directory: Path, **changes: Any) -> Path:
     """Return a real run's output path; its story is for the tests to rewrite."""
@@ -122,7 +120,7 @@ def test_an_empty_queue_without_rows_is_the_end(own: Path) -> None:
 
 
 def test_short_outputs_are_measured(own: Path) -> None:
-    """Of a run it is known why SGLang is too conservative: the outputs' share of max_new_tokens."""
+    """A run tells why SGLang is too conservative: the share of max_new_tokens that outputs use."""
     tell(own / "events.jsonl", token_usage=0.4)
     (advice,) = [advice for advice in advise(str(own)).advice if advice.rule == "conservative"]
     assert "of max_new_tokens on average" in advice.sign

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
-
 @pytest.fixture
 def busy() -> Iterator[FakeSGLang]:
     """A server with 4 requests running and 36 waiting, of somebody else."""
@@ -62,7 +59,7 @@ def test_a_live_servers_card_is_as_large_as_what_is_on_it() -> None:
 
 
 def test_a_limit_that_only_the_log_tells() -> None:
-    """Of a hybrid model /v1/loads leaves out the pool of states: where it is full, no cap limits."""
+    """/v1/loads leaves out the state pool of a hybrid model: where that is full, no cap limits."""
     load, log = Series(Thresholds()), Series(Thresholds())
     for at in range(40):
         load.add("a", LoadSample(at, 170, 500, 0.2, 170))

@@ -66,7 +66,7 @@ def test_truncated_file(tmp_path: Path, share: float) -> None:
 
 
 def test_one_bad_file_of_several(tmp_path: Path) -> None:
-    """Of many files the one that is at fault is named."""
+    """The one bad file among many is named."""
     for name in "abc":
         write_rows(tmp_path / "in" / f"{name}.parquet", 3)
     (tmp_path / "in" / "b.parquet").write_bytes(b"PAR1 and then nothing")

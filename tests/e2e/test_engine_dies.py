@@ -15,7 +15,7 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched import supervisor as guard
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, ServerSupervisor
-from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
+from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
 from tests.support.launchable import launchable
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def test_two_poisonous_rows_far_apart(tmp_path: Path) -> None:
     assert [row["row"] for row in results_of(job) if row["error"]] == [3, 1100]
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
     """It kills replicas here and there; the row is found as with one server, and no other row is blamed."""
@@ -136,7 +136,7 @@ def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
     assert {"engine_out", "engine_back", "engine_in"} <= set(events)
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_replica_in_a_crash_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be started any more is left out, and the run goes on with the other."""

@@ -13,7 +13,7 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer
 from batchrunner.engines.recovery.remembered import Lesson, Remembered
-from tests.conftest import batchrun, events_of, job_of, needs_gateway, report_of, results_of, write_job
+from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
 from tests.support.hungry_engine import HUNGRY, OOM, hungry
 from tests.support.launchable import launchable
 from tests.support.memory_cgroup import memory_cgroup
@@ -194,7 +194,7 @@ print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     assert len(starts_of(tmp_path)) == 1
 
 
-@needs_gateway
+@pytest.mark.gateway
 def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
     """Behind a gateway the change that one replica's death led to reaches the other at its next start."""
     engine = {**hungry(tmp_path), "kind": "gateway", "replicas": 2}

@@ -171,7 +171,7 @@ def test_input_order_is_the_order_of_the_files(tmp_path: Path, server: FakeSGLan
 
 
 def test_a_task_leaves_rows_to_those_that_come_later(tmp_path: Path, server: FakeSGLang) -> None:
-    """Of a run that several tasks do, the first takes what it can send soon, not all that it could sort."""
+    """The first of several tasks takes the rows that it can send soon, not all that it could sort."""
     server.script = lambda _: "hold"
     job = alike(tmp_path, server, [f"text {row}" for row in range(4000)], window=8)
     with started(write_job(job, tmp_path), "--join"):

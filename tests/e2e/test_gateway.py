@@ -34,7 +34,6 @@ from tests.conftest import (
     events_of,
     eventually,
     job_of,
-    needs_gateway,
     results_of,
     write_job,
 )
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("gateway")]
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +112,7 @@ def two_workers(key: str | None) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
         yield one, two
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
 def test_rows_are_shared_out(
     tmp_path: Path, real_gateway: RealGateway, behind: Any, prompt: dict[str, str]
@@ -132,7 +131,7 @@ def test_rows_are_shared_out(
     assert any("2 workers behind the gateway" in note for note in report.engine["notes"])
 
 
-@needs_gateway
+@pytest.mark.gateway
 def test_rows_that_begin_alike_stay_together(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
     """Each document's questions go to one worker, and documents are shared out."""
     documents = [f"document {number} " * 60 for number in range(12)]
@@ -148,7 +147,7 @@ def test_rows_that_begin_alike_stay_together(tmp_path: Path, real_gateway: RealG
     assert min(map(len, at)) >= 3
 
 
-@needs_gateway
+@pytest.mark.gateway
 async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path: Path) -> None:
     """Each worker is a scheduler on the one route; a worker that is added later is found."""
     with two_workers(real_gateway.key) as (one, two), FakeSGLang(api_key=real_gateway.key) as three:
@@ -176,7 +175,7 @@ async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path
         await real_gateway.use()
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.usefixtures("quick_retries")
 def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
     """No row is lost or doubled, and none uses up its tries while the gateway still sends it there."""
@@ -205,7 +204,7 @@ def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGatew
         assert len(back[0].sent) > 50
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.usefixtures("quick_retries")
 def test_row_that_a_living_worker_always_cuts_off(
     tmp_path: Path, real_gateway: RealGateway, behind: Any
@@ -221,7 +220,7 @@ def test_row_that_a_living_worker_always_cuts_off(
     assert "error sending request" in bad["error"]
 
 
-@needs_gateway
+@pytest.mark.gateway
 def test_worker_of_others_that_hangs(
     tmp_path: Path, real_gateway: RealGateway, behind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,7 +245,7 @@ def test_worker_of_others_that_hangs(
     assert f"{two.url} did nothing" not in caplog.text
 
 
-@needs_gateway
+@pytest.mark.gateway
 def test_what_stands_in_the_way(
     real_gateway: RealGateway, behind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -281,7 +280,7 @@ EACH: dict[str, Any] = {
 }  # fmt: skip
 
 
-@needs_gateway
+@pytest.mark.gateway
 @pytest.mark.parametrize("chat", [True, False])
 async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool) -> None:
     """`GATEWAY_DROPS` is what the installed gateway really loses, and all of it."""

@@ -126,15 +126,15 @@ def test_refusals_narrow_the_window(tmp_path: Path) -> None:
 
 
 def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
-    """Of two replicas one of which is ten times slower, each is kept busy and neither is drowned."""
-    fast = FakeSGLang(max_running=32, delay_s=0.05)
-    with fast as server, FakeSGLang(max_running=32, delay_s=0.5) as lame:
-        job = job_of(tmp_path, rows=3000)
+    """Two replicas, one of them ten times slower, are both kept busy and neither is overloaded."""
+    fast = FakeSGLang(max_running=8, delay_s=0.05)  # 160 rows/s, which a busy machine manages too
+    with fast as server, FakeSGLang(max_running=8, delay_s=0.5) as lame:
+        job = job_of(tmp_path, rows=1200)
         job["engine"] = {"kind": "attach", "urls": [server.url, lame.url]}
         batchrunner.run(job)
-        assert whole(job, 3000)
+        assert whole(job, 1200)
         assert len(lame.sent) < len(server.sent) / 4
-        assert lame.most_in_flight <= 32 + 250
+        assert lame.most_in_flight <= 8 + 250
 
 
 async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from batchrunner.engines.launched.process import LaunchedProcess
 START_S = 300
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("replicas")]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,6 @@ def _marked(marker: str) -> list[int]:
     return found
 
 
-@pytest.mark.engine
 def test_killed_runner_leaves_nothing(tmp_path: Path, tiny: Path) -> None:
     """SIGKILL of the runner ends the replicas and the gateway. (First: before the fixture's own are up.)"""
     job = _long_job(tmp_path, fleet_of(tiny), rows=5000)
@@ -156,7 +155,6 @@ def _schedulers(job: dict[str, Any], since: float = 0.0) -> set[str]:
     return {s["scheduler"] for sample in samples for s in sample["signals"] if s["running"] > 0}
 
 
-@pytest.mark.engine
 def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """All rows are answered, by both replicas, whose loads are polled; the key is in no log."""
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
@@ -170,7 +168,6 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     assert len(list(fleet._log_dir.glob("engine-*.log"))) == 3
 
 
-@pytest.mark.engine
 def test_replica_that_is_killed(
     replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,27 +190,25 @@ def test_replica_that_is_killed(
     assert victim.url in _schedulers(again)
 
 
-@pytest.mark.engine
 def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """A replica that is stopped for 20 s keeps its rows; woken, it does them, and both go on."""
+    """A replica that is stopped for 3 s keeps its rows; woken, it does them, and both go on."""
     victim, other = _fleet(replicas)._replicas.values()
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=2000)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
     job["limits"] = {"max_attempts": 1}
     woken: list[float] = []
 
     def hold() -> None:
         _signal(victim.process, signal.SIGSTOP)
-        time.sleep(20)
+        time.sleep(3)
         _signal(victim.process, signal.SIGCONT)
         woken.append(time.time())
 
     report = _run_and(replicas, job, hold, parts=2)
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 2000, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(2000))
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 1200, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(1200))
     assert _schedulers(job, since=woken[0] + 1) == {victim.url, other.url}
 
 
-@pytest.mark.engine
 def test_gateway_that_is_killed(
     replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
@@ -26,6 +26,7 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.started_runs import rows_in, rows_sent, some_done
 
@@ -240,7 +241,7 @@ def test_times_of_killed_starts_add_up(tmp_path: Path) -> None:
     assert (report.starts, report.wall_s_all_starts) == (3, 601.5)
 
 
-@settings(max_examples=25)
+@examples(12)
 @given(
     rows=st.integers(1, 60),
     window=st.integers(1, 8),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
@@ -33,6 +33,7 @@ from tests.conftest import (
 )
 from tests.support.carried import CARRIED
 from tests.support.documents import DOCUMENT, document, shuffled, write_texts
+from tests.support.examples import examples
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.interpreter import loaded_by
 
@@ -206,7 +207,7 @@ def test_columns_of_views(tmp_path: Path, server: FakeSGLang, order: str) -> Non
     assert (stretches(sent_texts(server)) == alike) == (order == "prefix")
 
 
-@settings(max_examples=15)
+@examples(8)
 @given(data=st.data())
 def test_every_row_once_in_any_order(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """However rows begin and row groups lie, sorted rows are the rows, each with its own values."""

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ faults = st.lists(
 fates = st.tuples(faults, st.sampled_from(["answer", "answer", "too long", "abort 400", "broken 500"]))
 
 
-@settings(max_examples=30)
+@examples(15)
 @given(rows=st.lists(fates, min_size=1, max_size=30), window=st.integers(1, 8), part_rows=st.integers(1, 10))
 def test_every_row_ends_once(
     rows: list[tuple[list[Behaviour], Behaviour]],

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
 
 ROWS_PER_S = 100
-"""Of a task, at most. A task reads 512 rows ahead: an input has a few times as many, or one takes all."""
+"""Rows per second that a task does, at most. It reads 512 rows ahead, so inputs have a few times as many."""
 
 
 def job_for(directory: Path, task_s: float) -> dict[str, Any]:

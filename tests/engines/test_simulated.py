@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import RowRefusedError
@@ -20,13 +20,13 @@ from batchrunner.engines.simulated import (
     count_tokens,
 )
 from batchrunner.job.engine import SimulatedEngine
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from batchrunner.engines.base import Engine
 
 REF = RowRef(0, pa.record_batch([pa.array([0])], names=["id"]), 0)
 NO_TIME_S = 1e-9
-patient = settings(deadline=None)  # an event loop's start takes its time on a busy machine
 
 prompts = st.one_of(
     st.tuples(st.just("text"), st.text(max_size=200)),
@@ -56,7 +56,7 @@ def make_engine(**spec: Any) -> Simulator:
     return Simulator(SimulatedEngine(kind="simulated", **spec))
 
 
-@settings(patient, max_examples=40)
+@examples(40)
 @given(
     rows=st.lists(
         st.tuples(
@@ -105,7 +105,6 @@ def test_every_request_ends_once(rows: list[tuple[int, int, str]], max_running: 
     asyncio.run(scenario())
 
 
-@patient
 @given(prompt=prompts, sampling=samplings)
 def test_answers_are_reproducible(prompt: tuple[PromptKind, Any], sampling: dict[str, Any]) -> None:
     """A resumed or repeated run gets the same answers, whichever simulator it asks."""
@@ -127,7 +126,6 @@ def test_answers_differ_by_prompt_and_seed() -> None:
     assert min(len(by_prompt), len(by_seed), len(by_sample)) > 95
 
 
-@patient
 @given(prompt=prompts, sampling=samplings, room=st.integers(1, 300))
 def test_lengths(prompt: tuple[PromptKind, Any], sampling: dict[str, Any], room: int) -> None:
     """What is answered fits the context and max_new_tokens, says why it ended, and is marked."""
@@ -148,7 +146,6 @@ def test_lengths(prompt: tuple[PromptKind, Any], sampling: dict[str, Any], room:
         assert len(text.removeprefix(MARK).split()) == min(tokens, LONGEST_TEXT_WORDS)
 
 
-@patient
 @given(tokens=st.integers(1, 300), context=st.integers(1, 200), pool=st.integers(1, 200))
 def test_too_long_rows_are_refused(tokens: int, context: int, pool: int) -> None:
     """A prompt that leaves no room for an answer is refused at once and never waits for ever."""
@@ -164,7 +161,6 @@ def test_too_long_rows_are_refused(tokens: int, context: int, pool: int) -> None
             call.send(None)
 
 
-@patient
 @given(prompt=prompts, sampling=samplings)
 def test_no_step_time_means_no_wait(prompt: tuple[PromptKind, Any], sampling: dict[str, Any]) -> None:
     """With `step_s: 0` a call ends without giving way to the event loop: benchmarks count on it."""

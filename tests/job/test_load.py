@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import JobError
@@ -17,8 +17,6 @@ from tests.support.example_job import EXAMPLE, example, refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-patient = settings(deadline=None)  # files take their time on a busy machine
 
 
 def file_refusal(path: Path, text: str | bytes) -> str:
@@ -58,7 +56,6 @@ def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load_job(yaml.safe_load(EXAMPLE)).output.path == "/scratch/run"
 
 
-@patient
 @given(
     order=st.permutations(["BATCHRUN__ENGINE", "BATCHRUN__ENGINE__ARGS", "BATCHRUN__ENGINE__ARGS__TP_SIZE"])
 )
@@ -229,7 +226,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert str(caught.value).startswith(str(path))
 
 
-@patient
 @given(content=st.binary(max_size=60) | texts.map(str.encode))
 def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A file that is no job at all is refused in one line with its name."""

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import JobError
@@ -20,8 +20,6 @@ from batchrunner.job.sampling import FromColumn
 from batchrunner.job.spec import RESULT_COLUMNS, Job
 from tests.conftest import ROOT
 from tests.support.example_job import EXAMPLE, example, refusal
-
-patient = settings(deadline=None)  # files take their time on a busy machine
 
 
 def complaint(path: Path) -> str | None:
@@ -107,7 +105,6 @@ jobs = st.fixed_dictionaries(
 )
 
 
-@patient
 @given(tree=jobs)
 def test_a_job_survives_a_round_trip(tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     """A job written down, as a report or a resume does, loads as the very same job."""
@@ -120,7 +117,6 @@ def test_a_job_survives_a_round_trip(tree: dict[str, Any], tmp_path_factory: pyt
     assert load_job(job, environ={}) == job
 
 
-@patient
 @given(tree=jobs)
 def test_a_callers_mapping_is_left_alone(tree: dict[str, Any]) -> None:
     """Overrides change the job and not the mapping that a caller passed."""
@@ -217,7 +213,6 @@ places = st.sampled_from(
 )
 
 
-@patient
 @given(place=places, value=values)
 def test_no_value_breaks_the_explanation(
     place: tuple[str, ...], value: object, tmp_path_factory: pytest.TempPathFactory

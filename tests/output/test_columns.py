@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
@@ -22,6 +22,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.carried import CARRIED
+from tests.support.examples import examples
 from tests.support.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: 
     assert pq.read_table(batchrun_merge(tmp_path / "run")).column("of").to_pylist() == expected
 
 
-@settings(max_examples=25)
+@examples(10)
 @given(data=st.data())
 def test_carried_rows_stay_with_their_results(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

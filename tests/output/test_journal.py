@@ -11,7 +11,7 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
@@ -20,6 +20,7 @@ from tests.conftest import (
     job_of,
     results_of,
 )
+from tests.support.examples import examples
 from tests.support.rows import rows_once, status_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return job
 
 
-@settings(max_examples=60)
+@examples(20)
 @given(data=st.data())
 def test_a_torn_journal(data: st.DataObject, finished: dict[str, Any]) -> None:
     """Wherever a crash or rot cuts a journal, the rows before are kept and the others done again, once."""
@@ -56,7 +57,7 @@ def test_a_torn_journal(data: st.DataObject, finished: dict[str, Any]) -> None:
         rows_once(job, 40)
 
 
-@settings(max_examples=60)
+@examples(20)
 @given(
     rows=st.permutations(range(40)),
     ends=st.sets(st.integers(0, 40), max_size=5),

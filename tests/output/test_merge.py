@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
@@ -18,6 +18,7 @@ from tests.conftest import (
     results_of,
     write_rows,
 )
+from tests.support.examples import examples
 from tests.support.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@settings(max_examples=15)
+@examples(8)
 @given(rows=st.integers(1, 60), part_rows=st.integers(1, 20), wanted=st.integers(1, 3))
 def test_merge_is_in_input_order(
     rows: int, part_rows: int, wanted: int, tmp_path_factory: pytest.TempPathFactory

@@ -6,13 +6,14 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.radix import RadixCache
 from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.scheduler import Scheduler
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -415,7 +416,7 @@ rows = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(100)
 @given(
     rows=rows,
     max_running=st.integers(1, 20),

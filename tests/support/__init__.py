@@ -1,0 +1,1 @@
+"""What tests share: a fake SGLang, logs of its releases, models, a Slurm, a browser, and helpers for runs."""

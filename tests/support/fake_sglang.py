@@ -100,7 +100,7 @@ class FakeSGLang:
         """Time that an answer takes; with one, `max_running` are answered at once and the others wait."""
         self.port = port
         self.arguments = arguments or {}
-        """Of the server and its model, as /server_info and /model_info tell them."""
+        """Fields of the server and its model, which /server_info and /model_info return."""
         self.tokenize = tokenize
         """What /v1/tokenize makes of a body, which a ValueError refuses; None for a release without it."""
         self.url = ""

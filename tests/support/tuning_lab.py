@@ -59,7 +59,7 @@ class Lab:
     """Standard deviation of a trial's log speed."""
     seed: int = 1
     deadly: Any = lambda args: None
-    """Of what a server with these flags dies, or None."""
+    """Return why a server with these flags dies, or None."""
     card: Card | None = None
     """A GPU whose `--mem-fraction-static` makes the pool, instead of `pool_tokens`."""
     asked: list[tuple[Args, int]] = field(default_factory=list)

@@ -81,7 +81,7 @@ def test_blocks_are_chosen_by_length_too(sizes: list[int]) -> None:
 
 
 def test_long_and_short_blocks_are_both_taken() -> None:
-    """Of a file that turns from short to long blocks in the middle the sample has as much of each."""
+    """A file whose first half has short blocks and whose second half has long ones is sampled equally."""
     sizes = [10.0 + at % 7 for at in range(64)] + [500.0 + at % 11 for at in range(64)]
     taken = [sizes[at] for at in choose_blocks(sizes)]
     assert sum(taken) / len(taken) == pytest.approx(sum(sizes) / len(sizes), rel=0.02)

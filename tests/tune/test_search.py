@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import EngineStartError
@@ -18,6 +18,7 @@ from batchrunner.tune.search import Search, TrialRequest, key_of
 from batchrunner.tune.space import TUNED_FLAGS, FlagChange, TunedFlag
 from batchrunner.tune.summary import summarize
 from batchrunner.tune.tuner import run_search
+from tests.support.examples import examples
 from tests.support.tuned import CARD, ROWS, WRONG, Kept, tuned
 from tests.support.tuning_lab import CPU, Card, Lab, chat_rows
 
@@ -54,7 +55,7 @@ def test_good_flags_are_left_alone() -> None:
 
 
 @given(budget_s=st.floats(1, 700), seed=st.integers(0, 50))
-@settings(max_examples=25)
+@examples(10)
 def test_the_budget_holds(budget_s: float, seed: int) -> None:
     """Trials never take more than the time for them, and a setting that was not measured is not taken."""
     lab = Lab(ROWS, noise=0.05, seed=seed)
@@ -65,7 +66,7 @@ def test_the_budget_holds(budget_s: float, seed: int) -> None:
 
 
 @given(first_s=st.floats(30, 300), seed=st.integers(0, 50))
-@settings(max_examples=15)
+@examples(6)
 def test_a_search_goes_on_where_it_was(first_s: float, seed: int) -> None:
     """No finished trial is repeated, not even by a second start, which ends as one in one piece does."""
     kept, lab = Kept(), Lab(ROWS, noise=0.05, seed=seed)
@@ -87,7 +88,7 @@ def test_a_search_goes_on_where_it_was(first_s: float, seed: int) -> None:
     memory=st.sampled_from([0, 50_000, 1_000_000]),
     asked=st.sampled_from([100, 400, 1500]),
 )
-@settings(max_examples=25)
+@examples(10)
 def test_it_ends_with_the_best_that_it_saw(
     care: float, running: int, pool: int, memory: int, asked: int
 ) -> None:
@@ -168,7 +169,7 @@ def test_a_wide_batch_is_given_its_time() -> None:
 
 
 def test_a_small_job_is_measured_whole() -> None:
-    """Of a job with fewer rows than run at once all of the time counts: there is no steady part."""
+    """A job with fewer rows than run at once has no steady part: its whole time counts."""
     result = Lab(ROWS[:40]).measure(TrialRequest({"max-running-requests": 256}, "", 0))
     assert result.ended == "measured"
     assert result.steady_s == pytest.approx(result.cost_s - 25, abs=0.3)
@@ -183,7 +184,7 @@ def test_the_tail_does_not_count() -> None:
 
 
 def test_dead_heats_are_not_won() -> None:
-    """Of challengers that are exactly as fast fewer than one in eight is taken for faster, at any noise."""
+    """Fewer than one in eight challengers that are exactly as fast are taken for faster, at any noise."""
     luck = random.Random(7)
     for noise in (0.01, 0.05, 0.1):
         wins = 0

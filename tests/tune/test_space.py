@@ -109,7 +109,7 @@ def test_the_backend_is_that_of_card_and_model(
 
 @pytest.mark.parametrize(("spare_gb", "fraction"), [(2.9, None), (4.5, 0.81), (6.5, 0.9)])
 def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | None) -> None:
-    """Of 24 GB the guides' 5, 6.5 and 10 GB are 3, 3.9 and 6, as they are to advice."""
+    """A card of 24 GB turns the guides' 5, 6.5 and 10 GB into 3, 3.9 and 6, as advice does."""
     (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == "memory")
     signs = replace(BUSY, usage=0.97, spare_gb=spare_gb, mem_fraction=0.8)
     moves = moves_of(TuningState({}, signs, replace(CARD, card="NVIDIA L4", card_gb=24)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a gateway one replica is tuned, with its own cards; an engine in process is tuned as a server."""
+    """One replica of a gateway is tuned, with its own cards; an in-process engine is tuned as a server."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     args = {"mem-fraction-static": 0.8}
     gateway = {"kind": "gateway", "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 DOCS = ROOT / "docs" / "advice.md"
 
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
-
 def _of_model(log: LogWriter, name: str) -> LogWriter:
     log.lines = [line.replace("LlamaForCausalLM", name) for line in log.lines]
     return log
@@ -394,6 +391,7 @@ def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.xdist_group("engine")
 def test_the_installed_server_takes_every_flag(tmp_path: Path) -> None:
     """Whatever the rules say to the installed release is a flag of its --help, with a value it takes."""
     require_engine("sglang")

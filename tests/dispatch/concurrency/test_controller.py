@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller, Reading
 from batchrunner.job.queue_band import QueueBand
+from tests.support.examples import examples
 from tests.support.plant import Plant
 
 BAND = QueueBand(100, 2000)
@@ -24,7 +25,7 @@ def plant(
     return Plant(controller, capacity, service_s, period_s, late_s)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     window=st.integers(1, 1000),
     capacity=st.integers(20, 4096),

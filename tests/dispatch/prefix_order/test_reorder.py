@@ -228,7 +228,7 @@ def test_rows_do_not_wait_for_a_source_that_waits() -> None:
 
 
 def test_the_longest_go_first_at_the_end() -> None:
-    """Of the last rows those with the longest outputs go first; of many, the first ones go as they come."""
+    """The last rows go longest output first; rows before them go in their own order."""
     few = [request(row, f"p{row}", max_new_tokens=row + 1) for row in range(100)]
     works, _, _ = arranged(arranger(), [few])
     assert rows_of(works) == list(range(99, -1, -1))
@@ -268,7 +268,7 @@ def test_of_shared_rows_few_are_held() -> None:
 
 
 def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
-    """Of rows with one limit, those that begin like others with long outputs go first at the end."""
+    """Rows with one limit whose prefix had long outputs before go first at the end."""
     by = Reorderer(None, OutputLengths(), dedupe=False)
     kinds = {kind: words(kind, 60) for kind in ("short", "long")}
     batch = [

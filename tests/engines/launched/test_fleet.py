@@ -45,7 +45,7 @@ def test_gpus_are_dealt_out() -> None:
 def test_the_jobs_own_gpus_are_dealt_out(
     args: dict[str, Any], slices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those that `env` leaves every replica gets its own, as many as its arguments take."""
+    """Every replica gets GPUs of its own from those that `env` leaves, as many as its arguments take."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     spec = GatewayEngine(kind="gateway", model="org/model", args=args, env=env)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-pytestmark = pytest.mark.usefixtures("no_sglang_here")
-
-
 DEATHS = {
     "Killed": "killed",
     "run.sh: line 89:    33 Killed                  python -m sglang.launch_server": "killed",

@@ -50,7 +50,7 @@ def test_a_threshold_that_would_silence_is_refused(setting: str, words: str) -> 
 
 
 def test_a_scheduler_that_was_thinned_out_weighs_as_much() -> None:
-    """Of the longer log every second sample is kept: each of them counts for two."""
+    """Every second sample of the longer log is kept, and each of them counts for two."""
     series = Series(Thresholds())
     for at in range(1100):
         name, usage = ("a", 0.2) if at < 600 else ("b", 0.95)

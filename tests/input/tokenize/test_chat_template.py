@@ -88,7 +88,7 @@ def test_a_chat_becomes_the_tokens_that_transformers_makes(
 
 
 def test_one_of_several_named_templates(tmp_path: Path) -> None:
-    """Of the templates in tokenizer_config.json the first is taken, or the one that the server names."""
+    """The first template in tokenizer_config.json is taken, or the one that the server names."""
     model = make_tokenizer(tmp_path, None)
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] = [

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.page
 
 
 def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:
-    """Of a day's samples a few hundred cells are kept, with the mean and the highest value of each."""
+    """The samples of a day become a few hundred cells, with the mean and the highest value of each."""
     events = (sample(1e9 + 2 * at, queue=5000 if at == 31_234 else at % 7) for at in range(43_200))
     story = history_of("main", events)
     timeline = make_timeline([story])
@@ -94,7 +94,7 @@ def test_each_replica_has_its_part() -> None:
 
 
 def test_several_replicas_are_drawn_apart(tmp_path: Path) -> None:
-    """Of several replicas the page has each one's throughput and window beside the totals."""
+    """The page has the throughput and the window of each replica beside the totals."""
     with FakeSGLang(delay_s=0.05, max_running=4) as one, FakeSGLang(delay_s=0.05, max_running=8) as two:
         both = {"kind": "attach", "urls": [one.url, two.url]}
         job = job_of(tmp_path, both, rows=400)
@@ -139,7 +139,7 @@ def test_servers_that_were_started_again_keep_their_lines() -> None:
 
 
 def test_many_schedulers_share_a_line() -> None:
-    """Of more schedulers than can be told apart the mean, the range and the two extremes are drawn."""
+    """The mean, the range and the two extremes are drawn where schedulers are too many for a line each."""
     story = history_of("main", [sample(1000 + at, queue=at) for at in range(10)])
     many = [history_of(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
     assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]

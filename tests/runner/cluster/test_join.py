@@ -7,15 +7,16 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.runner.shard import join_task
 from tests.conftest import eventually, job_of, parts_of
+from tests.support.examples import examples
 from tests.support.task import Task
 
 
-@settings(max_examples=30)
+@examples(10)
 @given(data=st.data())
 def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
     """In any sequence of starts, work, stops and deaths, all rows end up in parts, none of them twice."""
@@ -44,7 +45,7 @@ def test_whatever_becomes_of_tasks(data: st.DataObject) -> None:
 
 
 def test_few_rows_are_shared(tmp_path: Path) -> None:
-    """Of few rows that take long no task takes more than its share, though its engine could run them all."""
+    """Few rows that take long are shared: no task takes them all, though its engine could run them."""
     job = job_of(tmp_path, rows=128)
     first, second = Task(job, "first"), Task(job, "second")
     assert second.take_first()
