@@ -1,4 +1,4 @@
-"""Which charts of the load there are, and what is good in each."""
+"""The charts of a run's load, and what is good in each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}
 def load_charts(
     timeline: Timeline, histories: Sequence[TaskHistory], happened: Sequence[IncidentMark]
 ) -> list[Chart]:
-    """Return the charts of a run's load, with marks for what befell it; those without a line are left out."""
+    """Return the charts of a run's load, with its incidents; charts without a line are left out."""
     axis = timeline.axis
     marks = [EventMark(at, "plain", "started again") for at in axis.resumed()]
     for incident in happened:
@@ -34,7 +34,7 @@ def load_charts(
         return {label: timeline.totals[name] for name, label in named if name in timeline.totals}
 
     def each(name: str) -> dict[str, Line]:
-        """Return the replicas' lines where there are several: the only one's are the totals."""
+        """Return a line for each replica where there are several; a single replica's line is the total."""
         return _labelled(timeline, name, "") if len(timeline.schedulers.get(name, ())) > 1 else {}
 
     def draw(
@@ -44,34 +44,36 @@ def load_charts(
 
     charts = [
         draw(
-            "output", "Output tokens a second", "Of rows as they end, over the last 30 s.",
+            "output", "Output tokens a second", "Tokens of the rows that ended, over the last 30 s.",
             total(("output_tokens_per_s", "output tok/s")),
         ),
         draw(
-            "replicas", "Output tokens a second, by replica", "As above; alike where the load is even.",
+            "replicas", "Output tokens a second, by replica",
+            "As above; lines close together mean an even load.",
             each("output_tokens_per_s"),
         ),
         draw(
-            "prompt", "Prompt tokens a second", "What the cache holds need not be computed.",
+            "prompt", "Prompt tokens a second", "Tokens that the cache holds need not be computed.",
             total(("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "of these cached")),
         ),
         draw(
             "queue", "Waiting requests, #queue-req",
-            "In its band the engine never runs dry, and its scheduler is not swamped.",
+            "In the band, the engine always has a next request, and the scheduler is not slowed down.",
             _labelled(timeline, "queue", "#queue-req"), *_bands(histories),
         ),
         draw(
             "usage", "Token usage",
-            f"Of the KV pool. Below {GOOD_USAGE} while requests wait: the server is too cautious.",
+            f"Used share of the KV pool. Below {GOOD_USAGE} while requests wait, the server admits too few.",
             _labelled(timeline, "token_usage", "token usage"),
             ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}"), top=1.0,
         ),
         draw(
-            "running", "Running requests, #running-req", "What decodes together.",
+            "running", "Running requests, #running-req", "Requests that decode together.",
             _labelled(timeline, "running", "#running-req"), *_most_running(histories),
         ),
         draw(
-            "window", "Window and requests in flight", "The window follows the queue; requests fill it.",
+            "window", "Window and requests in flight",
+            "At most a window of requests is in flight; it follows the queue.",
             total(("window", "window"), ("in_flight", "in flight")),
         ),
         draw("windows", "Window, by replica", "Each follows its own replica's queue.", each("window")),
@@ -80,7 +82,7 @@ def load_charts(
         charts.append(
             draw(
                 "retractions", "Retractions a minute",
-                f"{timeline.retractions:,} in all. Now and then is fine; more than one a minute wastes work.",
+                f"{timeline.retractions:,} in total. A few are fine; more than one a minute wastes work.",
                 each(RETRACTIONS) or total((RETRACTIONS, "retractions a minute")),
                 ValueZone(1, 1, "one a minute"),
             )
@@ -89,7 +91,7 @@ def load_charts(
 
 
 def _labelled(timeline: Timeline, name: str, alone: str) -> dict[str, Line]:
-    """Return the schedulers' lines; the only one is called by what it shows."""
+    """Return the schedulers' lines; the line of a single scheduler is named after its value, `alone`."""
     lines = timeline.of_schedulers(name)
     if len(lines) == 1 and len(timeline.schedulers[name]) == 1:
         return dict(zip([alone], lines.values(), strict=True))
