@@ -1,4 +1,4 @@
-"""The account of a run: report.json, and the lines that a person reads at the end."""
+"""The report of a run: report.json, and the lines at its end."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
-"""Done · could not go on (resumable) · the job or its input is wrong · more failed rows than tolerated."""
+"""Exit codes: done; stopped, can be resumed; wrong job or input; more failed rows than tolerated."""
 EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
-"""128 + SIGINT, SIGUSR1, SIGTERM: resumable."""
+"""Exit codes after SIGINT, SIGUSR1 (time is up) and SIGTERM: 128 + the signal. The run can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run did. Rows count over all starts; times and tokens are this start's unless they say so."""
+    """What a run did. Rows are of all attempts; times and tokens of this one, unless the name says all."""
 
     path: str
     exit_code: int
     reason: str
-    """Why it ended, in a sentence."""
+    """Why the run ended, in a sentence."""
     rows_total: int
     rows_ok: int
     rows_failed: int
     rows_resumed: int
-    """Rows that were done before this start."""
+    """Rows that were done before this attempt."""
     wall_s: float
     wall_s_all_starts: float
     starts: int
@@ -39,28 +39,28 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     rows_deduplicated: int
-    """Rows that have an equal row's answer, and none of the tokens counted here."""
+    """Rows that have the answer of an equal row; they add no tokens."""
     retries: int
     finish_reasons: dict[str, int] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Failed rows of all starts by reason, largest group first: rows, example_row, example."""
+    """Failed rows of all attempts by cause, largest group first: rows, example_row, example."""
     engine: dict[str, Any] = field(default_factory=dict)
     window: int | None = None
     """Requests in flight at the end, over all replicas."""
     load: dict[str, Any] = field(default_factory=dict)
-    """How healthy the queues were: shares of steady time, retractions, the window over time."""
+    """The engine's load: shares of steady time, retractions, the window over time."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
-    """What befell the engine, in order: `what` (died, hangs, healed, lost, or recalled from an earlier run),
-    `who`, `why`, and of changed arguments `kind`, `old` and `new`."""
+    """Incidents of the engine, in order: `what` (died, hangs, healed, lost, or recalled from an earlier run),
+    `who` and `why`; for changed arguments also `kind`, `old` and `new`."""
     sharing: dict[str, Any] = field(default_factory=dict)
-    """Of rows that begin alike: tokens that followers share with the one before, and those that were cached;
-    the distance between the two at the end, in tokens of prefill."""
+    """Shared prefixes: tokens that rows share with an earlier row, how many of them were cached, and the
+    reuse distance at the end, in prefill tokens."""
     simulated: bool = False
     versions: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def rows_left(self) -> int:
-        """Rows that a later start has still to do."""
+        """Rows that a later attempt still has to do."""
         return self.rows_total - self.rows_ok - self.rows_failed
 
     def save(self, path: Path) -> None:
@@ -68,15 +68,15 @@ class Report:
         write_json(path, self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as report.json has it."""
+        """Return the report as report.json has it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return what a person reads at the end."""
+        """Return the lines at the end of a run."""
         done = f"{self.rows_ok} of {self.rows_total} rows ok, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
-        told = "--fresh" in self.reason or "again" in self.reason  # what to do stands there
-        again = ": run the same command again" if self.exit_code and not told else ""
+        says_how = "--fresh" in self.reason or "again" in self.reason  # the reason itself says what to do
+        again = ": run the same command again" if self.exit_code and not says_how else ""
         extra += [f"{self.rows_left} left{again}"] if self.rows_left else []
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
         if self.rows_ok + self.rows_failed > self.rows_resumed:
@@ -106,18 +106,18 @@ class Report:
         return lines
 
     def _engine_lines(self) -> list[str]:
-        """Say how often the engine failed, and what it was given for that."""
-        failures = sum(told["what"] in {"died", "hangs"} for told in self.incidents)
+        """Describe the engine's failures, and the arguments that were changed after them."""
+        failures = sum(incident["what"] in {"died", "hangs"} for incident in self.incidents)
         lines = [f"the engine died or hung {failures} times"] if failures else []
-        for told in self.incidents:
-            if told["what"] == "healed":
-                new = ", ".join(f"{name} {value}" for name, value in told["new"].items())
-                lines.append(f"{told['who']} was given {new}: {told['why'][:150]}")
+        for incident in self.incidents:
+            if incident["what"] == "healed":
+                new = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
+                lines.append(f"{incident['who']} was given {new}: {incident['why'][:150]}")
         return lines
 
 
 def tolerated(max_failed_rows: float, rows_total: int) -> float:
-    """Return how many failed rows do not matter: a count, or a share of all rows."""
+    """Return how many rows may fail; `max_failed_rows` is a count, or a share of all rows."""
     return max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
 
 

@@ -1,4 +1,4 @@
-"""Tally → report: the sums over this start and those before it, and the verdict with its exit code."""
+"""Make a report from row counts: sums over this attempt and earlier ones, and the exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
-    """Sum up the rows; what ended the run, its times and its engine are still to be filled in."""
+    """Sum up the rows of earlier attempts, `done`, and of this one, `tally`; the caller fills in the rest."""
     earlier = done.counts
     return Report(
         path=str(run_dir.path),
@@ -50,16 +50,16 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
 
 
 def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
-    """Return exit code and reason of a run without rows left."""
+    """Return the exit code and the reason of a run without rows left."""
     if report.rows_failed > tolerated(max_failed_rows, report.rows_total):
         return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
     return EXIT_DONE, "done"
 
 
 def report_of_all(run: str | Path) -> Report:
-    """Make the report of a whole run from its files; where several tasks did it, it is its report.json.
+    """Make the report of a whole run from its files; for a run of several tasks, write it as report.json.
 
-    Its time is that from the first start to the last event. Raises OutputError where the path holds no run,
+    Its time is from the first event to the last. Raises OutputError where the path holds no run,
     ResumeError where a part is damaged, StorageError.
     """
     run_dir = RunDir(run)
@@ -91,7 +91,7 @@ def report_of_all(run: str | Path) -> Report:
 
 
 def versions(info: EngineInfo) -> dict[str, str | None]:
-    """Return what a result was made with."""
+    """Return the versions that a result was made with."""
     found: dict[str, str | None] = {"python": platform.python_version(), "engine": info.version}
     for name in ("batchrunner", "pyarrow", "aiohttp"):
         try:

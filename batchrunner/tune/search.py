@@ -60,7 +60,7 @@ class TrialRequest:
 class Search:
     """The search; `best` is the best setting so far."""
 
-    def __init__(self, args: Args, machine: Machine, knobs: Sequence[TunedFlag] = TUNED_FLAGS) -> None:
+    def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[TunedFlag] = TUNED_FLAGS) -> None:
         """`args` are the job's own flags, which are tried first."""
         self.best = FlagSetting(args)
         self.settings = {key_of(args): self.best}
@@ -69,8 +69,8 @@ class Search:
         self.reason = ""
         """Why the search ended."""
         self._machine = machine
-        self._knobs = knobs
-        self._moved: set[str] = set()
+        self._tuned_flags = tuned_flags
+        self._changed: set[str] = set()
 
     def steps(self) -> Generator[TrialRequest, TrialResult, None]:
         """Yield requests and receive results until no flag brings more."""
@@ -78,63 +78,63 @@ class Search:
         if not self.best.newest.is_speed:
             self.reason = f"the job's own flags cannot be measured: {self.best.newest.why}"
             return
-        moved = True
-        while moved:
-            moved = False
-            for knob in self._knobs:
-                moved |= yield from self._turn(knob)
+        improved = True
+        while improved:
+            improved = False
+            for tuned_flag in self._tuned_flags:
+                improved |= yield from self._tune_flag(tuned_flag)
         self.reason = "no flag brings more"
 
-    def _turn(self, knob: TunedFlag) -> Generator[TrialRequest, TrialResult, bool]:
+    def _tune_flag(self, tuned_flag: TunedFlag) -> Generator[TrialRequest, TrialResult, bool]:
         """Change one flag for as long as that is faster; return whether the best changed."""
-        moved = False
-        while (move := self._next_move(knob)) is not None:
-            setting = FlagSetting(self._moved_to(move))
+        improved = False
+        while (change := self._next_change(tuned_flag)) is not None:
+            setting = FlagSetting(self._changed_to(change))
             self.settings[key_of(setting.args)] = setting
             tried = command_line(changes(setting.args, self.best.args))
-            won = yield from self._race(setting, move, knob)
-            moved |= won
-            self._moved.add(knob.name)
-            self.notes[knob.name] = f"{tried}: {setting.verdict}"
-        return moved
+            won = yield from self._race(setting, change, tuned_flag)
+            improved |= won
+            self._changed.add(tuned_flag.name)
+            self.notes[tuned_flag.name] = f"{tried}: {setting.verdict}"
+        return improved
 
-    def _next_move(self, knob: TunedFlag) -> FlagChange | None:
-        moves = knob.moves(TuningState(self.best.args, self.best.newest.signs, self._machine))
-        if isinstance(moves, str):
-            if knob.name not in self._moved:
-                self.notes[knob.name] = moves
+    def _next_change(self, tuned_flag: TunedFlag) -> FlagChange | None:
+        candidates = tuned_flag.candidates(TuningState(self.best.args, self.best.newest.signs, self._machine))
+        if isinstance(candidates, str):
+            if tuned_flag.name not in self._changed:
+                self.notes[tuned_flag.name] = candidates
             return None
-        for move in moves:
-            if self._missing(move):
-                self.notes[knob.name] = f"this version has no {self._missing(move)}"
-            elif key_of(self._moved_to(move)) not in self.settings:
-                return move
+        for change in candidates:
+            if self._missing(change):
+                self.notes[tuned_flag.name] = f"this version has no {self._missing(change)}"
+            elif key_of(self._changed_to(change)) not in self.settings:
+                return change
         return None
 
-    def _moved_to(self, move: FlagChange) -> Args:
+    def _changed_to(self, change: FlagChange) -> Args:
         """Return the best flags with a change, under the job's names or else the version's."""
         args = dict(self.best.args)
-        for name, value in move.args.items():
+        for name, value in change.args.items():
             own = name_in(args, name)
             args |= {own: value} if own in args else self._machine.flags.setting(name, value)
         return args
 
-    def _missing(self, move: FlagChange) -> str:
+    def _missing(self, change: FlagChange) -> str:
         """Return the first flag of a change that this version lacks, as typed; empty where it has all."""
         flags = self._machine.flags
-        return next((command_line({n: v}) for n, v in move.args.items() if not flags.setting(n, v)), "")
+        return next((command_line({n: v}) for n, v in change.args.items() if not flags.setting(n, v)), "")
 
     def _race(
-        self, setting: FlagSetting, move: FlagChange, knob: TunedFlag
+        self, setting: FlagSetting, change: FlagChange, tuned_flag: TunedFlag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best and it in turn; return whether the setting is faster."""
         before = len(self.best.speeds) - 1  # the best's last trial counts as its first turn
-        yield from self._try(setting, move.why, self._rival())
-        while (verdict := self._verdict(setting, move, knob, self.best.speeds[before:])) is None:
+        yield from self._try(setting, change.why, self._incumbent())
+        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
-                yield from self._try(setting, "again, in turn", self._rival())
+                yield from self._try(setting, "again, in turn", self._incumbent())
         won, setting.verdict = verdict
         if won:
             self.best = setting
@@ -145,14 +145,14 @@ class Search:
     ) -> Generator[TrialRequest, TrialResult, None]:
         setting.results.append((yield TrialRequest(setting.args, why, len(setting.results), incumbent)))
 
-    def _rival(self) -> Incumbent:
-        return Incumbent(self.best.newest.curve, margin_to_stop(self._spread()))
+    def _incumbent(self) -> Incumbent:
+        return Incumbent(self.best.newest.curve, margin_to_stop(self._noise()))
 
-    def _spread(self) -> tuple[float, int]:
+    def _noise(self) -> tuple[float, int]:
         return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)
 
     def _verdict(
-        self, setting: FlagSetting, move: FlagChange, knob: TunedFlag, theirs: Sequence[float]
+        self, setting: FlagSetting, change: FlagChange, tuned_flag: TunedFlag, theirs: Sequence[float]
     ) -> tuple[bool, str] | None:
         """Return whether a challenger is better, and why; None while that is open."""
         newest, best = setting.newest, self.best.newest
@@ -167,11 +167,11 @@ class Search:
             )
         if not best.is_speed:
             return True, f"safer: the best failed when it was tried again: {best.why}"
-        if knob.schedules and same_work(newest.signs, best.signs):
+        if tuned_flag.schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
-        fuller = knob.schedules and more_per_pass(newest.signs, best.signs)
-        worth = -WORTH if move.is_small else WORTH
-        verdict, text = compare(setting.speeds, theirs, self._spread(), more_per_pass=fuller, worth=worth)
+        fuller = tuned_flag.schedules and more_per_pass(newest.signs, best.signs)
+        worth = -WORTH if change.is_small else WORTH
+        verdict, text = compare(setting.speeds, theirs, self._noise(), more_per_pass=fuller, worth=worth)
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 
 

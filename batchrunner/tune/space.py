@@ -68,7 +68,7 @@ class FlagChange:
     unless times contradict it."""
 
 
-Moves = list[FlagChange] | str
+Candidates = list[FlagChange] | str
 """Changes, the most promising first; or a text that says why none is tried."""
 
 
@@ -77,22 +77,22 @@ class TunedFlag:
     """A flag that is tuned, or a few that belong together."""
 
     name: str
-    moves: Callable[[TuningState], Moves]
+    candidates: Callable[[TuningState], Candidates]
     schedules: bool = False
     """Whether it changes only which rows run when; the scheduler's count of passes shows its effect then."""
 
 
-def _conservativeness(now: TuningState) -> Moves:
-    signs, value = now.signs, float(now.value("schedule-conservativeness", NORMAL))
-    if now.machine.ignores_eos:
+def _conservativeness(state: TuningState) -> Candidates:
+    signs, value = state.signs, float(state.value("schedule-conservativeness", NORMAL))
+    if state.machine.ignores_eos:
         return "with ignore_eos SGLang reserves all of max_new_tokens, whatever its value"
     if signs.at_limit or not signs.waits:
         return _not_admission(signs)
     if signs.retractions_per_min > GUIDES.retractions_per_min and signs.full:
         why = f"{signs.retractions_per_min:.0f} retractions a minute at token usage {signs.usage:.2f}"
         higher = [v for v in (MORE_CONSERVATIVE, round(MOST_CONSERVATIVE, 2)) if v > value]
-        moves = [FlagChange({"schedule-conservativeness": v}, why) for v in higher]
-        return moves or f"{value:g} reserves all of max_new_tokens already"
+        candidates = [FlagChange({"schedule-conservativeness": v}, why) for v in higher]
+        return candidates or f"{value:g} reserves all of max_new_tokens already"
     if signs.full:
         return f"token usage {signs.usage:.2f}: the pool is full"
     why = f"token usage {signs.usage:.2f} and {signs.queue:.0f} waiting: too few requests are admitted"
@@ -101,16 +101,16 @@ def _conservativeness(now: TuningState) -> Moves:
     return [FlagChange({"schedule-conservativeness": v}, why) for v in lower] or f"{value:g} is bold enough"
 
 
-def _memory(now: TuningState) -> Moves:
+def _memory(state: TuningState) -> Candidates:
     """Enlarge the pool where requests wait although fewer run than max-running-requests allows."""
-    if not now.signs.waits or now.signs.at_limit:
-        return _not_admission(now.signs)
-    return _pool(now) if now.machine.cpu else _fraction(now)
+    if not state.signs.waits or state.signs.at_limit:
+        return _not_admission(state.signs)
+    return _pool(state) if state.machine.cpu else _fraction(state)
 
 
-def _pool(now: TuningState) -> Moves:
+def _pool(state: TuningState) -> Candidates:
     """Double the CPU's KV pool, up to what memory allows."""
-    pool, most = now.signs.pool_tokens, now.machine.most_pool_tokens
+    pool, most = state.signs.pool_tokens, state.machine.most_pool_tokens
     if not pool or not most:
         return "the size of the pool, or of the memory, is not known"
     wanted = min(2 * pool, most)
@@ -119,27 +119,27 @@ def _pool(now: TuningState) -> Moves:
     return [FlagChange({"max-total-tokens": wanted}, f"rows wait for the pool of {pool} tokens")]
 
 
-def _fraction(now: TuningState) -> Moves:
+def _fraction(state: TuningState) -> Candidates:
     """Raise mem-fraction-static to the guides' spare memory at once, then in small steps."""
-    signs, spare = now.signs, now.signs.spare_gb
-    value = now.value("mem-fraction-static", signs.mem_fraction)
+    signs, spare = state.signs, state.signs.spare_gb
+    value = state.value("mem-fraction-static", signs.mem_fraction)
     if value is None or spare is None:
         return "the log lacks mem_fraction_static or available_gpu_mem"
     arguments = {"chunked_prefill_size": signs.prefill_limit}
-    band = memory_band(Facts(card_gb=now.machine.card_gb or None, arguments=arguments), GUIDES)
+    band = memory_band(Facts(card_gb=state.machine.card_gb or None, arguments=arguments), GUIDES)
     if spare < band.low:
         return f"{spare:.1f} GB of the card are left: no more can be taken"
     steps = [STEP]
-    if spare > band.high and now.machine.card_gb:
-        steps.insert(0, math.floor((spare - band.good) / now.machine.card_gb / STEP) * STEP)
+    if spare > band.high and state.machine.card_gb:
+        steps.insert(0, math.floor((spare - band.good) / state.machine.card_gb / STEP) * STEP)
     raised = dict.fromkeys(round(value + step, 2) for step in steps if step > 0 and value + step < 1)
     why = f"rows wait, and {spare:.1f} GB of the card are left"
-    moves = [FlagChange({"mem-fraction-static": v}, why, is_small=True) for v in raised]
-    return moves or f"{value:g} already takes the whole card"
+    candidates = [FlagChange({"mem-fraction-static": v}, why, is_small=True) for v in raised]
+    return candidates or f"{value:g} already takes the whole card"
 
 
-def _chunk(now: TuningState) -> Moves:
-    signs = now.signs
+def _chunk(state: TuningState) -> Candidates:
+    signs = state.signs
     limit, got = signs.prefill_limit, signs.prefill_per_pass
     if limit is None or got is None:
         return "the log lacks prefill passes or their limit"
@@ -153,8 +153,8 @@ def _chunk(now: TuningState) -> Moves:
     return [FlagChange({"chunked-prefill-size": larger}, f"prefill passes have {got:.0f} of {limit} tokens")]
 
 
-def _max_running(now: TuningState) -> Moves:
-    signs = now.signs
+def _max_running(state: TuningState) -> Candidates:
+    signs = state.signs
     if not signs.waits:
         return _not_admission(signs)
     if not signs.at_limit or signs.max_running is None:
@@ -168,29 +168,31 @@ def _max_running(now: TuningState) -> Moves:
     why = (
         f"{signs.max_running} run, the most, at token usage {signs.usage:.2f} with {signs.queue:.0f} waiting"
     )
-    moves = [FlagChange({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running]
-    return moves or f"token usage {signs.usage:.2f}: the pool holds {fits:.0f} at once"
+    candidates = [
+        FlagChange({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running
+    ]
+    return candidates or f"token usage {signs.usage:.2f}: the pool holds {fits:.0f} at once"
 
 
-def _graphs(now: TuningState) -> Moves:
-    signs, name = now.signs, "cuda-graph-max-bs-decode"
-    if now.machine.cpu or signs.graph_off_share is None:
+def _graphs(state: TuningState) -> Candidates:
+    signs, name = state.signs, "cuda-graph-max-bs-decode"
+    if state.machine.cpu or signs.graph_off_share is None:
         return "no CUDA graphs here"
     why = f"{signs.graph_off_share:.0%} of the decode passes ran without a graph"
     if signs.graph_off_share < GRAPH_OFF_OFTEN:
         return why
     size = next((size for size in GRAPH_SIZES if size >= signs.running), GRAPH_SIZES[-1])
-    if size <= int(now.value(name, 0)):
+    if size <= int(state.value(name, 0)):
         return f"graphs up to {size} are captured already"
-    moves = [FlagChange({name: size}, why)]
-    fraction = now.value("mem-fraction-static", signs.mem_fraction)
+    candidates = [FlagChange({name: size}, why)]
+    fraction = state.value("mem-fraction-static", signs.mem_fraction)
     if fraction is not None:  # graphs take memory
-        moves.append(FlagChange({name: size, "mem-fraction-static": round(fraction - 2 * STEP, 2)}, why))
-    return moves
+        candidates.append(FlagChange({name: size, "mem-fraction-static": round(fraction - 2 * STEP, 2)}, why))
+    return candidates
 
 
-def _policy(now: TuningState) -> Moves:
-    signs, value = now.signs, now.value("schedule-policy", "fcfs")
+def _policy(state: TuningState) -> Candidates:
+    signs, value = state.signs, state.value("schedule-policy", "fcfs")
     if value != "fcfs":
         return [FlagChange({"schedule-policy": "fcfs"}, "the runner's own order of rows needs it")]
     shared = f"{signs.cached_share:.0%} of the prompt tokens are shared"
@@ -201,40 +203,40 @@ def _policy(now: TuningState) -> Moves:
     return [FlagChange({"schedule-policy": "lpm"}, shared)]
 
 
-def _attention(now: TuningState) -> Moves:
-    if now.machine.architecture is None:
+def _attention(state: TuningState) -> Candidates:
+    if state.machine.architecture is None:
         return "this device has no choice of backend"
-    backends = best_backends(now.machine.architecture, Facts(model=now.signs.model))
+    backends = best_backends(state.machine.architecture, Facts(model=state.signs.model))
     if not backends:
-        return f"SGLang chooses the backend for {now.signs.model} itself"
-    current = now.value("attention-backend", now.signs.attention_backend)
+        return f"SGLang chooses the backend for {state.signs.model} itself"
+    current = state.value("attention-backend", state.signs.attention_backend)
     return [FlagChange({"attention-backend": v}, f"now it is {current}") for v in backends if v != current]
 
 
-def _compile(now: TuningState) -> Moves:
-    if TORCH_COMPILE not in now.machine.allowed:
+def _compile(state: TuningState) -> Candidates:
+    if TORCH_COMPILE not in state.machine.allowed:
         return "not tried without --allow torch-compile"
-    if now.value("enable-torch-compile", False):
+    if state.value("enable-torch-compile", False):
         return "on already"
     return [FlagChange({"enable-torch-compile": True}, "allowed")]
 
 
-def _quantized(now: TuningState) -> Moves:
-    if QUANTIZATION not in now.machine.allowed:
+def _quantized(state: TuningState) -> Candidates:
+    if QUANTIZATION not in state.machine.allowed:
         return "not tried without --allow quantization: it changes answers"
-    if now.machine.architecture not in FP8:
+    if state.machine.architecture not in FP8:
         return "no FP8 on this device"
     choices: list[Args] = [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}]
     return [
-        FlagChange(args, "allowed") for args in choices if not args.keys() & now.args.keys()
+        FlagChange(args, "allowed") for args in choices if not args.keys() & state.args.keys()
     ] or "on already"
 
 
-def _parallel(now: TuningState) -> Moves:
+def _parallel(state: TuningState) -> Candidates:
     """Describe the gain of a gateway, which sends rows to free replicas; `--dp-size` deals them in turn."""
-    cards, tp = now.machine.cards, int(now.value("tp-size", 1))
-    if now.machine.one_of_several or cards < 2:  # noqa: PLR2004
-        return "one replica" if now.machine.one_of_several else "one device"
+    cards, tp = state.machine.cards, int(state.value("tp-size", 1))
+    if state.machine.one_of_several or cards < 2:  # noqa: PLR2004
+        return "one replica" if state.machine.one_of_several else "one device"
     if (replicas := cards // tp) < 2:  # noqa: PLR2004
         return f"engine: {{kind: gateway}} with a tp under {tp} is faster, where the weights fit fewer GPUs"
     return f"engine: {{kind: gateway, tp: {tp}}} has {replicas} replicas on {cards} GPUs, each about as fast"

@@ -38,26 +38,26 @@ class TrialRunner:
     sample: TuningSample
     directory: Path
 
-    async def run(self, ask: TrialRequest, number: int, within_s: float) -> TrialResult:
+    async def run(self, request: TrialRequest, number: int, within_s: float) -> TrialResult:
         """Launch the server, send the sample and return the result, in little more than `within_s` seconds.
 
         A server that does not start is a result too. Raises BatchrunError where the job is wrong.
         """
         began = time.monotonic()
-        result = await self._run(ask, self.directory / f"{number:03d}", within_s)
+        result = await self._run(request, self.directory / f"{number:03d}", within_s)
         return replace(result, cost_s=round(time.monotonic() - began, 1))  # with the shutdown of the server
 
-    async def _run(self, ask: TrialRequest, place: Path, within_s: float) -> TrialResult:
+    async def _run(self, request: TrialRequest, place: Path, within_s: float) -> TrialResult:
         began = time.monotonic()
         shutil.rmtree(place, ignore_errors=True)  # an old log would be appended to, and counted
-        args = {**ask.args, "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
+        args = {**request.args, "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
         start_s = min(self.engine.start_timeout, within_s)
         spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s, "heal": False})
         engine = make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
             info = await engine.open()
             left_s = within_s - (time.monotonic() - began)
-            return await self._measure(engine, info, ask, place / "run", left_s)
+            return await self._measure(engine, info, request, place / "run", left_s)
         except EngineStartError as failure:
             cut = time.monotonic() - began >= within_s
             return TrialResult("cut" if cut else "died", str(failure), 0.0)
@@ -66,11 +66,11 @@ class TrialRunner:
             shutil.rmtree(place / "run", ignore_errors=True)
 
     async def _measure(
-        self, engine: Engine, info: EngineInfo, ask: TrialRequest, out: Path, left_s: float
+        self, engine: Engine, info: EngineInfo, request: TrialRequest, out: Path, left_s: float
     ) -> TrialResult:
         control = Control()
         meter = MeasuringEngine(
-            engine, TrialWatch(ask.incumbent), control, left_s, Path(info.log) if info.log else None
+            engine, TrialWatch(request.incumbent), control, left_s, Path(info.log) if info.log else None
         )
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)

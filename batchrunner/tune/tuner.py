@@ -99,10 +99,10 @@ def _search(
         "machine": [machine.cpu, machine.cards, machine.card, machine.card_gb],
     }
     history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), engine.args)
-    bench = TrialRunner(job, engine, sample, directory)
+    trials = TrialRunner(job, engine, sample, directory)
     search = Search(engine.args, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        spent_s = runner.run(run_search(search, history, bench.run, budget_s))
+        spent_s = runner.run(run_search(search, history, trials.run, budget_s))
     return summarize(search, source, str(sample), spent_s)
 
 
@@ -166,34 +166,34 @@ async def run_search(
     """
     steps = search.steps()
     spent_s, last_s, number = 0.0, 0.0, 0
-    ask = next(steps)
+    request = next(steps)
     while True:
-        result = history.find(ask.args, ask.turn)
+        result = history.find(request.args, request.turn)
         if result is None:
             left_s = budget_s - spent_s
             if left_s <= last_s:
                 search.reason = "the time for tuning is over"
                 return spent_s
-            result = await run(ask, number, left_s)
+            result = await run(request, number, left_s)
             if result.ended == "cut":
                 search.reason = "the time for tuning is over"
                 return spent_s + result.cost_s
-            history.add(ask.args, result)
+            history.add(request.args, result)
         number += 1
         spent_s += result.cost_s
         if result.ended == "measured":
             last_s = result.cost_s
-        _log_trial(number, ask, result, search)
+        _log_trial(number, request, result, search)
         try:
-            ask = steps.send(result)
+            request = steps.send(result)
         except StopIteration:
             return spent_s
 
 
-def _log_trial(number: int, ask: TrialRequest, result: TrialResult, search: Search) -> None:
+def _log_trial(number: int, request: TrialRequest, result: TrialResult, search: Search) -> None:
     own, *_ = search.settings.values()
-    flags = command_line(changes(ask.args, own.args)) or "the job's own flags"
+    flags = command_line(changes(request.args, own.args)) or "the job's own flags"
     speed = "" if result.ended == "died" else f"{result.tokens_per_s:,.0f} output tok/s, "
     log.info(
-        "trial %d: %s (%s): %s%s, %s", number, flags, ask.why, speed, result.why, duration(result.cost_s)
+        "trial %d: %s (%s): %s%s, %s", number, flags, request.why, speed, result.why, duration(result.cost_s)
     )

@@ -65,22 +65,22 @@ class Lab:
     asked: list[tuple[Args, int]] = field(default_factory=list)
     spent_s: float = 0.0
 
-    async def run(self, ask: TrialRequest, number: int, within_s: float) -> TrialResult:
+    async def run(self, request: TrialRequest, number: int, within_s: float) -> TrialResult:
         """Stand in for `TrialRunner.run`."""
-        self.asked.append((ask.args, ask.turn))
-        result = self.measure(ask, within_s)
+        self.asked.append((request.args, request.turn))
+        result = self.measure(request, within_s)
         self.spent_s += result.cost_s
         return result
 
-    def measure(self, ask: TrialRequest, within_s: float = math.inf) -> TrialResult:
+    def measure(self, request: TrialRequest, within_s: float = math.inf) -> TrialResult:
         if self.launch_s >= within_s:
             return TrialResult("cut", "no time", within_s)
-        if why := self.deadly(ask.args):
+        if why := self.deadly(request.args):
             return TrialResult("died", why, self.launch_s)
-        luck = random.Random(f"{self.seed} {sorted(ask.args.items())} {ask.turn}")
+        luck = random.Random(f"{self.seed} {sorted(request.args.items())} {request.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
-        replica = Replica(self._config(ask.args), self.cost)
-        watch, waiting = TrialWatch(ask.incumbent), list(reversed(self.rows))
+        replica = Replica(self._config(request.args), self.cost)
+        watch, waiting = TrialWatch(request.incumbent), list(reversed(self.rows))
         now = 0.0  # as the replica's clock has it; the trial's is `slow` times as long
         end = None
         while end is None:
@@ -103,7 +103,7 @@ class Lab:
         passes = scheduler.prefill_passes + scheduler.decode_passes
         signs = replace(result.signs, tokens_per_pass=watch.tokens / passes, prefill_limit=8192)
         if self.card is not None:
-            fraction = self._fraction(ask.args)
+            fraction = self._fraction(request.args)
             signs = replace(signs, spare_gb=self.card.spare_gb(fraction), mem_fraction=fraction)
         return replace(result, signs=signs)
 

@@ -139,8 +139,8 @@ def test_flags_that_die_at_once() -> None:
 
 def test_a_best_whose_repetition_brings_nothing() -> None:
     """Where all rows fail when the best is tried again, what it is raced with takes its place."""
-    knob = TunedFlag("x", lambda now: [] if now.args else [FlagChange({"max-running-requests": 9}, "")])
-    search = Search({}, CPU, [knob])
+    tuned_flag = TunedFlag("x", lambda now: [] if now.args else [FlagChange({"max-running-requests": 9}, "")])
+    search = Search({}, CPU, [tuned_flag])
     steps = search.steps()
     assert next(steps).args == {}
     assert steps.send(TrialResult("measured", "", 1.0, tokens_per_s=100)).args == {"max-running-requests": 9}
@@ -207,5 +207,5 @@ def test_the_table_names_each_trial_and_reason() -> None:
     text = "\n".join(found.lines())
     assert text.count("x the best") >= 3
     assert "engine:\n  args:\n    schedule-conservativeness: 0.1\n    max-running-requests: 256\n" in text
-    assert all(f"\n{knob.name}: " in text for knob in TUNED_FLAGS)
+    assert all(f"\n{tuned_flag.name}: " in text for tuned_flag in TUNED_FLAGS)
     assert "--apply writes this" in text

@@ -23,7 +23,7 @@ PUT = "schedule-conservativeness"
 
 
 @pytest.mark.parametrize(
-    ("knob", "signs", "expected"),
+    ("tuned_flag", "signs", "expected"),
     [
         (PUT, {}, [{PUT: 0.3}]),
         (PUT, {"usage": 0.95}, "the pool is full"),
@@ -70,17 +70,17 @@ PUT = "schedule-conservativeness"
     ],
 )
 def test_each_flag_is_tried_when_it_can_matter(
-    knob: str, signs: dict[str, Any], expected: list[dict[str, Any]] | str
+    tuned_flag: str, signs: dict[str, Any], expected: list[dict[str, Any]] | str
 ) -> None:
     """The guides' rules: by the signs of the best trial a flag has values to try, or a reason to be left."""
-    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == knob)
-    moves = moves_of(TuningState({}, replace(BUSY, **signs), CARD))
+    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == tuned_flag)
+    candidates = candidates_of(TuningState({}, replace(BUSY, **signs), CARD))
     if isinstance(expected, str):
-        assert isinstance(moves, str)
-        assert expected in moves
+        assert isinstance(candidates, str)
+        assert expected in candidates
     else:
-        assert not isinstance(moves, str), moves
-        assert [move.args for move in moves] == expected
+        assert not isinstance(candidates, str), candidates
+        assert [change.args for change in candidates] == expected
 
 
 @pytest.mark.parametrize(
@@ -98,27 +98,29 @@ def test_the_backend_is_that_of_card_and_model(
     card: str, model: str | None, expected: list[str] | str
 ) -> None:
     """What is tried is what advice would say, and the first general one beside it."""
-    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == "attention-backend")
-    moves = moves_of(TuningState({}, replace(BUSY, model=model), replace(CARD, card=card)))
+    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "attention-backend")
+    candidates = candidates_of(TuningState({}, replace(BUSY, model=model), replace(CARD, card=card)))
     if isinstance(expected, str):
-        assert isinstance(moves, str)
-        assert expected in moves
+        assert isinstance(candidates, str)
+        assert expected in candidates
     else:
-        assert [move.args["attention-backend"] for move in moves if isinstance(move, FlagChange)] == expected
+        assert [
+            change.args["attention-backend"] for change in candidates if isinstance(change, FlagChange)
+        ] == expected
 
 
 @pytest.mark.parametrize(("spare_gb", "fraction"), [(2.9, None), (4.5, 0.81), (6.5, 0.9)])
 def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | None) -> None:
     """A card of 24 GB turns the guides' 5, 6.5 and 10 GB into 3, 3.9 and 6, as advice does."""
-    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == "memory")
+    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "memory")
     signs = replace(BUSY, usage=0.97, spare_gb=spare_gb, mem_fraction=0.8)
-    moves = moves_of(TuningState({}, signs, replace(CARD, card="NVIDIA L4", card_gb=24)))
-    found = None if isinstance(moves, str) else moves[0].args["mem-fraction-static"]
+    candidates = candidates_of(TuningState({}, signs, replace(CARD, card="NVIDIA L4", card_gb=24)))
+    found = None if isinstance(candidates, str) else candidates[0].args["mem-fraction-static"]
     assert found == fraction
 
 
 @pytest.mark.parametrize(
-    ("knob", "args", "signs", "machine", "note"),
+    ("tuned_flag", "args", "signs", "machine", "note"),
     [
         (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, {}, "1.43 reserves all"),
         ("memory", {}, {"pool_tokens": 20_000}, {"cpu": True}, "is not known"),
@@ -132,34 +134,34 @@ def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | Non
     ],
 )
 def test_what_is_left_alone_has_its_reason(
-    knob: str, args: Args, signs: dict[str, Any], machine: dict[str, Any], note: str
+    tuned_flag: str, args: Args, signs: dict[str, Any], machine: dict[str, Any], note: str
 ) -> None:
     """Where nothing is left to try, or too little is known, the table has a true word on it."""
-    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == knob)
-    moves = moves_of(TuningState(args, replace(BUSY, **signs), replace(CARD, **machine)))
-    assert isinstance(moves, str)
-    assert note in moves
+    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == tuned_flag)
+    candidates = candidates_of(TuningState(args, replace(BUSY, **signs), replace(CARD, **machine)))
+    assert isinstance(candidates, str)
+    assert note in candidates
 
 
 def test_flags_that_are_null_and_a_server_that_runs_one() -> None:
     """A flag that the job takes back with null is at its default; a mean of no running row is no failure."""
-    by_name = {knob.name: knob.moves for knob in TUNED_FLAGS}
+    by_name = {tuned_flag.name: tuned_flag.candidates for tuned_flag in TUNED_FLAGS}
     bolder = by_name[PUT](TuningState({PUT: None}, BUSY, CARD))
     more = by_name["max-running-requests"](
         TuningState({}, replace(BUSY, running=0, max_running=1, usage=0), CARD)
     )
     assert isinstance(bolder, list)
     assert isinstance(more, list)
-    assert [move.args for move in bolder] == [{PUT: 0.3}]
-    assert [move.args["max-running-requests"] for move in more] == [32, 6]
+    assert [change.args for change in bolder] == [{PUT: 0.3}]
+    assert [change.args["max-running-requests"] for change in more] == [32, 6]
 
 
 def test_what_needs_leave_is_tried_with_it() -> None:
     """Quantization and torch.compile are tried when allowed, FP8 only on a card that has it."""
     allowed = replace(CARD, allowed=frozenset({"quantization", "torch-compile"}))
-    by_name = {knob.name: knob.moves for knob in TUNED_FLAGS}
+    by_name = {tuned_flag.name: tuned_flag.candidates for tuned_flag in TUNED_FLAGS}
     quantized = by_name["quantization"](TuningState({}, BUSY, allowed))
-    assert [move.args for move in quantized if not isinstance(move, str)] == [
+    assert [change.args for change in quantized if not isinstance(change, str)] == [
         {"kv-cache-dtype": "fp8_e4m3"},
         {"quantization": "fp8"},
     ]
@@ -171,14 +173,16 @@ def test_what_needs_leave_is_tried_with_it() -> None:
 @pytest.mark.parametrize("name", ["tp-size", "tensor-parallel-size", "tp"])
 def test_replicas_are_the_gateways(name: str) -> None:
     """On several cards no --dp-size is tried: the table says which gateway to take, by any name of tp."""
-    (moves_of,) = (k.moves for k in TUNED_FLAGS if k.name == "parallelism")
+    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "parallelism")
     four = replace(CARD, cards=4)
-    assert moves_of(TuningState({}, BUSY, four)) == (
+    assert candidates_of(TuningState({}, BUSY, four)) == (
         "engine: {kind: gateway, tp: 1} has 4 replicas on 4 GPUs, each about as fast"
     )
-    assert "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs" in moves_of(TuningState({name: 2}, BUSY, four))
-    assert "with a tp under 4 is faster" in moves_of(TuningState({name: 4}, BUSY, four))
-    assert moves_of(TuningState({}, BUSY, replace(four, one_of_several=True))) == "one replica"
+    assert "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs" in candidates_of(
+        TuningState({name: 2}, BUSY, four)
+    )
+    assert "with a tp under 4 is faster" in candidates_of(TuningState({name: 4}, BUSY, four))
+    assert candidates_of(TuningState({}, BUSY, replace(four, one_of_several=True))) == "one replica"
 
 
 def test_flags_go_by_the_names_that_are_there() -> None:
@@ -189,7 +193,7 @@ def test_flags_go_by_the_names_that_are_there() -> None:
         ({}, "cuda-graph-max-bs"),
         ({"cuda-graph-max-bs-decode": 8}, "cuda-graph-max-bs-decode"),
     ):
-        (graphs,) = (knob for knob in TUNED_FLAGS if knob.name == "cuda-graph-max-bs")
+        (graphs,) = (tuned_flag for tuned_flag in TUNED_FLAGS if tuned_flag.name == "cuda-graph-max-bs")
         steps = Search(own, card, [graphs]).steps()
         next(steps)
         assert steps.send(TrialResult("measured", "", 1.0, 100.0, signs=signs)).args == {name: 256}

@@ -1,7 +1,7 @@
-"""Lines and histograms → what a chart is drawn of: paths, ticks and a sentence, in a frame of 1000 x 100.
+"""Draw lines and histograms as SVG paths, ticks and a sentence, in a frame of 1000 x 100 units.
 
-The frame is stretched to the width of the screen, so texts are not part of it: they lie beside it, at so
-many per cent of its width and height.
+The frame is stretched to the width of the screen. Texts stand beside it, placed by per cent of its width and
+height, so that they are not stretched.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 1000.0, 100.0
 COLOURS = 8
-"""Colours that the page has for lines."""
+"""Number of line colours in the page's style."""
 _STEPS_S = (
     *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
     *(3600, 7200, 3 * 3600, 6 * 3600, 12 * 3600, 86400),
 )
 TICKS = 7
-"""Of the time axis, at most."""
+"""Ticks of the time axis at most."""
 
 
 class AxisTick(NamedTuple):
-    """A label beside the frame."""
+    """A tick with its label beside the frame."""
 
     at: float
-    """Per cent of the frame's width from the left, or of its height from the top."""
+    """Position in per cent: of the frame's width from the left, or of its height from the top."""
     label: str
 
 
 class EventMark(NamedTuple):
-    """A moment that all charts show as an upright line."""
+    """An event that all charts show as a vertical line."""
 
     at: float
-    """Seconds of the time axis."""
+    """Position on the time axis in seconds."""
     kind: str
-    """bad, good or plain."""
+    """Style of the line: bad, good or plain."""
     label: str
 
 
 class ValueZone(NamedTuple):
-    """A range of values that is shaded, or a value with a line across where both are the same."""
+    """A range of values that is shaded; a horizontal line where both ends are equal."""
 
     low: float
     high: float
@@ -59,13 +59,13 @@ class ChartLine(NamedTuple):
     colour: int
     path: str
     range_path: str
-    """The area between lowest and highest, empty where each place has one value."""
+    """Path of the area between lowest and highest values; empty where they are equal everywhere."""
     values: list[float | None]
-    """What the line has at each place of the grid, for the readout."""
+    """Value at each point of the grid, for the readout."""
 
 
 class ChartZone(NamedTuple):
-    """A zone as drawn, from the frame's top."""
+    """A zone as drawn; `y` is measured from the frame's top."""
 
     y: float
     height: float
@@ -79,19 +79,19 @@ class Chart:
     key: str
     title: str
     about: str
-    """What is good and what is not, in a sentence."""
+    """What is shown, and what is good, in a sentence."""
     says: str
-    """What one would see."""
+    """Description for people who cannot see the chart."""
     strokes: list[ChartLine]
     shades: list[ChartZone]
     marks: list[tuple[float, EventMark]]
-    """With their place in the frame."""
+    """Events with their horizontal position in the frame."""
     y_ticks: list[AxisTick]
     x_ticks: list[AxisTick]
 
 
 class ChartBar(NamedTuple):
-    """A bar of a histogram, in its frame."""
+    """A bar of a histogram, in units of its frame."""
 
     x: float
     y: float
@@ -102,7 +102,7 @@ class ChartBar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many rows have values from where to where."""
+    """A histogram as drawn: numbers of rows by ranges of a value."""
 
     title: str
     unit: str
@@ -114,7 +114,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class BinnedValues:
-    """Values of rows, counted: bin `i` goes from `i * step` to the next; the last one has all above too."""
+    """Values of rows, binned: bin `i` begins at `i * step`; the last bin has all larger values too."""
 
     title: str
     unit: str
@@ -156,7 +156,7 @@ def draw_lines(
         for number, (label, line) in enumerate(lines.items())
     ]
     return Chart(
-        key, title, about, "; ".join(_sentence(label, line) for label, line in lines.items()),
+        key, title, about, "; ".join(_description(label, line) for label, line in lines.items()),
         strokes,
         [_shade(zone, most) for zone in zones],
         [(WIDTH * mark.at / length_s, mark) for mark in marks],
@@ -186,7 +186,7 @@ def draw_counts(counts: BinnedValues) -> Histogram:
 
 
 def time_ticks(length_s: float) -> list[AxisTick]:
-    """Return round moments on an axis of so many seconds."""
+    """Return round times on an axis of `length_s` seconds."""
     step = next((step for step in _STEPS_S if length_s / step <= TICKS), None)
     if step is None:
         step = 86400 * math.ceil(length_s / 86400 / TICKS)
@@ -194,7 +194,7 @@ def time_ticks(length_s: float) -> list[AxisTick]:
 
 
 def clock(seconds: float) -> str:
-    """Write a moment on the time axis as short as it goes: 0, 20 s, 1 min 40, 1 h 30, 2 d 6 h."""
+    """Write a time on the axis in short: 0, 20 s, 1 min 40, 1 h 30, 2 d 6 h."""
     if seconds < 60:  # noqa: PLR2004
         return f"{seconds:.2g} s" if seconds else "0"
     for size, unit, part_size, part in ((86400, "d", 3600, " h"), (3600, "h", 60, ""), (60, "min", 1, "")):
@@ -205,7 +205,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number in about three digits and a letter: 0.85, 12, 1,500, 12.3k, 31M."""
+    """Write a number with about three digits and a unit letter: 0.85, 12, 1,500, 12.3k, 31M."""
     for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             return f"{_three(value / size)}{letter}"
@@ -213,7 +213,7 @@ def number(value: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """Return a round step (1, 2 or 5 times a power of ten) that covers a span in at most so many steps."""
+    """Return a round step (1, 2 or 5 times a power of ten) that covers a span in at most `most` steps."""
     rough = max(span, 1e-12) / most
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
@@ -226,7 +226,7 @@ def _three(value: float) -> str:
 
 
 def _scale(highest: float) -> tuple[float, float]:
-    """Return a round step of the vertical axis, and its end: five steps of which fit in at most."""
+    """Return a round step and the end of a vertical axis with at most five steps."""
     step = round_step(highest, 5)
     return step, step * math.ceil(highest / step - 1e-9)
 
@@ -252,10 +252,10 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _sentence(label: str, line: Line) -> str:
+def _description(label: str, line: Line) -> str:
     means = [value.mean for value in line if value]
     if not means:
-        return f"{label}: nothing known"
+        return f"{label}: no values"
     return (
         f"{label}: lowest {number(min(means))}, mean {number(sum(means) / len(means))}, "
         f"highest {number(max(means))}"
@@ -268,7 +268,7 @@ def _shade(zone: ValueZone, most: float) -> ChartZone:
 
 
 def _runs(xs: Sequence[float], line: Line, breaks: frozenset[int]) -> Iterator[list[tuple[float, GridValue]]]:
-    """Yield the pieces of a line that are drawn without lifting the pen."""
+    """Yield the unbroken pieces of a line."""
     run: list[tuple[float, GridValue]] = []
     for at, (x, value) in enumerate(zip(xs, line, strict=True)):
         if run and (value is None or at in breaks):

@@ -1,4 +1,4 @@
-"""What a run's page says first: how it stands, and its figures."""
+"""The top of a run's page: its state and its main figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What a page says first."""
+    """The state and the main figures of a run."""
 
     name: str
     path: str
@@ -30,10 +30,10 @@ class Headline:
     engine: str
     simulated: bool
     several: bool
-    """Whether several tasks did it."""
+    """Whether several tasks did the run."""
     state: str
     state_kind: str
-    """good, warn, bad or live."""
+    """Style of the state: good, warn, bad or live."""
     reason: str
     rows_total: int
     rows_left: int
@@ -55,7 +55,7 @@ def make_headline(
     timeline: Timeline,
     histories: Sequence[TaskHistory],
 ) -> Headline:
-    """Return what the page of a run, or of one of its tasks, says first; `facts` are run.json's."""
+    """Return the headline of a run, or of one of its tasks; `facts` is the content of run.json."""
     total = facts["rows_total"] if run_dir.task == MAIN_TASK else histories[0].rows_total if histories else 0
     counts = results.counts
     left = max(0, total - counts.done)
@@ -64,7 +64,7 @@ def make_headline(
         run_dir, histories, left, too_many=counts.failed > tolerated(most_failed, total)
     )
     working_s = timeline.axis.length_s
-    starts = sum(len(history.spans) for history in histories)
+    attempts = sum(len(history.attempts) for history in histories)
     whose = "" if run_dir.task == MAIN_TASK else f", task {run_dir.task}"
     engine = facts["engine"]
     return Headline(
@@ -80,7 +80,7 @@ def make_headline(
         rows_total=total,
         rows_left=left,
         working_s=working_s,
-        how_often=_how_often(starts, len(histories)),
+        how_often=_how_often(attempts, len(histories)),
         output_tokens_per_s=counts.output_tokens / working_s if working_s else 0.0,
         prompt_tokens_per_s=counts.prompt_tokens / working_s if working_s else 0.0,
         cached_share=counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
@@ -91,23 +91,25 @@ def make_headline(
     )
 
 
-def _how_often(starts: int, tasks: int) -> str:
-    text = "1 start" if starts == 1 else f"{starts} starts"
+def _how_often(attempts: int, tasks: int) -> str:
+    text = "1 attempt" if attempts == 1 else f"{attempts} attempts"
     return f"{text} of {tasks} tasks" if tasks > 1 else text
 
 
 def _state(
     run_dir: RunDir, histories: Sequence[TaskHistory], left: int, *, too_many: bool
 ) -> tuple[str, str, str]:
-    """Return how it stands: what kind of state, in a word, and in a sentence."""
+    """Return the state: its style, a word for it, and a sentence."""
     tasks = [RunDir(run_dir.path, history.task) for history in histories]
     holders = [who for task in tasks if (who := holder_of(task, last_sample(task.events)))]
     if holders:
         who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} tasks"
-        return "live", "running", f"At it: {who}. This is what was on disk when the page was written."
+        return "live", "running", f"Running: {who}. The page shows what was on disk when it was written."
     if left:
-        last = max((history.spans[-1] for history in histories), key=lambda span: span.ended, default=None)
-        why = (last and last.reason) or "its log has no end: it was killed, or its machine went down"
+        last = max(
+            (history.attempts[-1] for history in histories), key=lambda attempt: attempt.ended, default=None
+        )
+        why = (last and last.reason) or "its log has no end: it was killed, or its machine failed"
         return "warn", "not finished", f"{why[0].upper()}{why[1:]}. Run the same command again to go on."
     if too_many:
         return "bad", "done, with failed rows", "More rows failed than limits.max_failed_rows tolerates."

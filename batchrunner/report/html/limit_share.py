@@ -1,4 +1,4 @@
-"""What share of its cards' limit a run reached: run.json and the model's config.json → figures."""
+"""The share of the GPUs' physical limit that a run reached, from run.json and the model's config.json."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ if TYPE_CHECKING:
     from batchrunner.engines.model_files import ModelShape
 
 _WIDTHS = {"bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": 2.0, "fp8": 1.0}
-"""Bytes of a parameter; what else there is the table of cards has no peak for."""
+"""Bytes of a parameter by its type; the table of GPUs has no peak for other types."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitShare:
-    """A run against its limit."""
+    """A run compared with its limit."""
 
     limit: Limit
     engine_s: float
-    """For which an engine was at it, over all tasks."""
+    """Seconds for which engines worked, summed over all tasks."""
     card: str
-    """The card's name."""
+    """Name of the GPU."""
     setting: RooflineSetting
     model: ModelShape
 
     @property
     def of_roof(self) -> float:
-        """The share, from 0 to 1, of what is possible where everything overlaps."""
+        """Share of the speed that is possible with full overlap, from 0 to 1."""
         return self.limit.roof_s / self.engine_s
 
     @property
     def of_sequential(self) -> float:
-        """The share, from 0 to 1, of what is possible where nothing overlaps."""
+        """Share of the speed that is possible without overlap, from 0 to 1."""
         return self.limit.sequential_s / self.engine_s
 
 
 def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, engine_s: float) -> LimitShare:
-    """Return how near a run came to its limit; `facts` are run.json's, `replicas` those of one engine.
+    """Return the share of the limit that a run reached; `facts` is run.json, `replicas` those of one engine.
 
-    Raises UnknownLimitError with what is missing: it is never guessed.
+    Raises UnknownLimitError with what is missing; nothing is guessed.
     """
     info, args = facts["engine"], _args(facts["job"]["engine"])
     if info.get("simulated"):
         raise UnknownLimitError("the engine is simulated")
     name = info.get("card")
     if name is None:
-        raise UnknownLimitError("the card is not known (a CPU, or a server that we did not start)")
+        raise UnknownLimitError("the GPU is not known (a CPU, or a server that the run did not start)")
     if name not in CARDS:
-        raise UnknownLimitError(f"no data sheet is known for the card {name}")
+        raise UnknownLimitError(f"no data sheet is known for the GPU {name}")
     if not (replicas and info.get("max_total_tokens") and info.get("max_running")):
-        raise UnknownLimitError("the engine did not tell its KV pool, or how many requests it runs")
+        raise UnknownLimitError("the engine did not report its KV pool, or how many requests it runs")
     config = _config(info["model"], args.get("revision"))
     setting = RooflineSetting(
         CARDS[name],
@@ -92,7 +92,7 @@ def _weight_width(args: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     of_config = (config.get("quantization_config") or {}).get("quant_method")
     kind = str(args.get("quantization") or of_config or args.get("dtype") or "auto")
     if kind not in _WIDTHS:
-        raise UnknownLimitError(f"no peak is known for weights of the kind {kind}")
+        raise UnknownLimitError(f"no peak is known for weights of the type {kind}")
     return _WIDTHS[kind]
 
 

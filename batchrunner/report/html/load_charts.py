@@ -1,7 +1,8 @@
-"""Which charts of the load there are, and what is good in each."""
+"""The charts of a run's load, and what is good in each."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.logs.thresholds import Thresholds
@@ -9,7 +10,7 @@ from batchrunner.report.html.charts import EventMark, ValueZone, draw_lines, num
 from batchrunner.report.html.task_history import RETRACTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchrunner.report.html.charts import Chart
     from batchrunner.report.html.task_history import IncidentMark, TaskHistory
@@ -22,74 +23,92 @@ _BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}
 def load_charts(
     timeline: Timeline, histories: Sequence[TaskHistory], happened: Sequence[IncidentMark]
 ) -> list[Chart]:
-    """Return the charts of a run's load, with marks for what befell it; those without a line are left out."""
+    """Return the charts of a run's load, with its incidents; charts without a line are left out."""
+    draw = partial(draw_lines, timeline, marks=_marks(timeline, happened))
+    charts = [*_throughput(timeline, draw), *_queues(timeline, histories, draw)]
+    if timeline.retractions:
+        charts.append(
+            draw(
+                "retractions",
+                "Retractions a minute",
+                f"{timeline.retractions:,} in total. A few are fine; more than one a minute wastes work.",
+                _by_replica(timeline, RETRACTIONS) or _total(timeline, (RETRACTIONS, "retractions a minute")),
+                zones=[ValueZone(1, 1, "one a minute")],
+            )
+        )
+    return [chart for chart in charts if chart.strokes]
+
+
+def _throughput(timeline: Timeline, draw: Callable[..., Chart]) -> list[Chart]:
+    return [
+        draw(
+            "output", "Output tokens a second", "Tokens of the rows that ended, over the last 30 s.",
+            _total(timeline, ("output_tokens_per_s", "output tok/s")),
+        ),
+        draw(
+            "replicas", "Output tokens a second, by replica",
+            "As above; lines close together mean an even load.", _by_replica(timeline, "output_tokens_per_s"),
+        ),
+        draw(
+            "prompt", "Prompt tokens a second", "Tokens that the cache holds need not be computed.",
+            _total(
+                timeline, ("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "of these cached")
+            ),
+        ),
+    ]  # fmt: skip
+
+
+def _queues(timeline: Timeline, histories: Sequence[TaskHistory], draw: Callable[..., Chart]) -> list[Chart]:
+    return [
+        draw(
+            "queue", "Waiting requests, #queue-req",
+            "In the band, the engine always has a next request, and the scheduler is not slowed down.",
+            _labelled(timeline, "queue", "#queue-req"), zones=_bands(histories),
+        ),
+        draw(
+            "usage", "Token usage",
+            f"Used share of the KV pool. Below {GOOD_USAGE} while requests wait, the server admits too few.",
+            _labelled(timeline, "token_usage", "token usage"),
+            zones=[ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}")], top=1.0,
+        ),
+        draw(
+            "running", "Running requests, #running-req", "Requests that decode together.",
+            _labelled(timeline, "running", "#running-req"), zones=_most_running(histories),
+        ),
+        draw(
+            "window", "Window and requests in flight",
+            "At most a window of requests is in flight; it follows the queue.",
+            _total(timeline, ("window", "window"), ("in_flight", "in flight")),
+        ),
+        draw(
+            "windows", "Window, by replica", "Each follows its own replica's queue.",
+            _by_replica(timeline, "window"),
+        ),
+    ]  # fmt: skip
+
+
+def _marks(timeline: Timeline, happened: Sequence[IncidentMark]) -> list[EventMark]:
     axis = timeline.axis
     marks = [EventMark(at, "plain", "started again") for at in axis.resumed()]
     for incident in happened:
         kind = "bad" if incident.what in _BAD else "good" if incident.what in _GOOD else "plain"
-        says = f"{incident.what}: {incident.who} {incident.why}"
-        marks.append(EventMark(axis.place(incident.time), kind, says))
+        label = f"{incident.what}: {incident.who} {incident.why}"
+        marks.append(EventMark(axis.place(incident.time), kind, label))
+    return marks
 
-    def total(*named: tuple[str, str]) -> dict[str, Line]:
-        return {label: timeline.totals[name] for name, label in named if name in timeline.totals}
 
-    def each(name: str) -> dict[str, Line]:
-        """Return the replicas' lines where there are several: the only one's are the totals."""
-        return _labelled(timeline, name, "") if len(timeline.schedulers.get(name, ())) > 1 else {}
+def _total(timeline: Timeline, *named: tuple[str, str]) -> dict[str, Line]:
+    """Return the sums over all tasks of some gauges, by their labels."""
+    return {label: timeline.totals[name] for name, label in named if name in timeline.totals}
 
-    def draw(
-        key: str, title: str, about: str, lines: dict[str, Line], *zones: ValueZone, top: float = 0
-    ) -> Chart:
-        return draw_lines(timeline, key, title, about, lines, zones=zones, marks=marks, top=top)
 
-    charts = [
-        draw(
-            "output", "Output tokens a second", "Of rows as they end, over the last 30 s.",
-            total(("output_tokens_per_s", "output tok/s")),
-        ),
-        draw(
-            "replicas", "Output tokens a second, by replica", "As above; alike where the load is even.",
-            each("output_tokens_per_s"),
-        ),
-        draw(
-            "prompt", "Prompt tokens a second", "What the cache holds need not be computed.",
-            total(("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "of these cached")),
-        ),
-        draw(
-            "queue", "Waiting requests, #queue-req",
-            "In its band the engine never runs dry, and its scheduler is not swamped.",
-            _labelled(timeline, "queue", "#queue-req"), *_bands(histories),
-        ),
-        draw(
-            "usage", "Token usage",
-            f"Of the KV pool. Below {GOOD_USAGE} while requests wait: the server is too cautious.",
-            _labelled(timeline, "token_usage", "token usage"),
-            ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}"), top=1.0,
-        ),
-        draw(
-            "running", "Running requests, #running-req", "What decodes together.",
-            _labelled(timeline, "running", "#running-req"), *_most_running(histories),
-        ),
-        draw(
-            "window", "Window and requests in flight", "The window follows the queue; requests fill it.",
-            total(("window", "window"), ("in_flight", "in flight")),
-        ),
-        draw("windows", "Window, by replica", "Each follows its own replica's queue.", each("window")),
-    ]  # fmt: skip
-    if timeline.retractions:
-        charts.append(
-            draw(
-                "retractions", "Retractions a minute",
-                f"{timeline.retractions:,} in all. Now and then is fine; more than one a minute wastes work.",
-                each(RETRACTIONS) or total((RETRACTIONS, "retractions a minute")),
-                ValueZone(1, 1, "one a minute"),
-            )
-        )  # fmt: skip
-    return [chart for chart in charts if chart.strokes]
+def _by_replica(timeline: Timeline, name: str) -> dict[str, Line]:
+    """Return a line for each replica where there are several; a single replica's line is the total."""
+    return _labelled(timeline, name, "") if len(timeline.schedulers.get(name, ())) > 1 else {}
 
 
 def _labelled(timeline: Timeline, name: str, alone: str) -> dict[str, Line]:
-    """Return the schedulers' lines; the only one is called by what it shows."""
+    """Return the schedulers' lines; the line of a single scheduler is named after its value, `alone`."""
     lines = timeline.of_schedulers(name)
     if len(lines) == 1 and len(timeline.schedulers[name]) == 1:
         return dict(zip([alone], lines.values(), strict=True))

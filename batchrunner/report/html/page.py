@@ -1,4 +1,4 @@
-"""A run's files → report.html: one file that shows all of it, and needs nothing else."""
+"""Write report.html: one file that shows a run, without outside resources."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 MOST_STARTS = 30
+"""Attempts that the page lists; earlier ones are only counted."""
 MOST_REASONS = 8
+"""Reasons for window changes that the page lists, the most frequent first."""
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|[\u202a-\u202e\u2066-\u2069]"
 )
-"""Controls, lone surrogates, changes of direction, no characters."""
+"""Characters that a page cannot show: controls, lone surrogates, changes of direction, non-characters."""
 
 
 def write_page(run_dir: RunDir) -> Path:
@@ -65,7 +67,7 @@ def write_page(run_dir: RunDir) -> Path:
 
 
 def leave_page(run_dir: RunDir) -> None:
-    """Write the page at the end of a run, which it must not make fail."""
+    """Write the page at the end of a run; a failure is logged, and does not fail the run."""
     began = time.monotonic()
     try:
         path = write_page(run_dir)
@@ -76,16 +78,16 @@ def leave_page(run_dir: RunDir) -> None:
 
 
 def make_page(run_dir: RunDir) -> str:
-    """Return the page; see `write_page`."""
+    """Return the text of the page; see `write_page`."""
     facts = require_run_json(run_dir)
     tasks = _tasks(run_dir)
     results = read_results(tasks)
-    histories = [history for task in tasks if (history := read_history(task.task, task.events)).spans]
+    histories = [history for task in tasks if (history := read_history(task.task, task.events)).attempts]
     timeline = make_timeline(histories)
     return _template().render(
         p=make_headline(run_dir, facts, results, timeline, histories),
         r=results,
-        judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # it is about all tasks
+        judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # advice is about all tasks
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
         windows=sum((history.windows for history in histories), start=Counter[str]()).most_common(
@@ -117,7 +119,7 @@ def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str
 
 
 def _limit(facts: Mapping[str, Any], results: RunResults, histories: Sequence[TaskHistory]) -> dict[str, Any]:
-    engine_s = sum(span.ended - span.began for history in histories for span in history.spans)
+    engine_s = sum(attempt.ended - attempt.began for history in histories for attempt in history.attempts)
     replicas = max((len(history.bands) for history in histories), default=0)
     share, unknown = None, ""
     try:
@@ -128,13 +130,13 @@ def _limit(facts: Mapping[str, Any], results: RunResults, histories: Sequence[Ta
 
 
 def _starts(histories: Sequence[TaskHistory]) -> dict[str, Any]:
-    starts = [(history.task, span) for history in histories for span in history.spans]
+    starts = [(history.task, attempt) for history in histories for attempt in history.attempts]
     starts.sort(key=lambda start: start[1].began)
     return {"starts": starts[-MOST_STARTS:], "starts_more": max(0, len(starts) - MOST_STARTS)}
 
 
 def _own() -> dict[str, Any]:
-    """Return what is the same in every page; the browser runs no other script than this one."""
+    """Return the style and the script of every page; the browser runs no other script."""
     script = _read("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {
@@ -145,7 +147,7 @@ def _own() -> dict[str, Any]:
 
 
 def _tasks(run_dir: RunDir) -> list[RunDir]:
-    """Return the tasks that the page is about: all, or the one whose directory it is."""
+    """Return the tasks that the page shows: all of a run, or the one whose directory it is."""
     if run_dir.task != MAIN_TASK:
         return [run_dir]
     return [*{task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values()]
@@ -154,15 +156,15 @@ def _tasks(run_dir: RunDir) -> list[RunDir]:
 def _decisions(
     histories: Sequence[TaskHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return what was decided, in short; of several tasks the last one's that decided."""
+    """Return the runner's decisions in short; of several tasks, those of the last that decided."""
     found = []
     if order := next((history.order for history in reversed(histories) if history.order), None):
         found.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
     if tokens := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
         why = f": {tokens['why']}" if tokens.get("why") else ""
-        found.append(("Prompts became tokens", f"at the {tokens.get('where')}{why}"))
+        found.append(("Prompts tokenized by", f"the {tokens.get('where')}{why}"))
     if leads := sum(history.leads for history in histories):
-        found.append(("Distance to leaders", f"corrected {_count(leads, 'time')} by what the cache held"))
+        found.append(("Reuse distance", f"corrected {_count(leads, 'time')} by what was found in the cache"))
     changes = sum(history.windows.total() for history in histories)
     fixed = facts["job"].get("window", "auto")
     widths = [value for value in timeline.totals.get("window", []) if value]
@@ -175,7 +177,7 @@ def _decisions(
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return what report.json, where there is one, says of queues and of shared beginnings."""
+    """Return what report.json has, if it exists, on queues and on shared prefixes."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
     found = []
@@ -184,18 +186,23 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         found.append(("Queue", f"{in_band:.0%} of the steady time in its band, {empty:.0%} empty"))
     if sharing.get("expected_tokens"):
         cached = sharing["found_tokens"] / sharing["expected_tokens"]
-        found.append(("Shared beginnings", f"{cached:.0%} of what rows share with others was in the cache"))
+        found.append(
+            (
+                "Shared prefixes",
+                f"{cached:.0%} of what rows share with earlier rows was in the cache",
+            )
+        )
     return found
 
 
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the engine's arguments and limits, and what the run was made with."""
+    """Return the engine's arguments and limits, and the versions of the software."""
     info, spec = facts["engine"], facts["job"]["engine"]
     args = {**(spec.get("args") or {}), **(spec.get("gateway_args") or {})}
-    told = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
+    limits = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
     return [
         *((f"--{str(name).lstrip('-')}", str(value)) for name, value in args.items()),
-        *((name.replace("_", " "), str(info[name])) for name in told if info.get(name) is not None),
+        *((name.replace("_", " "), str(info[name])) for name in limits if info.get(name) is not None),
         *((f"{name} version", str(value)) for name, value in facts["versions"].items() if value),
     ]
 
@@ -213,7 +220,7 @@ def _template() -> jinja2.Template:
 
 
 def _visible(text: object) -> str:
-    """Return a text without what HTML does not know, or what would turn the text around it."""
+    """Return a text without characters that HTML lacks, or that would reverse the text around it."""
     return _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", str(text))
 
 

@@ -1,6 +1,6 @@
-"""The results of a run → what the page says of them: sums, histograms, failures, the slowest rows.
+"""Read the results of a run for its page: counts, histograms, the slowest rows, a few answers.
 
-The columns without texts are read three times, by duckdb; memory does not grow with the rows.
+duckdb reads the columns without texts several times; memory does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ if TYPE_CHECKING:
     from batchrunner.output.run_dir import RunDir
 
 MEMORY = "256MB"
-"""What duckdb may use for its own."""
+"""Memory that duckdb may use."""
 THREADS = 1
 BINS = 40
-"""Of a histogram, at most; and one for all values above."""
+"""Bins of a histogram at most, without the one for larger values."""
 TAIL = 1.5
-"""A histogram goes on for so many times the 99th percentile: what is longer has the last bin."""
+"""A histogram ends at this many times the 99th percentile; larger values go into the last bin."""
 SLOWEST = 10
+"""Slowest rows that are shown."""
 ANSWERS = 5
+"""Rows that are shown with their answers."""
 SHOWN = 400
 """Characters of a text that are shown."""
 _READ = [
@@ -58,7 +60,7 @@ _WORK = {
     "outputs": "sum(d)::BIGINT",
     "longest": "max(list_max(output_tokens))::BIGINT",
 }
-"""As `TokenWork` has them: `p` prompt, `c` cached and `d` output tokens of a row."""
+"""SQL for the fields of `TokenWork`: `p` prompt, `c` cached and `d` output tokens of a row."""
 _SLOWEST = {
     "row": "row",
     "latency_s": "latency_s",
@@ -71,7 +73,7 @@ _SLOWEST = {
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
-    """What the results on disk are, those in journals included."""
+    """The results on disk, those in journals included."""
 
     counts: RowCounts = field(default_factory=RowCounts)
     histograms: list[BinnedValues] = field(default_factory=list)
@@ -83,7 +85,7 @@ class RunResults:
 
 def read_results(tasks: Sequence[RunDir]) -> RunResults:
     """Read what these tasks of a run have on disk; raises ResumeError where a part is damaged."""
-    import duckdb  # noqa: PLC0415 - 25 MB, and only for those who look
+    import duckdb  # noqa: PLC0415 - 25 MB, which only a page needs
 
     # before the parts are listed: a journal may become one meanwhile
     journals, newest = _journals(tasks)
@@ -103,7 +105,7 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals: list[pa.Table]) -> None:
-    """Let duckdb see the rows as `results`, each once; samples are lists, of one where there is one."""
+    """Give duckdb the view `results` with each row once; the values of samples are always lists."""
     schema = pq.read_schema(parts[0]) if parts else journals[0].schema
     connection.register("journals", pa.concat_tables(journals) if journals else _empty(schema))
     names = ", ".join(_READ)
@@ -173,7 +175,7 @@ def _slowest(connection: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
 
 
 def _journals(tasks: Sequence[RunDir]) -> tuple[list[pa.Table], list[dict[str, Any]]]:
-    """Return what is read of journals, and the last few of their rows; they hold half a minute's rows."""
+    """Return the columns of all journals, and their last rows; they hold at most half a minute of rows."""
     tables, rows = [], []
     for path in (path for task in tasks for path in task.journals()):
         with contextlib.suppress(FileNotFoundError):
@@ -191,7 +193,7 @@ def _answers(part: Path) -> list[dict[str, Any]]:
 
 
 def _shown(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return rows as texts of bounded length; what Python cannot hold says so in its place."""
+    """Return rows as texts of bounded length; a value that Python cannot hold is replaced by a note."""
     names = [name for name in rows.schema.names if name in _SHOWN or name not in _READ]
     columns = [values_of(rows.column(name)) for name in names]
     return [
@@ -201,7 +203,7 @@ def _shown(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _record(connection: duckdb.DuckDBPyConnection, columns: dict[str, str], source: str) -> dict[str, Any]:
-    """Return what a query of one row has, by these names."""
+    """Return the single row of a query, by the names of its columns."""
     named = ", ".join(f"{how} AS {name}" for name, how in columns.items())
     (row,) = _rows(connection, f"SELECT {named} {source}")
     return dict(zip(columns, row, strict=True))

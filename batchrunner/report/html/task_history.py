@@ -1,4 +1,4 @@
-"""A task's event log → its starts with their load over time, in memory that does not grow with the run."""
+"""Read a task's event log: its attempts with their load over time, in memory that does not grow with it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_CELLS = 600
-"""When a log fills more cells of time, two become one."""
+"""Cells of time that are kept; when there are more, two neighbours are merged."""
 FIRST_CELL_S = 0.125
+"""Width of a cell at first, in seconds."""
 MOST_INCIDENTS = 200
-"""Of an engine; of more, only their number is kept."""
+"""Incidents that are kept; further ones are only counted."""
 MOST_REASONS = 50
-"""For which windows were changed; numbers in them do not count."""
+"""Different reasons for window changes that are kept, numbers in them aside."""
 LONGEST = 300
 """Characters of a text that are kept."""
 
-OF_TASK = ("output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight")
-OF_SCHEDULER = ("queue", "running", "token_usage", "window", "output_tokens_per_s")
+TASK_GAUGES = ("output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight")
+SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s")
 RETRACTIONS = "retractions"
 _NUMBERS = re.compile(r"\d[\d.,]*")
 
 
 Key = tuple[str, str]
-"""What was measured, and of which scheduler: "" for the whole task."""
+"""The name of a gauge, and its scheduler; "" for the whole task."""
 
 
 @dataclass(slots=True)
 class CellStats:
-    """What was measured in a cell of time; made a million times for a day's log."""
+    """Sum and range of a gauge in a cell of time; a day's log makes a million of these."""
 
     total: float
     low: float
@@ -44,11 +45,11 @@ class CellStats:
 
     @property
     def mean(self) -> float:
-        """The mean of what was measured."""
+        """Mean of the values."""
         return self.total / self.times
 
     def add(self, total: float, low: float, high: float, times: int) -> None:
-        """Take in more of it."""
+        """Add values."""
         self.total += total
         self.times += times
         self.low = min(self.low, low)
@@ -60,22 +61,22 @@ Cell = dict[Key, CellStats]
 
 @dataclass(slots=True)
 class AttemptLoad:
-    """One start: times are seconds since the epoch."""
+    """The load of one attempt; times are seconds since the epoch."""
 
     began: float
     ended: float
-    """When its last event was written."""
+    """Time of its last event."""
     reason: str | None = None
-    """Why it ended; None where its log does not say: it was killed, or goes on."""
+    """Why it ended; None where the log does not say: it was killed, or is running."""
     exit_code: int | None = None
     cells: dict[int, Cell] = field(default_factory=dict)
-    """By their number since the epoch, which is a cell's time in widths of a cell."""
+    """Cells by number: time since the epoch divided by the width of a cell."""
     retracted: dict[str, int] = field(default_factory=dict)
-    """So far, by scheduler; "" for all."""
+    """Retractions so far, by scheduler; "" for all of them."""
 
 
 class IncidentMark(NamedTuple):
-    """Something that befell an engine, or a task."""
+    """An incident of an engine or a task."""
 
     time: float
     what: str
@@ -85,41 +86,43 @@ class IncidentMark(NamedTuple):
 
 @dataclass(slots=True)
 class TaskHistory:
-    """What a task's events say, from its first start to its last."""
+    """What the events of a task tell, over all its attempts."""
 
     task: str
-    spans: list[AttemptLoad] = field(default_factory=list)
+    attempts: list[AttemptLoad] = field(default_factory=list)
     width_s: float = FIRST_CELL_S
-    """Of a cell: a power of two, so that cells of several tasks can be laid together."""
+    """Width of a cell in seconds, a power of two, so that cells of several tasks can be merged."""
     incidents: list[IncidentMark] = field(default_factory=list)
     incidents_left_out: int = 0
     order: dict[str, Any] = field(default_factory=dict)
     tokenize: dict[str, Any] = field(default_factory=dict)
     rows_total: int = 0
-    """That the task knew of, as of its last event that says so."""
+    """Rows of the task, by its last event that has them."""
     windows: Counter[str] = field(default_factory=Counter)
-    """Why windows were changed, with the numbers left out."""
+    """Reasons for window changes, with numbers replaced by N, and how often each occurred."""
     leads: int = 0
+    """Corrections of the reuse distance."""
     bands: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of each scheduler the healthy `#queue-req`, as it was last: of the newest start, like max_running."""
+    """Healthy `#queue-req` of each scheduler of the newest attempt."""
     max_running: dict[str, int] = field(default_factory=dict)
+    """`max_running_requests` of each scheduler of the newest attempt."""
     _ours: dict[str, str] | None = None
-    """What the servers of a start are called where we started them: each has a new port every time."""
+    """Names of launched servers, by their address; a server has a new port in each attempt."""
     _cells: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take the next event; one of an unknown kind only moves the end of its start."""
-        if event["event"] == "start" or not self.spans:
-            self.spans.append(AttemptLoad(event["time"], event["time"]))
+        """Add the next event; an unknown kind only moves the end of its attempt."""
+        if event["event"] == "start" or not self.attempts:
+            self.attempts.append(AttemptLoad(event["time"], event["time"]))
             self._ours = {} if (event.get("engine") or {}).get("log") else None
-        self.spans[-1].ended = max(self.spans[-1].ended, event["time"])
+        self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
         self.rows_total = event.get("rows_total", self.rows_total)
         match event["event"]:
             case "sample":
                 self._add_sample(event)
             case "end":
-                self.spans[-1].reason = _short(event.get("reason"))
-                self.spans[-1].exit_code = event.get("exit_code")
+                self.attempts[-1].reason = _short(event.get("reason"))
+                self.attempts[-1].exit_code = event.get("exit_code")
             case "order":
                 self.order = event
             case "tokenize":
@@ -137,38 +140,38 @@ class TaskHistory:
                 self._note(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
     def coarsen(self, width_s: float) -> None:
-        """Lay cells together until they are at least so wide."""
+        """Merge cells until they are at least `width_s` wide."""
         while self.width_s < width_s:
             self.width_s *= 2
-            self._cells = sum(map(_halve, self.spans))
+            self._cells = sum(map(_halve, self.attempts))
 
     def _add_sample(self, sample: dict[str, Any]) -> None:
-        span = self.spans[-1]
+        attempt = self.attempts[-1]
         at = int(sample["time"] / self.width_s)
-        before = len(span.cells)
+        before = len(attempt.cells)
         if not before:
             self.bands, self.max_running = {}, {}
-        cell = span.cells.setdefault(at, {})
-        for name in OF_TASK:
+        cell = attempt.cells.setdefault(at, {})
+        for name in TASK_GAUGES:
             _measure(cell, (name, ""), sample.get(name))
         retracted = {"": sample.get(RETRACTIONS) or 0}
         for signal in sample.get("signals") or ():
-            who = self._called(signal["scheduler"])
-            for name in OF_SCHEDULER:
+            who = self._name_of(signal["scheduler"])
+            for name in SCHEDULER_GAUGES:
                 _measure(cell, (name, who), signal.get(name))
             if signal.get("max_running"):
                 self.max_running[who] = signal["max_running"]
             if RETRACTIONS in signal:
                 retracted[who] = signal[RETRACTIONS]
         for who, count in retracted.items():
-            _measure(cell, (RETRACTIONS, who), max(0, count - span.retracted.get(who, 0)))
-        span.retracted |= retracted
+            _measure(cell, (RETRACTIONS, who), max(0, count - attempt.retracted.get(who, 0)))
+        attempt.retracted |= retracted
         self.bands.update(sample.get("bands") or {})
-        self._cells += len(span.cells) - before
+        self._cells += len(attempt.cells) - before
         if self._cells > MOST_CELLS:
             self.coarsen(2 * self.width_s)
 
-    def _called(self, scheduler: str) -> str:
+    def _name_of(self, scheduler: str) -> str:
         if self._ours is None:
             return scheduler
         server, dp, rank = scheduler.partition("#")
@@ -186,12 +189,12 @@ class TaskHistory:
 
 
 def read_history(task: str, events: Path) -> TaskHistory:
-    """Read a task's event log; one that is not there has no starts."""
+    """Read a task's event log; without a log there are no attempts."""
     return history_of(task, read_events(events))
 
 
 def history_of(task: str, events: Iterable[dict[str, Any]]) -> TaskHistory:
-    """Return the story of events; those without a time are nothing of ours."""
+    """Return the history of these events; events without a time are skipped."""
     history = TaskHistory(task)
     for event in events:
         if isinstance(event.get("time"), (int, float)):
@@ -209,18 +212,18 @@ def _measure(cell: Cell, key: Key, value: Any) -> None:
         found.add(value, value, value, 1)
 
 
-def _halve(span: AttemptLoad) -> int:
-    """Lay cells together two by two; return how many are left."""
+def _halve(attempt: AttemptLoad) -> int:
+    """Merge cells in pairs; return how many are left."""
     joined: dict[int, Cell] = {}
-    for at, cell in span.cells.items():
+    for at, cell in attempt.cells.items():
         into = joined.setdefault(at // 2, cell)
         if into is cell:
             continue
-        for key, gauge in cell.items():
-            found = into.setdefault(key, gauge)
-            if found is not gauge:
-                found.add(gauge.total, gauge.low, gauge.high, gauge.times)
-    span.cells = joined
+        for key, stats in cell.items():
+            found = into.setdefault(key, stats)
+            if found is not stats:
+                found.add(stats.total, stats.low, stats.high, stats.times)
+    attempt.cells = joined
     return len(joined)
 
 

@@ -1,4 +1,4 @@
-"""Stories of a run's tasks → its load over the time in which it was under way, on one grid for all charts."""
+"""The load of a run over the time in which it was running, on one grid for all charts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from batchrunner.report.html.task_history import OF_TASK, RETRACTIONS
+from batchrunner.report.html.task_history import RETRACTIONS, TASK_GAUGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from batchrunner.report.html.task_history import Cell, Key, TaskHistory
 
 MOST_LINES = 8
-"""Schedulers that have a line each; of more, their mean and range are drawn, and the two furthest apart."""
+"""Schedulers that get a line each; of more, the mean with its range and the two extremes are drawn."""
 SILENT_S = 10.0
-"""Without a sample for so long (five are missing then) a line is broken, and a task counts as idle."""
+"""Seconds without a sample (five are missing) after which a line is broken and a task counts as idle."""
 STEADY_S = 4.0
-"""Cells of several tasks are at least so wide, two samples: each task has its part in each of them."""
+"""Least width of a cell with several tasks: two samples, so that each task is in each cell."""
 RATE_BINS = 60
-"""Retractions a minute are counted over so many parts of the time at most, none shorter than a minute."""
+"""Bins for retractions a minute at most; each is at least a minute."""
 
 
 class TimeAxis:
-    """Wall clock → seconds for which a run was under way: while no task was at work no time passes."""
+    """Maps wall-clock time to the seconds for which a run was running; pauses without a task take no time."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        """`spans` are from when to when a task was at work, in any order."""
+        """`spans` are the beginnings and ends of attempts, in any order."""
         self._began: list[float] = []
         self._ended: list[float] = []
         self._at: list[float] = []
@@ -43,23 +43,23 @@ class TimeAxis:
             self.length_s += ended - began
 
     def place(self, time: float) -> float:
-        """Return where a moment lies; one in which nobody was at work lies where the work went on."""
+        """Return the position of a time in seconds; all times in a pause have the position of the pause."""
         stretch = self.stretch(time)
         if stretch < 0:
             return 0.0
         return self._at[stretch] + min(time, self._ended[stretch]) - self._began[stretch]
 
     def stretch(self, time: float) -> int:
-        """Return the number of the stretch of work that a moment belongs to, or follows; -1 before all."""
+        """Return the number of the stretch of work that a time is in, or follows; -1 before the first."""
         return bisect_right(self._began, time) - 1
 
     def resumed(self) -> list[float]:
-        """Return where work went on after nobody had been at it."""
+        """Return the positions at which work resumed after a pause."""
         return self._at[1:]
 
 
 class GridValue(NamedTuple):
-    """What a line has at one place: the mean over a cell of the grid, and its range."""
+    """A line's value at one point: the mean over a cell of the grid, and its range."""
 
     mean: float
     low: float
@@ -75,30 +75,30 @@ class Timeline:
 
     axis: TimeAxis
     places: list[float] = field(default_factory=list)
-    """Of the grid, in seconds of the axis, ascending."""
+    """Points of the grid, in seconds of the axis, ascending."""
     breaks: frozenset[int] = frozenset()
-    """Places before which lines are broken."""
+    """Indices of points before which lines are broken."""
     totals: dict[str, Line] = field(default_factory=dict)
-    """By what was measured: the sum over all tasks."""
+    """Sums over all tasks, by gauge."""
     schedulers: dict[str, dict[str, Line]] = field(default_factory=dict)
-    """By what was measured and by scheduler."""
+    """Lines by gauge and by scheduler."""
     retractions: int = 0
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
-        """Return each scheduler's line by its label; of many their mean with its range, and the extremes."""
+        """Return a line for each scheduler; of many, their mean with its range, and the extremes."""
         lines = self.schedulers.get(name, {})
         if len(lines) <= MOST_LINES:
             return lines
-        spread = [_spread(column) for column in zip(*lines.values(), strict=True)]
-        means = {who: mean.mean for who, line in lines.items() if (mean := _spread(line)) is not None}
+        band = [_mean_and_range(column) for column in zip(*lines.values(), strict=True)]
+        means = {who: mean.mean for who, line in lines.items() if (mean := _mean_and_range(line)) is not None}
         low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         extremes = {} if low == high else {f"lowest: {low}": lines[low], f"highest: {high}": lines[high]}
-        return {f"mean of {len(lines)}, and their range": spread, **extremes}
+        return {f"mean of {len(lines)}, and their range": band, **extremes}
 
 
 def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
-    """Lay the tasks' stories together; they are coarsened to one width."""
-    axis = TimeAxis((span.began, span.ended) for history in histories for span in history.spans)
+    """Merge the histories of tasks, which are coarsened to one cell width."""
+    axis = TimeAxis((attempt.began, attempt.ended) for history in histories for attempt in history.attempts)
     width_s = max((history.width_s for history in histories), default=1.0)
     if len(histories) > 1:
         width_s = max(width_s, STEADY_S)
@@ -116,14 +116,14 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
 
 
 def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
-    """Yield a task's cells; to `fill`, one without a sample has what the one before had, for a while."""
+    """Yield a task's cells; with `fill`, a cell without a sample repeats the last one, up to SILENT_S."""
     longest = int(SILENT_S / history.width_s)
-    for span in history.spans:
-        numbers = sorted(span.cells)
+    for attempt in history.attempts:
+        numbers = sorted(attempt.cells)
         for at, after in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
-            yield at, span.cells[at]
+            yield at, attempt.cells[at]
             for between in range(at + 1, min(after, at + longest)) if fill else ():
-                yield between, span.cells[at]
+                yield between, attempt.cells[at]
 
 
 def _on_grid(
@@ -133,7 +133,7 @@ def _on_grid(
     retractions: dict[str, list[tuple[float, int]]],
 ) -> Timeline:
     places = [axis.place((at + 0.5) * width_s) for at in grid]
-    ends = [(at + 1) * width_s for at in grid]  # its middle may lie before the start whose sample it has
+    ends = [(at + 1) * width_s for at in grid]  # the middle of a cell may lie before its attempt
     silent = max(SILENT_S, 2 * width_s)
     breaks = {
         at
@@ -142,7 +142,9 @@ def _on_grid(
     }
     keys = {key for cell in grid.values() for key in cell if key[0] != RETRACTIONS}
     totals = {
-        name: [_sum(cell.get((name, ""))) for cell in grid.values()] for name in OF_TASK if (name, "") in keys
+        name: [_sum(cell.get((name, ""))) for cell in grid.values()]
+        for name in TASK_GAUGES
+        if (name, "") in keys
     }
     schedulers: dict[str, dict[str, Line]] = {}
     for name, who in sorted(key for key in keys if key[1]):
@@ -157,11 +159,11 @@ def _on_grid(
 
 
 def _retractions(histories: Sequence[TaskHistory]) -> dict[str, list[tuple[float, int]]]:
-    """Return when how many requests were retracted, by scheduler; "" for all of them."""
+    """Return times and numbers of retractions, by scheduler; "" for all of them."""
     found: dict[str, list[tuple[float, int]]] = {"": []}
     for history in histories:
-        for span in history.spans:
-            for at, cell in span.cells.items():
+        for attempt in history.attempts:
+            for at, cell in attempt.cells.items():
                 for (name, scheduler), gauge in cell.items():
                     if name == RETRACTIONS:
                         who = scheduler and _prefix(history, histories) + scheduler
@@ -170,7 +172,7 @@ def _retractions(histories: Sequence[TaskHistory]) -> dict[str, list[tuple[float
 
 
 def _prefix(history: TaskHistory, histories: Sequence[TaskHistory]) -> str:
-    """Return what tells a task's schedulers from those of other tasks."""
+    """Return the prefix that distinguishes a task's schedulers from those of other tasks."""
     return f"{history.task} " if len(histories) > 1 else ""
 
 
@@ -188,6 +190,6 @@ def _sum(values: list[GridValue] | None) -> GridValue | None:
     return GridValue(*map(sum, zip(*values, strict=True))) if values else None
 
 
-def _spread(values: Iterable[GridValue | None]) -> GridValue | None:
+def _mean_and_range(values: Iterable[GridValue | None]) -> GridValue | None:
     means = [value.mean for value in values if value is not None]
     return GridValue(sum(means) / len(means), min(means), max(means)) if means else None

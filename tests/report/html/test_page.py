@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_and_is_killed(tmp_path: Path) -> None:
         server.answer_held()
         assert batchrun(file).exit_code == 0
     assert "60 ok 0 failed, 0 left of 60" in page_of(tmp_path / "run").text
-    assert "2 starts" in page_of(tmp_path / "run").text
+    assert "2 attempts" in page_of(tmp_path / "run").text
 
 
 def shown(run: Path) -> str:
@@ -165,7 +165,7 @@ def test_a_run_of_tasks(tmp_path: Path) -> None:
     assert batchrun("merge", run).exit_code == 0
     whole = page_of(run)
     assert "400 ok 0 failed, 0 left of 400" in whole.text
-    assert "2 starts of 2 tasks" in whole.text
+    assert "2 attempts of 2 tasks" in whole.text
     assert sum(text.startswith("shard-00001-of-00002 127.0.0.1") for text in whole.texts) >= 3
 
 
@@ -225,7 +225,7 @@ def test_the_share_of_the_limit(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     facts["engine"] |= {"simulated": False, "model": str(tmp_path)}
     run.run_json.write_text(json.dumps(facts))
-    assert "Not computed: the card is not known" in Reader(make_page(run)).text
+    assert "Not computed: the GPU is not known" in Reader(make_page(run)).text
     facts["engine"]["card"] = "NVIDIA H100 80GB HBM3"
     run.run_json.write_text(json.dumps(facts))
     page = Reader(make_page(run)).text
@@ -234,4 +234,4 @@ def test_the_share_of_the_limit(tmp_path: Path) -> None:
     assert "T_seq" in page
     facts["engine"]["card"] = "Some Card"
     run.run_json.write_text(json.dumps(facts))
-    assert "no data sheet is known for the card Some Card" in Reader(make_page(run)).text
+    assert "no data sheet is known for the GPU Some Card" in Reader(make_page(run)).text

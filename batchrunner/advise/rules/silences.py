@@ -1,0 +1,30 @@
+"""Which advice silences which other advice."""
+
+from __future__ import annotations
+
+_TAKES_MEMORY = ("running-low", "long-prompts", "cuda-graph")
+_LOAD_RULES = (
+    *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
+    "latency-high",
+)  # fmt: skip
+_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
+SILENCES: dict[str, tuple[str, ...]] = {
+    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
+    "oom-graph": ("oom-general", *_CARD_RULES),
+    "oom-prefill": ("oom-general", *_CARD_RULES),
+    "oom-decode": ("oom-general", *_CARD_RULES),
+    "oom-general": _CARD_RULES,
+    "killed": (*_LOAD_RULES, "host-cache"),
+    "queue-deep": ("queue-empty",),
+    "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
+    "running-capped": ("latency-high", "conservative"),
+    "memory-tight": _TAKES_MEMORY,
+    "cuda-graph": ("long-prompts", "running-low"),
+    "long-prompts": ("memory-left",),
+    "running-low": ("memory-left",),
+    "tensor-parallel": ("expert-parallel", "dp-attention"),
+    "dp-attention": ("data-parallel",),
+}
+"""Advice that silences other advice, which would undo it or set the same flag differently. After an
+out-of-memory error nothing may take more memory; unused memory goes to the advice that needs it; one thing is
+changed at a time. Earlier entries count first: advice that is silenced silences none."""
