@@ -54,6 +54,9 @@ class Task:
                     "row": items,
                     "error": pa.nulls(len(items), pa.string()),
                     "attempts": [1] * len(items),
+                    "finish_reason": ["stop"] * len(items),
+                    "prompt_tokens": items,
+                    "cached_tokens": items,
                     "completion_tokens": items,
                 }
             )
