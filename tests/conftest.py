@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from typer.testing import CliRunner
 
 from batchrunner.cli import app
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
 from tests.support.examples import EXAMPLES
@@ -99,7 +100,7 @@ def server() -> Iterator[FakeSGLang]:
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without the pauses that are for real engines."""
-    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(TIMING, "first_retry", 0.001)
 
 
 def require_modules(*modules: str) -> None:

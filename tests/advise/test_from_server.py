@@ -18,6 +18,7 @@ from batchrunner.advise.rules.table import apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.api import run
 from batchrunner.core.errors import InputError
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.series import Series
 from batchrunner.engines.logs.signs import LoadSample
@@ -127,7 +128,7 @@ def test_a_server_that_tells_its_load_by_metrics_only() -> None:
 
 def test_counters_of_several_ranks_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What /metrics counts is summed over data-parallel ranks, and a sample is of one of them."""
-    monkeypatch.setattr("batchrunner.advise.from_server.METRICS_S", 0.2)
+    monkeypatch.setattr(TIMING, "advise_metrics", 0.2)
     looks = count()
 
     def metrics() -> str:
@@ -156,7 +157,7 @@ class Slow(FakeSGLang):
 
 def test_what_a_server_says_of_its_model_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is slow to answer what does not matter is watched all the same."""
-    monkeypatch.setattr("batchrunner.advise.from_server.TIMEOUT_S", 0.3)
+    monkeypatch.setattr(TIMING, "advise_timeout", 0.3)
     with Slow(max_running=4, others=40) as server:
         assert set(changes(advise(server.url, QUICK, span_s=1.5))) == {"running-capped"}
 
@@ -227,7 +228,7 @@ def test_an_endless_answer_is_not_read_to_its_end() -> None:
 
 def test_a_silent_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes the connection and says nothing is told from one that is not there."""
-    monkeypatch.setattr("batchrunner.advise.from_server.TIMEOUT_S", 0.3)
+    monkeypatch.setattr(TIMING, "advise_timeout", 0.3)
     words = r"no server answers there: no answer within 0\.3 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(InputError, match=words):
         advise(f"http://127.0.0.1:{silent.getsockname()[1]}", span_s=0.1)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, pause_before_retry
+from batchrunner.core.backoff import pause_before_retry
 from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
+from batchrunner.core.timing import TIMING
 
 counts = st.integers(1, 10) | st.integers(1, 10_000)  # small ones are where pauses still grow
 lucks = st.floats(0, 1, exclude_max=True)
@@ -25,7 +26,7 @@ def pause(
 @given(tries=counts, luck=lucks)
 def test_pauses_stay_in_the_upper_half(tries: int, luck: float) -> None:
     """No pause is shorter than half of its ceiling or longer than the longest."""
-    ceiling = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 1000) / 2)
+    ceiling = min(TIMING.longest_retry, TIMING.first_retry * 2.0 ** min(tries, 1000) / 2)
     assert ceiling / 2 <= pause(EngineBusyError("503"), tries=tries, luck=luck) <= ceiling
 
 
@@ -57,7 +58,7 @@ def test_retry_after_is_a_floor(tries: int, luck: float, wish: float) -> None:
     """A server's own wish is heeded up to half a minute, and never makes a pause shorter."""
     plain = pause(EngineBusyError("503"), tries=tries, luck=luck)
     assert pause(EngineBusyError("503", wish), tries=tries, luck=luck) == max(
-        plain, min(wish, LONGEST_PAUSE_S)
+        plain, min(wish, TIMING.longest_retry)
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
+from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched import supervisor as guard
@@ -50,9 +51,9 @@ if os.path.exists(os.environ.get("BROKEN_BY_IT", "/no")):
 @pytest.fixture
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts and retries without the pauses that are for real engines."""
-    monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
+    monkeypatch.setattr(TIMING, "first_restart", 0.01)
+    monkeypatch.setattr(TIMING, "first_retry", 0.01)
+    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
 
 
 def fragile_job(
@@ -96,7 +97,7 @@ if not os.path.exists(os.environ["LOST"]):
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_server_that_finds_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not started for ever, and the start after does not take the old log for its own."""
-    monkeypatch.setattr("batchrunner.engines.launched.process.WORD_EVERY_S", 0.01)
+    monkeypatch.setattr(TIMING, "launch_word", 0.01)
     loses = """
 if not os.path.exists(os.environ["WINS"]):
     sys.exit("OSError: [Errno 98] error while attempting to bind on address: address already in use")
@@ -204,7 +205,7 @@ class Mortal:
 
 async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only quick deaths in a row are a crash loop: one every few minutes goes on for ever."""
-    monkeypatch.setattr(guard, "QUICK_S", 0.0)
+    monkeypatch.setattr(TIMING, "quick_death", 0.0)
     mortal = Mortal()
     watched = ServerSupervisor(mortal, IncidentQueue())
     watching = asyncio.create_task(watched.watch())
@@ -219,7 +220,7 @@ async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for the program learns why there is none."""
-    monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(TIMING, "first_restart", 0.0)
     mortal = Mortal()
     watched = ServerSupervisor(mortal, IncidentQueue())
     watching = asyncio.create_task(watched.watch())

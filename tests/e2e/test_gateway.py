@@ -18,6 +18,7 @@ import batchrunner
 from batchrunner.core.errors import (
     RowRefusedError,
 )
+from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.http import wire
@@ -154,7 +155,7 @@ async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path
         await real_gateway.use(one.url, two.url)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(KEY_VARIABLE, real_gateway.key)
-            patch.setattr("batchrunner.engines.attached.REFRESH_S", 0)
+            patch.setattr(TIMING, "worker_list", 0)
             engine = make_engine(
                 parse_engine({"kind": "gateway", "url": real_gateway.url}),
                 log_dir=tmp_path,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow.parquet as pq
 
 import batchrunner
-from batchrunner.output.writer import PART_S
+from batchrunner.core.timing import TIMING
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -64,7 +64,7 @@ def test_rows_that_trickle_in(tmp_path: Path, server: FakeSGLang) -> None:
         for ready in (4, 8, 12):
             began = time.monotonic()
             eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ready)  # noqa: B023
-            assert time.monotonic() - began < PART_S / 2
+            assert time.monotonic() - began < TIMING.part / 2
         assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
         running.process.kill()
 

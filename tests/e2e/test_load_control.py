@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import batchrunner
+from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.snapshot import load_line
 from tests.conftest import batchrun, job_of, report_of, results_of
 from tests.support.fake_sglang import FakeSGLang, Sent
@@ -79,7 +80,7 @@ def test_the_band_can_be_set(tmp_path: Path) -> None:
 def test_a_load_endpoint_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the load is not told any more the run goes on, held to what was known, and says so."""
     with FakeSGLang(max_running=32, delay_s=0.05) as server:
-        monkeypatch.setattr("batchrunner.dispatch.concurrency.controller.BLIND_AFTER_S", 0.5)
+        monkeypatch.setattr(TIMING, "silent_scheduler", 0.5)
         job = job_of(tmp_path, server, rows=1500)
 
         def script(sent: Sent) -> Behaviour:
@@ -98,7 +99,7 @@ def test_a_load_endpoint_that_goes_away(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_poll_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A poll without an answer is given up; rows do not wait for it."""
     with FakeSGLang(max_running=32, delay_s=0.02) as server:
-        monkeypatch.setattr("batchrunner.engines.http.client.POLL_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(TIMING, "status_timeout", 0.3)
         job = job_of(tmp_path, server, rows=1000)
 
         def script(sent: Sent) -> Behaviour:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.device import has_gpu
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
@@ -384,7 +385,7 @@ def test_tokens_made_here_give_the_same_answers(tiny: Path, tmp_path: Path) -> N
 
 async def test_trials_of_flags(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of two settings and of a flag that SGLang refuses: speeds, passes and deaths as they are."""
-    monkeypatch.setattr("batchrunner.tune.measurement.LEAST_STEADY_S", 4.0)
+    monkeypatch.setattr(TIMING, "trial_steady", 4.0)
     ids = [[(7 * row + at) % 9000 + 100 for at in range(40)] for row in range(2000)]
     pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), tmp_path / "input.parquet")
     job = load_job(

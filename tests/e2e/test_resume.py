@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import EngineStartError, ResumeError
+from batchrunner.core.timing import TIMING
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -132,7 +133,7 @@ READS = [
 
 def fail(monkeypatch: pytest.MonkeyPatch, read: str, calls: range) -> None:
     """Let these calls of a function that reads fail, as those of a network do."""
-    monkeypatch.setattr("batchrunner.runner.task_rows.READ_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(TIMING, "read_retries", (0.01, 0.01))
     function = operator.attrgetter(read.removeprefix("batchrunner."))(batchrunner)
     numbers = itertools.count()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
+from batchrunner.core.timing import TIMING
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job
 from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
@@ -295,7 +296,7 @@ def test_a_long_retry_after_does_not_outlast_our_patience(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page of a load balancer that says to come back in an hour is asked again all the same."""
-    monkeypatch.setattr("batchrunner.core.backoff.LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(TIMING, "longest_retry", 0.5)
     server.script = lambda _: "busy 503"
     server.retry_after = "3600"
     with pytest.raises(EngineLostError, match="the engine took no row"):

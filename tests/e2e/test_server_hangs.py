@@ -10,6 +10,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
+from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.engines.hang_detector import WARM_UP
 from tests.conftest import batchrun, events_of, eventually, job_of, results_of, write_job
@@ -56,9 +57,9 @@ HANG_S = 0.3
 @pytest.fixture
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts and retries without the pauses that are for real engines."""
-    monkeypatch.setattr("batchrunner.engines.launched.supervisor.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
+    monkeypatch.setattr(TIMING, "first_restart", 0.01)
+    monkeypatch.setattr(TIMING, "first_retry", 0.01)
+    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
 
 
 def sticky_job(directory: Path, rows: int, poison: str, **environ: str) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
 from batchrunner.job.load import load_job
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
-from batchrunner.tune import measurement
 from batchrunner.tune.machine import Machine
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.support.launchable import launchable
@@ -63,10 +63,10 @@ class Handler(Server):
 @pytest.fixture
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of a second, for an engine whose rows take 20 ms."""
-    monkeypatch.setattr(measurement, "LEAST_STEADY_S", 0.6)
-    monkeypatch.setattr(measurement, "LEAST_JUDGED_S", 0.4)
-    monkeypatch.setattr("batchrunner.dispatch.load_loop.POLL_S", 0.05)
-    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
+    monkeypatch.setattr(TIMING, "trial_steady", 0.6)
+    monkeypatch.setattr(TIMING, "trial_judged", 0.4)
+    monkeypatch.setattr(TIMING, "load_poll", 0.05)
+    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
 
 
 def limited_job(directory: Path, *, room: int = 20, **changes: Any) -> dict[str, Any]:

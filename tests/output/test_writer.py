@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import batchrunner
+from batchrunner.core.timing import TIMING
 from tests.conftest import (
     batchrun,
     job_of,
@@ -44,7 +45,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_part_that_is_due_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part whose time is over while rows end is written: the loop gives such a timer no time of its own."""
-    monkeypatch.setattr("batchrunner.output.writer.PART_S", 0.0)
+    monkeypatch.setattr(TIMING, "part", 0.0)
     job = job_of(tmp_path, rows=2000)
     assert batchrunner.run(job).exit_code == 0
     rows_once(job, 2000)

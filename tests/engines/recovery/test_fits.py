@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchrunner.core.timing import TIMING
 from tests.conftest import batchrun, job_of, write_job
 from tests.support.hungry_engine import hungry
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Restarts without the pauses that are for real engines; nothing learned from another test."""
-    monkeypatch.setattr("batchrunner.engines.launched.supervisor.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.core.backoff.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("batchrunner.engines.launched.process.POLL_S", 0.02)
+    monkeypatch.setattr(TIMING, "first_restart", 0.01)
+    monkeypatch.setattr(TIMING, "first_retry", 0.01)
+    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
