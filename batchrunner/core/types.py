@@ -78,6 +78,12 @@ class Completion(NamedTuple):
     retractions: int = 0
     """Times that the scheduler preempted the request because the KV pool was full."""
 
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of all samples; those that the engine did not tell count as 0."""
+        tokens = self.completion_tokens
+        return (tokens[0] or 0) if len(tokens) == 1 else sum(filter(None, tokens))
+
 
 class Outcome(NamedTuple):
     """The final result of a row: either a completion or an error."""

@@ -35,6 +35,8 @@ class PoisonRows(Generic[Row]):
 
         `window` is the number of slots of all routes.
         """
+        if not self._waiting:  # asked for every row, and nearly always so
+            return None
         for deaths in sorted(self._waiting, reverse=True):
             most = 1 if deaths >= MOST_DEATHS - 1 else max(1, window // FEWER**deaths)
             if self._waiting[deaths] and self._in_flight[deaths] < most:

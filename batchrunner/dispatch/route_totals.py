@@ -30,7 +30,7 @@ class RouteTotals:
         """Add an answer; one without a completion adds nothing."""
         if completion is not None:
             self._retractions[route] += completion.retractions
-            self._tokens[route] += sum(tokens or 0 for tokens in completion.completion_tokens)
+            self._tokens[route] += completion.output_tokens
 
     def sample(self, now: float) -> dict[str, dict[str, float]]:
         """Return the output tokens a second over the last 30 s, and the retractions so far, by route."""

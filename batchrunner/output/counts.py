@@ -98,7 +98,7 @@ class RowCounts:
         if outcome.attempts == 0:
             self.duplicates += 1
             return
-        self.output_tokens += sum(tokens or 0 for tokens in completion.completion_tokens)
+        self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
 

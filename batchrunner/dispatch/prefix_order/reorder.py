@@ -88,7 +88,7 @@ class Reorderer:
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
         """Learn from an answer; return how that changed the reuse distance."""
         if self._lengths is not None:
-            self._lengths.record(row, sum(tokens or 0 for tokens in completion.completion_tokens))
+            self._lengths.record(row, completion.output_tokens)
         return self._distance.record(row, completion) if self._distance is not None else None
 
     def reorder(self, source: RowSource) -> Iterator[list[PendingRow | PrimeTask | Outcome]]:
