@@ -35,7 +35,7 @@ class KvPool:
     def lock_prefix(self, sample: SimulatedRequest) -> tuple[CacheNode, int]:
         """Lock what the cache has of a context; return the last node and the tokens found.
 
-        The last token is never taken from the cache: computing it puts out the first new token.
+        The last token is never taken from the cache: computing it generates the first new token.
         """
         node, matched = self.cache.root, 0
         if self.caching:
@@ -44,7 +44,7 @@ class KvPool:
         return node, matched
 
     def make_room(self, tokens: int) -> bool:
-        """Evict cached contexts until so many tokens are free; return whether they are."""
+        """Evict cached contexts until `tokens` are free; return whether they are."""
         if self.free_tokens < tokens:
             self.free_tokens += self.cache.evict(tokens - self.free_tokens)
         return self.free_tokens >= tokens

@@ -83,7 +83,7 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
 
 
 def candidates(rows: int, blocks: int) -> list[int]:
-    """Return where the candidates for so many blocks begin: evenly spread, without overlap."""
+    """Return where the candidates for `blocks` blocks begin: evenly spread, without overlap."""
     count = min(CANDIDATES * blocks, rows // BLOCK_ROWS)
     return [(rows - BLOCK_ROWS) * at // max(count - 1, 1) for at in range(count)]
 

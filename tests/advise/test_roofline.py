@@ -72,7 +72,7 @@ def test_a_mixture_of_experts() -> None:
         ({"kv_lora_rank": 512}, "MLA"),
         ({"sliding_window": 4096}, "sliding window"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of several kinds"),
-        ({"hidden_size": None}, "config.json does not tell"),
+        ({"hidden_size": None}, "config.json lacks"),
     ],
 )
 def test_what_the_formulas_do_not_describe(change: dict[str, Any], why: str) -> None:

@@ -71,7 +71,7 @@ def leave_page(run_dir: RunDir) -> None:
     began = time.monotonic()
     try:
         path = write_page(run_dir)
-    except Exception as failure:  # noqa: BLE001 - whatever it is: the results are there, and safe
+    except Exception as failure:  # noqa: BLE001 - the results are safe, whatever fails here
         log.warning("no report.html: %s: %s", type(failure).__name__, failure)
     else:
         log.info("%s shows the run (%.1f s)", path, time.monotonic() - began)
