@@ -94,7 +94,8 @@ class RowCounts:
             self.failures.add(outcome.ref.row, outcome.error or "")
             return
         self.ok += 1
-        self.finish_reasons.update(reason or UNKNOWN for reason in completion.finish_reasons)
+        for reason in completion.finish_reasons:
+            self.finish_reasons[reason or UNKNOWN] += 1
         if outcome.attempts == 0:
             self.duplicates += 1
             return
