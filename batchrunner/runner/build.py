@@ -16,7 +16,6 @@ from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.incidents import IncidentLog
 from batchrunner.dispatch.load_loop import LoadLoop
 from batchrunner.dispatch.load_summary import LoadSummary
-from batchrunner.dispatch.monitor import Monitor
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
@@ -25,6 +24,7 @@ from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.retries import Retries, RetryPolicy
 from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.dispatch.slots import Slots
+from batchrunner.dispatch.snapshot import Monitor
 from batchrunner.dispatch.tokenize import PromptTokenizer
 from batchrunner.job.queue_band import QueueBand
 from batchrunner.output.columns import result_schema

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from batchrunner.core.types import SchedulerLoad
     from batchrunner.dispatch.incidents import IncidentLog
-    from batchrunner.dispatch.monitor import Monitor
-    from batchrunner.dispatch.snapshot import Snapshot
+    from batchrunner.dispatch.snapshot import Monitor, Snapshot
     from batchrunner.output.events import EventLog
 
 LINE_EVERY_S = 5.0
