@@ -1,7 +1,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # 4 workers on two cores too: tests wait more than they compute
-PYTEST := .venv/bin/python -m pytest -n 4 --dist loadgroup
+PYTEST := .venv/bin/python -m pytest -n 4
 ENGINE := .venv/.engine data/smollm2-135m-instruct/config.json
 TARGETS := $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 .DELETE_ON_ERROR:

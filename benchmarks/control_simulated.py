@@ -40,7 +40,7 @@ TICK_S = 0.05
 POLL_S = 0.25
 LOST_POLLS = 0.05
 MAX_RUNNING, KV_TOKENS = 4096, 440_000
-"""Of an 80 GB card: SGLang's own limit, and what 8B parameters in bf16 leave at 0.83 of the memory."""
+"""Limits on an 80 GB card: SGLang's own, and the tokens that 8B parameters in bf16 leave room for at 0.83."""
 WINDOWS = (256, 1024, 4096, 1_000_000)
 MOST_REPLICAS_IN_FULL = 8
 """Larger fleets run three workloads only, with half of the rows each."""

@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 SEED = 5
 GOAL = 1.05
 SHARES = (0.05, 0.1, 0.2, 0.4)
-"""Of the KV pool, for the beginnings that the rows of a window share."""
+"""Shares of the KV pool for the prefixes that the rows of a window have in common."""
 DISTANCES = (4096, 8192, 16_384, 32_768)
 """Tokens computed between a leader and its followers; a prefill pass computes 8,192 at most."""
 WAITING_ROWS = 4096
 """Rows that are held back at most: what a client reads ahead."""
 PASS_TOKENS = 8192
-"""Of a prefill pass: SGLang's `--chunked-prefill-size` on such a card."""
+"""Tokens of a prefill pass: SGLang's `--chunked-prefill-size` on such a card."""
 BATCH_ROWS = 128
 SMALL_POOL = 60_000
 BYTES_A_TOKEN = 4

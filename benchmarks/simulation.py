@@ -43,12 +43,12 @@ SEED = 11
 GOAL = 0.10
 """How far passes, mean running and mean queue may be apart."""
 STOP_TOKENS = (600, 100)
-"""Of about 49,000: with a random model's flat distribution outputs stop after 82 or 490 tokens on average."""
+"""Tokens that stop an output, of about 49,000: a random model stops after 82 or 490 tokens on average."""
 FULL = 0.95
-"""Of the window, at the server: less than that on average means that the client could not keep up."""
+"""Share of the window that must be at the server on average; with less the client did not keep up."""
 TRIES = 3
 PASS = r"batch, (?:#new-seq: (\d+))?.*?#running-req: (\d+).*?#queue-req: (\d+)"
-"""Of a line in the log; the first group is empty for a decode."""
+"""Figures of a pass in a line of the log; the first group is empty for a decode pass."""
 ANSWER_PASSES = 1
 """A finished row's successor reaches the scheduler this many passes after its first chance to."""
 

@@ -45,7 +45,7 @@ SEED = 13
 GOAL, GOAL_TIME = 0.95, 0.25
 WRONG: Args = {"schedule-conservativeness": 3, "max-running-requests": 8}
 OVERHEAD_S = 20.0
-"""Of tune, beside its trials: the look at `--help`, the sample."""
+"""Time that tune takes beside its trials: it reads `--help` and the sample."""
 GRID: tuple[tuple[float, ...], tuple[int, ...]] = ((0.1, 0.3, 1.0, 3.0), (8, 16, 32, 64, 128, 256))
 FIXED = {"max-total-tokens": 12_000}
 PROMPT_TOKENS = (20, 100)

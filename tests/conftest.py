@@ -29,6 +29,7 @@ from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
 from tests.support.examples import EXAMPLES
 from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
+from tests.support.scheduling import GroupScheduling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,6 +50,12 @@ INSTANT = {"kind": "simulated", "step_s": 0}
 def pytest_configure() -> None:
     """Let SIGINT interrupt, as in a terminal: a shell has it ignored in what it starts in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """Give tests that share something to one worker."""
+    return GroupScheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

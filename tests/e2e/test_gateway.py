@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("gateway")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from tests.support.page import HOSTILE
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.browser, pytest.mark.page, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.page]
 
 DESKTOP, PHONE = (1280, 900), (360, 740)
 CHARTS = ["output", "replicas", "prompt", "queue", "usage", "running", "window", "windows"]

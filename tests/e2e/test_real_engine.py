@@ -41,7 +41,7 @@ JOBS = ROOT / "jobs"
 START_S = 600
 """A start takes half a minute on a quiet machine, and minutes on a busy one."""
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("engine")]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="session", autouse=True)

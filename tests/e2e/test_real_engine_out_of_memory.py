@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 START_S = 600
 """A start takes half a minute on a quiet machine, and minutes on a busy one."""
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("replicas")]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="session", autouse=True)

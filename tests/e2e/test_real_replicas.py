@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from batchrunner.engines.launched.process import LaunchedProcess
 START_S = 300
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("replicas")]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module")

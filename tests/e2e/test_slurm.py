@@ -23,7 +23,7 @@ from tests.support.slurm_cluster import NODES, SlurmCluster, require_slurm, slur
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 ROWS_PER_S = 100
 """Rows per second that a task does, at most. It reads 512 rows ahead, so inputs have a few times as many."""

@@ -93,7 +93,6 @@ def test_without_sglang_nothing_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.xdist_group("engine")
 def test_the_real_help_is_read() -> None:
     """What the installed SGLang prints is understood: flags, aliases and choices."""
     require_engine("sglang")

@@ -391,7 +391,6 @@ def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.xdist_group("engine")
 def test_the_installed_server_takes_every_flag(tmp_path: Path) -> None:
     """Whatever the rules say to the installed release is a flag of its --help, with a value it takes."""
     require_engine("sglang")

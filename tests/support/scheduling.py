@@ -1,0 +1,26 @@
+"""Tests that pytest-xdist gives to one worker: they share an engine, a gateway, a cluster or a browser.
+
+The marks of `--dist loadgroup` would say the same, but pytest-xdist 3.8 ignores them under pytest 9.2.
+"""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadScopeScheduling
+
+GROUPS = {
+    "test_gateway.py": "gateway",
+    "test_page_in_browser.py": "browser",
+    "test_real_engine.py": "engine",
+    "test_real_engine_out_of_memory.py": "replicas",
+    "test_real_replicas.py": "replicas",
+    "test_slurm.py": "slurm",
+}
+"""The group of each file in tests/e2e; every other test is a group of its own."""
+
+
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives the tests of a group to one worker, and the largest groups first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return GROUPS.get(file.removeprefix("tests/e2e/"), nodeid)
