@@ -10,39 +10,39 @@ class Timing:
     """The seconds that the runner waits, by what it waits for. A job's own limits are in `LimitsSpec`."""
 
     load_poll: float = 0.25
-    """Between two polls of the load: `/v1/loads` reads shared memory and bears 2-10 polls a second."""
+    """Pause between two polls of the load; `/v1/loads` reads shared memory, 2-10 polls a second are fine."""
     status_timeout: float = 2.0
-    """For the answer to a status request, such as a poll of the load."""
+    """Longest wait for the answer to a status request, such as a poll of the load."""
     silent_scheduler: float = 5.0
-    """Without a fresh load sample, after which a scheduler's window is held."""
+    """Time without a fresh load sample after which a scheduler's window is held."""
     worker_list: float = 15.0
-    """Between two reads of a gateway's list of workers, which others change."""
+    """Pause between two reads of a gateway's list of workers, which may change."""
     first_retry: float = 0.25
     """Longest pause after the first attempt of a row; it doubles with each further attempt."""
     longest_retry: float = 30.0
     """Longest pause after any attempt of a row."""
     read_retries: tuple[float, ...] = (1.0, 5.0, 20.0)
-    """Before each new try to read rows that could not be read: a mount comes back, a store answers."""
+    """Pauses before each new try to read rows, for a mount to come back or a store to answer."""
     part: float = 30.0
-    """From a part's first row until it is written, even if it is not full."""
+    """Time from a part's first row until it is written, even if it is not full."""
     launch_poll: float = 0.25
-    """Between two looks whether a launched program is ready."""
+    """Pause between two checks whether a launched program is ready."""
     launch_word: float = 15.0
-    """Between two log lines that say that a program still starts: large models load for minutes."""
+    """Pause between two log lines about a program that is still starting; large models load for minutes."""
     quick_death: float = 120.0
-    """Life of a program below which its death is a quick one. The silence of a hang is not life."""
+    """Lifetime of a program below which its death counts as quick. The time of a hang is not counted."""
     first_restart: float = 1.0
-    """Before the restart after the second quick death in succession; it doubles with each further one."""
+    """Pause before a restart after the second quick death in succession; doubles with each further one."""
     longest_restart: float = 60.0
     """Longest pause before a restart."""
     advise_timeout: float = 5.0
-    """For the answers of a server that `advise` looks at."""
+    """Longest wait for the answers of a server that `advise` examines."""
     advise_metrics: float = 1.5
-    """Between two polls of `/metrics` by `advise`: a long text, whose gauges are seconds old."""
+    """Pause between two polls of `/metrics` by `advise`, a long text whose gauges are seconds old."""
     trial_steady: float = 10.0
-    """Steady time for which a trial of `tune` is measured at least: many polls."""
+    """Shortest steady time for which a trial of `tune` is measured, many polls long."""
     trial_judged: float = 5.0
-    """Steady time, besides one generation, before a trial may count as behind."""
+    """Steady time, in addition to one generation, before a trial may count as slower."""
 
 
 TIMING = Timing()
