@@ -1,7 +1,5 @@
 """`python -m batchrunner` is the command `batchrun`."""
 
-from __future__ import annotations
-
 from batchrunner.cli import main
 
 if __name__ == "__main__":

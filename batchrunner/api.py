@@ -1,44 +1,36 @@
 """batchrunner as a library: blocking calls, their async twins, and an engine that serves several runs."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from anyio import CancelScope
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.errors import BatchrunError, InputError, JobError
+from batchrunner.core.types import EngineInfo
+from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.render import Renderer
+from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, parse_engine
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.output.columns import result_schema
 from batchrunner.output.files import writing
 from batchrunner.output.merge import merge
+from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
 from batchrunner.runner.shard import new_join_task
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from anyio.from_thread import BlockingPortal
-
-    from batchrunner.core.types import EngineInfo
-    from batchrunner.engines.base import Engine
-    from batchrunner.job.engine import EngineSpec
-    from batchrunner.report.report import Report
 
 JobSource = Job | Mapping[str, Any] | str | Path
 

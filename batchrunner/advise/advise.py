@@ -1,13 +1,12 @@
 """`batchrun advise`: read a log, watch a server or read a run, and apply the rules."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.advise.from_run import read_run
 from batchrunner.advise.from_server import watch_server
+from batchrunner.advise.rules.rule import Advice
 from batchrunner.advise.rules.table import BY_NAME, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
@@ -15,9 +14,6 @@ from batchrunner.engines.flags import Flags, installed, of_arguments
 from batchrunner.engines.logs.facts import KNOWN_CARDS, architecture_of
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.thresholds import Thresholds
-
-if TYPE_CHECKING:
-    from batchrunner.advise.rules.rule import Advice
 
 WATCH_S = 20.0
 """Seconds for which a live server is watched."""

@@ -1,11 +1,11 @@
 """Read a run directory: the samples in its event logs and its engines' logs. The run may still be running."""
 
-from __future__ import annotations
-
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,16 +16,11 @@ from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Series, spread
 from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from batchrunner.engines.logs.thresholds import Thresholds
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""

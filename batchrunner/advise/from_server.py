@@ -1,19 +1,19 @@
 """Watch a live server for a while: its load, counters and arguments."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.load import counters_in, from_metrics
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.http.status import (
@@ -30,12 +30,7 @@ from batchrunner.engines.logs.facts import Facts, number
 from batchrunner.engines.logs.records import ServerReady
 from batchrunner.engines.logs.series import Series, spread
 from batchrunner.engines.logs.signs import LoadSample
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import SchedulerLoad
-    from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.thresholds import Thresholds
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 

@@ -12,17 +12,11 @@ attention. A row has a prompt of `p` tokens, `c` of them cached, and an output o
     T_seq  = T_comp + T_mem                                 nothing overlaps: stock SGLang at its best
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from batchrunner.engines.model_files import UnknownShapeError, shape_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from batchrunner.engines.model_files import ModelShape
+from batchrunner.engines.model_files import ModelShape, UnknownShapeError, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,12 @@
 """All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from batchrunner.engines.logs.facts import Facts
+from batchrunner.engines.logs.series import Series
+from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.recovery.safer_args import in_effect
-
-if TYPE_CHECKING:
-    from batchrunner.engines.logs.series import Series
-    from batchrunner.engines.logs.thresholds import Thresholds
 
 WHOLE_CARD_GB = 40.0
 """GPU memory from which the guides' figures hold; a smaller card has smaller batches, and needs less."""

@@ -1,7 +1,5 @@
 """Decides whether and when a failed try of a row is repeated (exponential backoff). Pure."""
 
-from __future__ import annotations
-
 from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError
 from batchrunner.core.timing import TIMING
 

@@ -4,8 +4,6 @@ There are two kinds. A `BatchrunError` ends a run or keeps it from beginning, an
 command. A `RequestError` concerns one try of one row and never ends a run: `backoff` decides what follows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

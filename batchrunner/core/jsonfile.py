@@ -1,12 +1,8 @@
 """Reads JSON files that may be missing or damaged, such as those of a model directory."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Sets of row ordinals (compressed bitmaps): range queries and conversions."""
 
-from __future__ import annotations
-
 import base64
 from array import array
 

@@ -1,7 +1,5 @@
 """Periods and pauses that follow from how engines and disks behave, in seconds; tests shorten them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -6,14 +6,14 @@ The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from pyroaring import BitMap64
 
+if TYPE_CHECKING:
     import pyarrow as pa
-    from pyroaring import BitMap64
 
 PromptKind = Literal["messages", "text", "input_ids"]
 """Form of a prompt, named as the key of the job's `prompt`."""

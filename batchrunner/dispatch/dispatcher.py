@@ -1,10 +1,7 @@
 """Rows from the dispatch queue → the engine → outcomes: a row holds a slot only while it is sent."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import (
     EngineBusyError,
@@ -14,18 +11,15 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import Completion, Outcome
+from batchrunner.dispatch.feedback import Feedback
+from batchrunner.dispatch.feeder import Feeder
+from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.poison_rows import MOST_DEATHS
-
-if TYPE_CHECKING:
-    from batchrunner.core.types import Completion
-    from batchrunner.dispatch.feedback import Feedback
-    from batchrunner.dispatch.feeder import Feeder
-    from batchrunner.dispatch.pending_row import PendingRow
-    from batchrunner.dispatch.queue import Backlog
-    from batchrunner.dispatch.retries import Retries
-    from batchrunner.dispatch.slots import Slots
-    from batchrunner.engines.base import Engine
+from batchrunner.dispatch.queue import Backlog
+from batchrunner.dispatch.retries import Retries
+from batchrunner.dispatch.slots import Slots
+from batchrunner.engines.base import Engine
 
 
 class Dispatcher:

@@ -1,21 +1,16 @@
 """How the engine takes the rows → the slots of its routes: each change is an event with its reason."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from batchrunner.core.types import Completion, SchedulerLoad
-    from batchrunner.dispatch.concurrency.controller import Decision
-    from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-    from batchrunner.dispatch.pending_row import PendingRow
-    from batchrunner.dispatch.prefix_order.reorder import Reorderer
-    from batchrunner.dispatch.route_totals import RouteTotals
-    from batchrunner.dispatch.slots import Slots
-    from batchrunner.output.events import EventLog
+from batchrunner.core.types import Completion, SchedulerLoad
+from batchrunner.dispatch.concurrency.controller import Decision
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.prefix_order.reorder import Reorderer
+from batchrunner.dispatch.route_totals import RouteTotals
+from batchrunner.dispatch.slots import Slots
+from batchrunner.output.events import EventLog
 
 
 class Feedback:

@@ -1,23 +1,16 @@
 """Rows from their source → the dispatch queue: read in a thread, reordered, tokenised."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from batchrunner.core.types import Outcome
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.reorder import PrimeTask
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
-    from batchrunner.dispatch.prefix_order.reorder import Reorderer
-    from batchrunner.dispatch.queue import Backlog, ResultSink
-    from batchrunner.dispatch.source import RowSource
-    from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
+from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
+from batchrunner.dispatch.queue import Backlog, ResultSink
+from batchrunner.dispatch.source import RowSource
+from batchrunner.dispatch.tokenize import PromptTokenizer
 
 SLICE_BYTES = 4 << 20
 """Bytes of the prompts that are tokenised together: token ids take many times the memory of the text."""

@@ -1,12 +1,9 @@
 """What happened to the engine's servers: deaths, hangs, healing."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from batchrunner.engines.base import Engine
-    from batchrunner.output.events import EventLog
+from batchrunner.engines.base import Engine
+from batchrunner.output.events import EventLog
 
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost"})
 """Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""

@@ -1,20 +1,15 @@
 """Polls the engine's load a few times a second and passes each sample on."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from batchrunner.core.timing import TIMING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import SchedulerLoad
-    from batchrunner.dispatch.feedback import Feedback
-    from batchrunner.dispatch.queue import Backlog
-    from batchrunner.engines.base import Engine
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.dispatch.feedback import Feedback
+from batchrunner.dispatch.queue import Backlog
+from batchrunner.engines.base import Engine
 
 
 class LoadObserver(Protocol):

@@ -1,16 +1,12 @@
 """Load samples → what report.json says of the load, in memory that does not grow with the run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import SchedulerLoad
-    from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-    from batchrunner.dispatch.slots import Slots
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.slots import Slots
 
 MOST_POINTS = 200
 """Points of the window over time; with more, every second one is dropped."""

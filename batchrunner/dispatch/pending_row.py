@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from batchrunner.core.types import Request, RowRef
+from batchrunner.core.types import Request, RowRef
 
 
 @dataclass(slots=True, eq=False)

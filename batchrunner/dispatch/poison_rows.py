@@ -6,8 +6,6 @@ window is in flight at once, after two 1/256, from three on one row alone. A row
 death was the only suspect of its degree, and is given up.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from typing import Generic, TypeVar
 

@@ -1,21 +1,16 @@
 """Rows that were read and have not ended: the dispatch queue, and the backlog around it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
+from batchrunner.core.types import Outcome
+from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.poison_rows import PoisonRows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Outcome
-    from batchrunner.dispatch.pending_row import PendingRow
-    from batchrunner.dispatch.prefix_order.reorder import Reorderer
-    from batchrunner.dispatch.slots import Slots
-    from batchrunner.dispatch.source import RowSource
+from batchrunner.dispatch.prefix_order.reorder import Reorderer
+from batchrunner.dispatch.slots import Slots
+from batchrunner.dispatch.source import RowSource
 
 READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
 """Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses."""

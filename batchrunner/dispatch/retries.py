@@ -1,18 +1,18 @@
 """What happens to a row whose attempt failed, and when an engine that takes no rows counts as lost."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from batchrunner.core.backoff import pause_before_retry
-from batchrunner.core.errors import AttemptFailedError, EngineBusyError, EngineDiedError, EngineLostError
-
-if TYPE_CHECKING:
-    from batchrunner.core.errors import RequestError
-    from batchrunner.dispatch.pending_row import PendingRow
-    from batchrunner.dispatch.queue import Backlog
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    EngineBusyError,
+    EngineDiedError,
+    EngineLostError,
+    RequestError,
+)
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.queue import Backlog
 
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
 """A request in flight for more than 2 times as long as a refusal takes, and over 1 s, counts as accepted."""

@@ -1,15 +1,9 @@
 """What came back on each route, and how fast: output tokens and retractions."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from batchrunner.core.types import Completion
-
+from batchrunner.core.types import Completion
 
 SPAN_S = 30.0
 """Seconds over which a rate is taken."""

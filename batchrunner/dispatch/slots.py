@@ -3,13 +3,8 @@
 A *route* is an address that takes requests: a replica, an engine in this process, or a gateway.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
 """Cooldown of a route that refuses requests, in seconds: it doubles until the route answers again."""

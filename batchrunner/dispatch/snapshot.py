@@ -1,23 +1,17 @@
 """The state of a run at one moment, as the display and the event log have it."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from batchrunner.dispatch.route_totals import Rates
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.queue import Backlog
+from batchrunner.dispatch.route_totals import Rates, RouteTotals
+from batchrunner.dispatch.slots import Slots
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.resume import DoneRows
 from batchrunner.report.report import duration
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from batchrunner.core.types import SchedulerLoad
-    from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-    from batchrunner.dispatch.queue import Backlog
-    from batchrunner.dispatch.route_totals import RouteTotals
-    from batchrunner.dispatch.slots import Slots
-    from batchrunner.output.counts import RowCounts
-    from batchrunner.output.resume import DoneRows
 
 MOST_NAMED = 8
 """Schedulers whose figures are shown one by one; of more, the sum and the range."""

@@ -1,13 +1,9 @@
 """What the feeder reads its rows from."""
 
-from __future__ import annotations
+from collections.abc import Iterator
+from typing import Protocol
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from batchrunner.core.types import Outcome, Request
+from batchrunner.core.types import Outcome, Request
 
 
 class RowSource(Protocol):

@@ -1,14 +1,13 @@
 """Client-side tokenization: prompts become token ids here if these are known to be the engine's own."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
 from batchrunner.core.backoff import pause_before_retry
 from batchrunner.core.errors import (
@@ -19,21 +18,15 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.jsonfile import read_json
+from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, TokenizerInfo
+from batchrunner.engines.base import Engine
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
 from batchrunner.input.tokenize.truncate import TokenBudget
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tenacity import RetryCallState
-
-    from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, TokenizerInfo
-    from batchrunner.engines.base import Engine
-    from batchrunner.job.spec import Job
-    from batchrunner.output.events import EventLog
+from batchrunner.job.spec import Job
+from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
 

@@ -1,26 +1,19 @@
 """Engines that run already: servers, or a gateway and its workers. Others restart them if they fail."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Incident
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.hang_detector import HangDetector, progress_of
 from batchrunner.engines.http.client import GATEWAY_ROUTE, SGLangClient
 from batchrunner.engines.http.worker_list import WorkerList
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
-    from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
 

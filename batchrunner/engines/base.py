@@ -1,13 +1,9 @@
 """The protocol that every engine follows, and the queue of incidents that some of them use."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import Protocol
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 
 
 class Engine(Protocol):

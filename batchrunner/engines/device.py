@@ -1,15 +1,11 @@
 """The device of an engine that we start, and the arguments and environment that SGLang needs there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any
 
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
 """A stand-in for the package `sgl_kernel`, which needs CUDA; first on the engine's PYTHONPATH on a CPU."""

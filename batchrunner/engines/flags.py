@@ -1,18 +1,14 @@
 """The flags that a version of SGLang has, and its spelling of those that were renamed."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.engines.device import has_gpu, program_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 HELP_TIMEOUT_S = 120.0
 """Seconds; `--help` imports torch, which takes 6 s, and more from a cold network disk."""

@@ -11,14 +11,10 @@ longer. It stays on. It does not see a process that is stopped, a scheduler that
 passes, or a tokenizer or detokenizer that hangs.
 """
 
-from __future__ import annotations
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.types import SchedulerLoad
 
 TIMES_LONGEST = 5.0
 """A silence that is this many times as long as the longest one that ended by itself is a hang."""

@@ -5,8 +5,6 @@ leaves the signal handlers alone, which it replaces in the main thread. Chat mes
 own chat code, so that their tokens are those of the HTTP server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import concurrent.futures
@@ -17,13 +15,14 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import orjson
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
-from batchrunner.core.types import EngineInfo, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 from batchrunner.engines.device import (
     CPU_NOTE,
     CPU_SHIM,
@@ -35,14 +34,7 @@ from batchrunner.engines.device import (
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.server_info import prefill_tokens, tokenizer_info
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from anyio.from_thread import BlockingPortal
-
-    from batchrunner.core.types import Completion, Incident, Request
-    from batchrunner.job.engine import InprocessEngine
+from batchrunner.job.engine import InprocessEngine
 
 log = logging.getLogger(__name__)
 

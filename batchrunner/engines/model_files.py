@@ -1,18 +1,14 @@
 """A model's name → its directory, its identity in a run's fingerprint, and what its config.json says."""
 
-from __future__ import annotations
-
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.jsonfile import read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _SIZES_NEEDED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",

@@ -1,27 +1,22 @@
 """The job's `engine` → an Engine; an engine's imports are made only when a job asks for it."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, assert_never
+from pathlib import Path
+from typing import assert_never
 
+from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import model_identity
+from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import (
     AttachEngine,
+    EngineSpec,
     GatewayEngine,
     InprocessEngine,
     LaunchedEngine,
     ServerEngine,
     SimulatedEngine,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from batchrunner.engines.base import Engine
-    from batchrunner.input.tokenize.detokenizer import Detokenizer
-    from batchrunner.job.engine import EngineSpec
-    from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.spec import LimitsSpec
 
 
 def make_engine(

@@ -4,27 +4,21 @@
 would, and `Simulator` waits for that in real time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Completion, EngineInfo, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.job.engine import SimulatedEngine
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
 from batchrunner.simulation.sample import SimulatedRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Incident, Request
-    from batchrunner.job.engine import SimulatedEngine
 
 MARK = "[simulated] "
 """Beginning of every answer, so that none is taken for a model's."""

@@ -9,26 +9,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
+from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.row_set import between
 from batchrunner.core.types import InputFile
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
 from batchrunner.input.templates import unknown_column
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from pyroaring import BitMap64
 
 BATCH_ROWS = 256
 """Most rows in a batch."""

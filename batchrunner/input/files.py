@@ -1,21 +1,16 @@
 """Finds the Parquet files of `input.path`, and the Hive partition columns in their paths."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""

@@ -1,22 +1,16 @@
 """The input of a job: the job, its dataset and the renderer of its prompts."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
+from batchrunner.core.types import Outcome, Request
+from batchrunner.input.dataset import Dataset
+from batchrunner.input.render import Renderer
 from batchrunner.input.select import selected_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from pyroaring import BitMap64
-
-    from batchrunner.core.types import Outcome, Request
-    from batchrunner.input.dataset import Dataset
-    from batchrunner.input.render import Renderer
-    from batchrunner.job.spec import Job
+from batchrunner.job.spec import Job
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,14 @@ Bytes stand for tokens here: texts with a common prefix have about the same one 
 or two at its end.
 """
 
-from __future__ import annotations
-
 import struct
 from array import array
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Request
-
+from batchrunner.core.types import Request
 
 BLOCK_BYTES, BLOCK_SHARE = 64, 16
 """Size of the blocks of a prompt whose checksums are its sort key: a block has BLOCK_BYTES, or 1/BLOCK_SHARE

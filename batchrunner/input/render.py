@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
-from batchrunner.core.types import Outcome, Request, RowRef
+from batchrunner.core.types import Outcome, PromptKind, Request, RowRef
+from batchrunner.input.dataset import Dataset, RowBatch
 from batchrunner.input.templates import Predicate, Template, is_template
-from batchrunner.job.sampling import FromColumn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from batchrunner.core.types import PromptKind
-    from batchrunner.input.dataset import Dataset, RowBatch
-    from batchrunner.job.sampling import SamplingSpec
-    from batchrunner.job.spec import InputSpec, PromptSpec
+from batchrunner.job.sampling import FromColumn, SamplingSpec
+from batchrunner.job.spec import InputSpec, PromptSpec
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
 _NUMBERS = {

@@ -1,15 +1,11 @@
 """The protocol of what reads the rows of a run in the order in which they are sent."""
 
-from __future__ import annotations
+from collections.abc import Iterator
+from typing import Protocol
 
-from typing import TYPE_CHECKING, Protocol
+from pyroaring import BitMap64
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pyroaring import BitMap64
-
-    from batchrunner.input.dataset import RowBatch
+from batchrunner.input.dataset import RowBatch
 
 
 class RowReader(Protocol):

@@ -1,19 +1,13 @@
 """Selects the rows to send, and divides them into leases, the ranges that tasks of one run share."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import RowRefusedError
+from batchrunner.input.dataset import Dataset
 from batchrunner.input.render import UnreadableValue, rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from batchrunner.input.dataset import Dataset
-    from batchrunner.input.templates import Predicate
+from batchrunner.input.templates import Predicate
 
 MOST_LEASES, FEWEST_LEASES = 1000, 64
 """Leases of a large run, each small beside the rows that a task has in flight; and of a small run, so that

@@ -1,11 +1,10 @@
 """Jinja2 templates and filter expressions over the columns of a row, in a sandbox."""
 
-from __future__ import annotations
-
 import difflib
 import json
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import jinja2.filters
@@ -15,9 +14,6 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.core.errors import JobError, RowRefusedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
 
 _TO_TEXT = (
     "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",

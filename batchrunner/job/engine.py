@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from batchrunner.job.fields import Duration, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class AttachEngine(Spec):

@@ -3,26 +3,20 @@
 Precedence, lowest first: the file, environment variables (`BATCHRUN__ENGINE__MODEL=…`), `--set a.b=c`.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pydantic_core import ErrorDetails
 
 ENV_PREFIX = "BATCHRUN__"
 """Prefix of environment variables that override the job."""

@@ -1,15 +1,10 @@
 """External bucket sort: rows are partitioned by a numeric column into files, which are sorted one by one."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pyarrow as pa
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 BUFFER_BYTES = 32 << 20
 """Bytes of rows that are collected before they are partitioned, so that each bucket gets a long write."""

@@ -1,19 +1,14 @@
 """Converts outcomes into Arrow tables with the columns of a part, without `pa.array` (`arrow_array`)."""
 
-from __future__ import annotations
-
 from array import array
+from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
+from batchrunner.core.types import Outcome, RowRef
 from batchrunner.job.spec import RESULT_COLUMNS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Outcome, RowRef
 
 _NUMBER_CODES = {pa.int32(): "i", pa.int64(): "q", pa.float64(): "d"}
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-if TYPE_CHECKING:
-    from batchrunner.core.types import Outcome
+from batchrunner.core.types import Outcome
 
 COUNTED_COLUMNS = [
     *("row", "error", "attempts", "finish_reason"),

@@ -1,22 +1,16 @@
 """Repeats writes that fail until the disk accepts them: a full disk gets space, a mount comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_fixed
 
 from batchrunner.output.files import cannot_write
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tenacity import RetryCallState
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,16 @@
 """The event log of a task, as JSON lines: starts, samples of the engine's load, decisions, the end."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
 
 import orjson
 
 from batchrunner.output.files import writing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from io import FileIO
-    from pathlib import Path
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a log that are read to find its newest events."""

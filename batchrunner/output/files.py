@@ -1,20 +1,15 @@
 """Atomic and durable file operations: a file is whole when it appears, and survives a power failure."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 
 from batchrunner.core.errors import StorageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 TEMPORARY = ".tmp"
 """Suffix of a file that is not whole yet. Its name also begins with a dot, so readers of Parquet skip it."""

@@ -5,20 +5,15 @@ Arrow IPC stream with its own schema. A write that a crash or a full disk interr
 readers stop there.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 
 from batchrunner.output.files import sync_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _HEADER = struct.Struct("<III")
 

@@ -1,11 +1,10 @@
 """Merges the parts of a run into one dataset in input order, in bounded memory."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,10 +15,6 @@ from batchrunner.output.files import sync_directory, writing
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 BUCKET_ROWS = 100_000
 """Most rows in a bucket, which becomes a merged file."""

@@ -1,11 +1,10 @@
 """Parts: Parquet files of finished rows, whole when they appear and readable at any moment."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,14 +13,8 @@ import pyarrow.parquet as pq
 from batchrunner.core.errors import ResumeError
 from batchrunner.output.files import TEMPORARY, link_part, make_directory, sync_directory, whole_file
 from batchrunner.output.journal import read_journal
-from batchrunner.output.run_dir import number_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.run_dir import RunDir, number_of
+from batchrunner.output.task_lock import TaskLock
 
 log = logging.getLogger(__name__)
 

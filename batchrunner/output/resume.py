@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,12 +20,7 @@ from batchrunner.output.counts import COUNTED_COLUMNS, RowCounts
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.journal import read_journal
 from batchrunner.output.parts import open_part
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import RunDir
 
 READERS = 4
 """Parts that are read at once. On a network file system most of the time is waiting. From memory one reader

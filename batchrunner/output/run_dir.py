@@ -6,15 +6,12 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import OutputError
 from batchrunner.output.files import TEMPORARY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LEAST_FREE_BYTES = 16 << 20
 """A run does not begin on a disk with less free space than this."""

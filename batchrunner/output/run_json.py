@@ -1,23 +1,18 @@
 """run.json: the job of a run, and the fingerprint by which a later attempt recognises the same run."""
 
-from __future__ import annotations
-
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
 
 import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
+from batchrunner.core.types import InputFile
+from batchrunner.job.spec import Job
 from batchrunner.output.files import write_json
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from batchrunner.core.types import InputFile
-    from batchrunner.job.spec import Job
-    from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import RunDir
 
 FORMAT = 1
 """Version of the format of run.json."""

@@ -12,16 +12,14 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import RunDir
 
 OWNER, HEARTBEAT = "owner", "heartbeat"
 """Names of the two files in the task directory."""

@@ -6,21 +6,21 @@ lock is the file `owner`, created exclusively, which names its holder. A holder 
 another name in it, and ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import orjson
 
 from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostError
 from batchrunner.output.files import make_directory, sync_directory
+from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import (
     ABANDONED_PID,
     DEAD_AFTER_S,
@@ -29,17 +29,11 @@ from batchrunner.output.task_holder import (
     POLL_S,
     SHORT_POLL_S,
     LivenessMonitor,
+    LockHolder,
     parse_holder,
     read_bytes,
     this_process,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_holder import LockHolder
 
 log = logging.getLogger(__name__)
 

@@ -6,27 +6,22 @@ import asyncio
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
+from pyroaring import BitMap64
 
 from batchrunner.core.row_set import from_column
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import Outcome
 from batchrunner.output.columns import table_of
+from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
-from batchrunner.output.run_dir import number_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pyroaring import BitMap64
-
-    from batchrunner.core.types import Outcome
-    from batchrunner.output.disk_wait import DiskWait
-    from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.run_dir import RunDir, number_of
+from batchrunner.output.task_lock import TaskLock
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,10 @@
 """The report of a run: report.json, and the lines at its end."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from batchrunner.output.files import write_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
 """Exit codes: done; stopped, can be resumed; wrong job or input; more failed rows than tolerated."""

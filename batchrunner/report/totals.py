@@ -1,25 +1,18 @@
 """Make a report from row counts: sums over this attempt and earlier ones, and the exit code."""
 
-from __future__ import annotations
-
 import platform
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from batchrunner.core.types import EngineInfo
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import attempts_in, time_span
-from batchrunner.output.resume import done_by_all
+from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.report.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from batchrunner.core.types import EngineInfo
-    from batchrunner.output.resume import DoneRows
 
 
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:

@@ -1,33 +1,25 @@
 """Work out which rows remain, which earlier attempts ended, and in which order they are sent."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import ResumeError
+from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import find_sorted_copy, prepare_order
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
 from batchrunner.output.files import refresh_listing, writing
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
+from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import POLL_S, LivenessMonitor
-from batchrunner.output.task_lock import hold_task
+from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.cluster.join import join
-from batchrunner.runner.prepare import find_done
+from batchrunner.runner.control import Sleeper
+from batchrunner.runner.prepare import PreparedJob, find_done
 from batchrunner.runner.shard import JoinTask, Shard
-from batchrunner.runner.task_rows import FixedRows
-
-if TYPE_CHECKING:
-    from batchrunner.input.sort.decide import OrderDecision
-    from batchrunner.output.counts import RowCounts
-    from batchrunner.output.events import EventLog
-    from batchrunner.output.run_dir import RunDir
-    from batchrunner.output.task_lock import TaskLock
-    from batchrunner.runner.control import Sleeper
-    from batchrunner.runner.prepare import PreparedJob
-    from batchrunner.runner.task_rows import TaskRows
+from batchrunner.runner.task_rows import FixedRows, TaskRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from batchrunner.core.types import EngineInfo
+from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.dispatcher import Dispatcher
@@ -26,31 +28,26 @@ from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.dispatch.slots import Slots
 from batchrunner.dispatch.snapshot import Monitor
 from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.engines.base import Engine
 from batchrunner.job.queue_band import QueueBand
+from batchrunner.job.spec import Job
 from batchrunner.output.columns import result_schema
+from batchrunner.output.counts import RowCounts
 from batchrunner.output.disk_wait import DiskWait
-from batchrunner.output.events import attempts_in
+from batchrunner.output.events import EventLog, attempts_in
 from batchrunner.output.run_json import without_secrets
+from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import ResultWriter
 from batchrunner.report.totals import versions
-from batchrunner.runner.progress import ProgressLog
+from batchrunner.runner.attempt import Attempt
+from batchrunner.runner.control import Control
+from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.progress import Display, ProgressLog
 from batchrunner.runner.run import Run
 from batchrunner.runner.stop_rules import FailureLimit, StopRules
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from batchrunner.core.types import EngineInfo
-    from batchrunner.dispatch.concurrency.controller import Decision
-    from batchrunner.engines.base import Engine
-    from batchrunner.job.spec import Job
-    from batchrunner.output.counts import RowCounts
-    from batchrunner.output.events import EventLog
-    from batchrunner.output.task_lock import TaskLock
-    from batchrunner.runner.attempt import Attempt
-    from batchrunner.runner.control import Control
-    from batchrunner.runner.prepare import PreparedJob
-    from batchrunner.runner.progress import Display
 
 log = logging.getLogger(__name__)
 

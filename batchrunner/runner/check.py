@@ -1,27 +1,21 @@
 """`batchrun check`: validates a job without an engine, and shows what would be sent."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Request
+from batchrunner.core.types import Outcome, Request
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
+from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import find_done, prepare
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Outcome
-    from batchrunner.input.sort.decide import OrderDecision
 
 PROMPTS_SHOWN = 3
 CHARACTERS_SHOWN = 2000

@@ -1,16 +1,12 @@
 """Stops a run: gently, so that requests in flight end, or at once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from batchrunner.core.errors import BatchrunError
 from batchrunner.report.report import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 T = TypeVar("T")
 

@@ -1,44 +1,34 @@
 """One attempt at a job, from the check of its input to the report."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.tokenize import detokenizer_for
+from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
+from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempts_in
 from batchrunner.output.files import writing
 from batchrunner.output.resume import drop_failed
+from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import read_run_json
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.html.page import leave_page
+from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done
-from batchrunner.runner.attempt import check_nobody_works, plan_attempt
+from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.build import build_run
 from batchrunner.runner.control import Control, Sleeper
-from batchrunner.runner.prepare import check_resumes, prepare
-from batchrunner.runner.progress import NoDisplay
+from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
+from batchrunner.runner.progress import Display, NoDisplay
 from batchrunner.runner.run import give_back
-from batchrunner.runner.shard import JoinTask
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from batchrunner.core.types import EngineInfo
-    from batchrunner.engines.base import Engine
-    from batchrunner.job.spec import Job
-    from batchrunner.output.run_dir import RunDir
-    from batchrunner.report.report import Report
-    from batchrunner.runner.attempt import Attempt
-    from batchrunner.runner.prepare import PreparedJob
-    from batchrunner.runner.progress import Display
-    from batchrunner.runner.shard import Shard
+from batchrunner.runner.shard import JoinTask, Shard
 
 GC_THRESHOLD = 10_000
 """New objects between two searches for garbage cycles. Python's 700 means a search every few rows, through

@@ -1,30 +1,21 @@
 """Runs a job in the foreground of a terminal or batch job, with signal handlers and a display."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import os
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import uvloop
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.load import load_job
-from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP, Report
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
-from batchrunner.runner.progress import ProgressBar, make_display
-from batchrunner.runner.shard import new_join_task, parse_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.report.report import Report
-    from batchrunner.runner.progress import Display
-    from batchrunner.runner.shard import JoinTask, Shard
+from batchrunner.runner.progress import Display, ProgressBar, make_display
+from batchrunner.runner.shard import JoinTask, Shard, new_join_task, parse_shard
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,9 @@
 """Checks that need no engine: the input, the templates, the output directory, earlier attempts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.row_set import between
@@ -12,17 +11,12 @@ from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
+from batchrunner.job.spec import Job
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import DISCARD, check_same_run, fingerprint, read_run_json
 from batchrunner.output.task_holder import is_held
-from batchrunner.runner.shard import Shard, split_option
-
-if TYPE_CHECKING:
-    from pyroaring import BitMap64
-
-    from batchrunner.job.spec import Job
-    from batchrunner.runner.shard import JoinTask
+from batchrunner.runner.shard import JoinTask, Shard, split_option
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,16 @@
 """What a run shows while it goes on: a bar on a terminal, plain lines where there is none."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from collections.abc import Sequence
+from typing import Any, Protocol, TextIO
 
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.dispatch.incidents import IncidentLog
+from batchrunner.dispatch.snapshot import Monitor, Snapshot
+from batchrunner.output.events import EventLog
 from batchrunner.report.report import duration
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import SchedulerLoad
-    from batchrunner.dispatch.incidents import IncidentLog
-    from batchrunner.dispatch.snapshot import Monitor, Snapshot
-    from batchrunner.output.events import EventLog
 
 LINE_EVERY_S = 5.0
 SAMPLE_S = 2.0

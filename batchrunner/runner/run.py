@@ -1,42 +1,37 @@
 """One run from its first row to its report."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
 import logging
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import BatchrunError, StorageError
+from batchrunner.core.types import EngineInfo
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.dispatcher import Dispatcher
+from batchrunner.dispatch.feeder import Feeder
+from batchrunner.dispatch.incidents import IncidentLog
+from batchrunner.dispatch.load_loop import LoadLoop
+from batchrunner.dispatch.load_summary import LoadSummary
+from batchrunner.dispatch.prefix_order.reorder import Reorderer
+from batchrunner.dispatch.queue import Backlog
+from batchrunner.dispatch.route_totals import RouteTotals
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_json import fingerprint, write_run_json
+from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.writer import ResultWriter
+from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done, versions
+from batchrunner.runner.attempt import Attempt
+from batchrunner.runner.control import Control
+from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.progress import ProgressLog
 from batchrunner.runner.shard import JoinTask
-
-if TYPE_CHECKING:
-    from batchrunner.core.types import EngineInfo
-    from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-    from batchrunner.dispatch.dispatcher import Dispatcher
-    from batchrunner.dispatch.feeder import Feeder
-    from batchrunner.dispatch.incidents import IncidentLog
-    from batchrunner.dispatch.load_loop import LoadLoop
-    from batchrunner.dispatch.load_summary import LoadSummary
-    from batchrunner.dispatch.prefix_order.reorder import Reorderer
-    from batchrunner.dispatch.queue import Backlog
-    from batchrunner.dispatch.route_totals import RouteTotals
-    from batchrunner.output.counts import RowCounts
-    from batchrunner.output.events import EventLog
-    from batchrunner.output.task_lock import TaskLock
-    from batchrunner.output.writer import ResultWriter
-    from batchrunner.report.report import Report
-    from batchrunner.runner.attempt import Attempt
-    from batchrunner.runner.control import Control
-    from batchrunner.runner.prepare import PreparedJob
-    from batchrunner.runner.progress import ProgressLog
-    from batchrunner.runner.task_rows import TaskRows
+from batchrunner.runner.task_rows import TaskRows
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,14 @@
 """How a run is split among tasks: into fixed shards (`--shard`), or by leases (`--join`)."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
 import socket
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import JobError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 MOST_SHIFT = 0.1
 """Largest distance, as a share of a shard, by which its end moves to the end of a row group: then only one

@@ -1,10 +1,9 @@
 """The state of a run, read from its files: it may be at work in another process, or over."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
 from batchrunner.output.events import last_sample
@@ -14,9 +13,6 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.output.task_holder import holder_of, is_recent
 from batchrunner.report.report import duration
 from batchrunner.runner.cluster.leases import Leases
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SILENT_S = 300.0
 """Age of the last sample, in seconds of this machine's clock, above which a task on another machine is shown

@@ -1,18 +1,12 @@
 """Ends a run from inside: after a failed write, at the deadline, or if too many rows fail."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from typing import TYPE_CHECKING
-
+from batchrunner.core.types import Outcome, SchedulerLoad
+from batchrunner.output.counts import RowCounts
 from batchrunner.output.run_json import DISCARD
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Outcome, SchedulerLoad
-    from batchrunner.output.counts import RowCounts
-    from batchrunner.output.writer import ResultWriter
-    from batchrunner.runner.control import Control
+from batchrunner.output.writer import ResultWriter
+from batchrunner.runner.control import Control
 
 FEWEST_ROWS = 100
 """Rows that must have ended before `limits.abort_failed_share` stops a run."""

@@ -1,16 +1,16 @@
 """The rows of one task, read and rendered while others are in flight."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from pyroaring import BitMap64
 from tenacity import (
+    RetryCallState,
     Retrying,
     retry_if_exception_type,
     sleep_using_event,
@@ -21,19 +21,11 @@ from tenacity import (
 
 from batchrunner.core.errors import InputError, InputLostError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Lease
+from batchrunner.core.types import Lease, Outcome, Request
+from batchrunner.input.dataset import RowBatch
+from batchrunner.input.row_reader import RowReader
 from batchrunner.input.sort.plan import open_order
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tenacity import RetryCallState
-
-    from batchrunner.core.types import Outcome, Request
-    from batchrunner.input.dataset import RowBatch
-    from batchrunner.input.row_reader import RowReader
-    from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 

@@ -1,17 +1,11 @@
 """Which waiting samples the next prefill pass takes in: the admission of SGLang's scheduler."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from batchrunner.simulation.budget import PAGE_TOKENS, PrefillBudget
+from batchrunner.simulation.config import SchedulerConfig
+from batchrunner.simulation.kv_pool import KvPool
 from batchrunner.simulation.running import CLIP_TOKENS
+from batchrunner.simulation.sample import SimulatedRequest
 from batchrunner.simulation.waiting_queue import MATCHED_AT_MOST, WaitingQueue
-
-if TYPE_CHECKING:
-    from batchrunner.simulation.config import SchedulerConfig
-    from batchrunner.simulation.kv_pool import KvPool
-    from batchrunner.simulation.sample import SimulatedRequest
 
 
 class Admission:

@@ -1,7 +1,5 @@
 """How much one prefill pass may still take in: `PrefillAdder` and `PrefillBudget` of SGLang 0.5.23."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The flags of a simulated SGLang server that its scheduler depends on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,14 +1,10 @@
 """How long a forward pass takes: a + b·samples + c·context tokens + d·prefilled tokens."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from batchrunner.simulation.scheduler import StepResult
+from batchrunner.simulation.scheduler import StepResult
 
 
 class MeasuredPass(NamedTuple):

@@ -1,14 +1,7 @@
 """The KV pool of a simulated server: which of its tokens are free, cached or used, and by whom."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from batchrunner.simulation.radix import RadixCache
-
-if TYPE_CHECKING:
-    from batchrunner.simulation.radix import CacheNode
-    from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.simulation.radix import CacheNode, RadixCache
+from batchrunner.simulation.sample import SimulatedRequest
 
 
 class KvPool:

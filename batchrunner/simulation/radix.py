@@ -11,10 +11,7 @@ are evicted by last access; their parents become leaves then) and `mem_cache/com
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 Path = tuple[tuple["Hashable", int], ...]
 

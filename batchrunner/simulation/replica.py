@@ -1,21 +1,15 @@
 """A server in virtual time: a scheduler, the time that its passes take, and gauges as late as real ones."""
 
-from __future__ import annotations
-
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from batchrunner.simulation.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from batchrunner.simulation.config import SchedulerConfig
-    from batchrunner.simulation.cost import CostModel
-    from batchrunner.simulation.sample import SimulatedRequest
-    from batchrunner.simulation.scheduler import StepResult
+from batchrunner.simulation.config import SchedulerConfig
+from batchrunner.simulation.cost import CostModel
+from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.simulation.scheduler import Scheduler, StepResult
 
 INTERVAL_STEPS: Mapping[str, int] = {"loads": 15, "metrics": 40}
 """Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's defaults

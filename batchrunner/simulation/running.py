@@ -1,12 +1,8 @@
 """The samples that decode together, as running sums: a step costs the same however many there are."""
 
-from __future__ import annotations
-
 import heapq
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.simulation.sample import SimulatedRequest
 
 CLIP_TOKENS = 4096
 """The most output tokens that the scheduler expects of a request (`CLIP_MAX_NEW_TOKENS`,

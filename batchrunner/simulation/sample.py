@@ -1,14 +1,10 @@
 """One request as the simulated scheduler sees it: numbers of tokens, no text."""
 
-from __future__ import annotations
-
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from batchrunner.simulation.radix import CacheNode
+from batchrunner.simulation.radix import CacheNode
 
 State = Literal["new", "waiting", "chunked", "running", "finished", "aborted", "dropped"]
 

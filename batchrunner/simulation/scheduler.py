@@ -10,21 +10,16 @@ priorities; sliding windows and Mamba states; speculation; and, with the radix c
 `ignore_eos` requests by a simulation of their ends (`add_one_req_ignore_eos`).
 """
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from batchrunner.simulation.admission import Admission
 from batchrunner.simulation.budget import PAGE_TOKENS
+from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.kv_pool import KvPool
 from batchrunner.simulation.running import RunningBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.simulation.config import SchedulerConfig
-    from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.simulation.sample import SimulatedRequest
 
 RETRACT_STEPS = 20
 """`SGLANG_RETRACT_DECODE_STEPS`: steps ahead for which a retraction makes room, where it can."""

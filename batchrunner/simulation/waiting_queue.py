@@ -1,18 +1,12 @@
 """The samples that wait for their prefill, in the order of SGLang's schedule policy."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from batchrunner.simulation.radix import RadixCache
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.simulation.sample import SimulatedRequest
 
 MATCHED_AT_MOST = 128
 """`WAITING_QUEUE_PREFIX_MATCH_MAX`: a longer queue is served first come, first served under `lpm` too."""

@@ -1,20 +1,15 @@
 """Edit `engine.args` in a job file: only the changed values, and no other character."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from batchrunner.core.errors import JobError
+from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import parse_engine
 from batchrunner.output.files import whole_file, writing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from batchrunner.job.engine import EngineSpec
 
 
 def apply_args(path: Path, args: Mapping[str, Any]) -> None:

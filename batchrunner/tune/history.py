@@ -1,10 +1,8 @@
 """The finished trials, one JSON line each, from which the same command resumes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import orjson
@@ -12,11 +10,7 @@ import orjson
 from batchrunner.output.files import writing
 from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.search import changes, key_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from batchrunner.tune.space import Args
+from batchrunner.tune.space import Args
 
 
 class TrialHistory:

@@ -1,16 +1,12 @@
 """Figures of a trial that only the server's log has: forward passes, graphs, memory left. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
+from collections.abc import Iterable
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.engines.logs.lines import clean, origin_of, record_in
 from batchrunner.engines.logs.records import Arguments, LoggedBatch, ServerReady, WeightsLoaded
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 LOG_INTERVAL = 10
 """`decode-log-interval` of trials, in passes: they are counted to within 10, at almost no cost."""

@@ -1,23 +1,16 @@
 """The machine to tune on: the flags of the installed SGLang, the device and its memory."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from batchrunner.advise.roofline import UnknownLimitError, model_of_config
 from batchrunner.engines.device import cards, gpus, on_cpu
 from batchrunner.engines.flags import Flags, installed
-from batchrunner.engines.logs.facts import architecture_of
+from batchrunner.engines.logs.facts import Architecture, architecture_of
 from batchrunner.engines.model_files import read_config
 from batchrunner.engines.recovery.host import free_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from batchrunner.engines.logs.facts import Architecture
-    from batchrunner.job.engine import ServerEngine
-    from batchrunner.job.spec import Job
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.spec import Job
 
 POOL_SHARE = 4
 """A CPU's KV pool may take one part in this many of the free memory: others use the machine too."""

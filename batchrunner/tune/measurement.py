@@ -3,20 +3,15 @@
 Pure: it takes finished rows and load readings with their times, from a real or a simulated engine.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.logs.thresholds import Thresholds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import SchedulerLoad
 
 MOST_STEADY_S = 120.0
 """Seconds of steady time that a trial is measured at most, for slow rows."""

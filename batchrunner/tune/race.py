@@ -6,16 +6,12 @@ Student's, one-sided 95 %, of the mean log ratio. Its variance is pooled over al
 more than once, and starts from a guess, since two trials of one setting say little about it.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from batchrunner.tune.measurement import TrialSigns
+from batchrunner.tune.measurement import TrialSigns
 
 GUESS, GUESS_WEIGHT = 0.05, 4
 """Assumed standard deviation of a trial's log speed, and how many repetitions it counts as. A shared 2-core

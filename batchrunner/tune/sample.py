@@ -6,11 +6,10 @@ of a list that is sorted by both). They are sent in van der Corput's order, in w
 over the whole input: a trial that is stopped early has rows from the end of the input too.
 """
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,12 +21,7 @@ from batchrunner.input.prefixes import prompt_bytes
 from batchrunner.input.sort.plan import decide_order, open_order, prepare_order, remove_sorted_copies
 from batchrunner.output.columns import arrow_array
 from batchrunner.output.files import whole_file, writing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.prepare import PreparedJob
 
 MOST_ROWS = 16_384
 """Rows of a sample at most: four times what SGLang runs at once by default (4096)."""

@@ -4,24 +4,16 @@ The search asks for trials and is sent their results. The same results bring the
 resumes when it is sent the results that were kept.
 """
 
-from __future__ import annotations
-
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import orjson
 
 from batchrunner.engines.flags import command_line, name_in
-from batchrunner.tune.measurement import Incumbent
+from batchrunner.tune.machine import Machine
+from batchrunner.tune.measurement import Incumbent, TrialResult
 from batchrunner.tune.race import WORTH, compare, margin_to_stop, more_per_pass, same_work, trial_noise
-from batchrunner.tune.space import TUNED_FLAGS, TuningState
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from batchrunner.tune.machine import Machine
-    from batchrunner.tune.measurement import TrialResult
-    from batchrunner.tune.space import Args, FlagChange, TunedFlag
+from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, TunedFlag, TuningState
 
 FAILED_MORE = 0.01
 """Share of rows by which failures may exceed those of the best: trials end with different rows."""

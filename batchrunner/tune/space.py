@@ -4,11 +4,10 @@ A flag is tried only where the signs of the best trial show that it can matter; 
 queue comes first in the guides, but is no flag: the runner's own controller holds it.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.advise.rules.load import LESS_CONSERVATIVE
 from batchrunner.advise.rules.memory import STEP
@@ -18,13 +17,8 @@ from batchrunner.advise.situation import memory_band
 from batchrunner.engines.flags import name_in
 from batchrunner.engines.logs.facts import FP8, Facts
 from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, MOST_CONSERVATIVE
-from batchrunner.tune.measurement import GUIDES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from batchrunner.tune.machine import Machine
-    from batchrunner.tune.measurement import TrialSigns
+from batchrunner.tune.machine import Machine
+from batchrunner.tune.measurement import GUIDES, TrialSigns
 
 Args = dict[str, Any]
 QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"

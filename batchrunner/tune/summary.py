@@ -1,21 +1,16 @@
 """The summary of a tuning: a table of its trials, and the `engine.args` to use."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.flags import command_line
 from batchrunner.report.report import duration
-from batchrunner.tune.search import changes
-
-if TYPE_CHECKING:
-    from batchrunner.tune.search import FlagSetting, Search
-    from batchrunner.tune.space import Args
+from batchrunner.tune.search import FlagSetting, Search, changes
+from batchrunner.tune.space import Args
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,24 @@
 """One trial: launch a server with some flags and send it the sample, until enough is known."""
 
-from __future__ import annotations
-
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartError
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
-from batchrunner.job.spec import InputSpec
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.spec import InputSpec, Job
 from batchrunner.report.report import EXIT_STOPPED
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
 from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes
-from batchrunner.tune.measurement import TrialProgress, TrialResult, TrialWatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-    from batchrunner.engines.base import Engine
-    from batchrunner.job.engine import ServerEngine
-    from batchrunner.job.spec import Job
-    from batchrunner.tune.measurement import End
-    from batchrunner.tune.sample import TuningSample
-    from batchrunner.tune.search import TrialRequest
+from batchrunner.tune.measurement import End, TrialProgress, TrialResult, TrialWatch
+from batchrunner.tune.sample import TuningSample
+from batchrunner.tune.search import TrialRequest
 
 
 @dataclass(frozen=True, slots=True)

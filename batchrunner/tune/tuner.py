@@ -1,13 +1,12 @@
 """`batchrun tune`: run trials of the job's own rows under other flags, within a time budget."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import uvloop
 from pydantic import TypeAdapter, ValidationError
@@ -19,27 +18,20 @@ from batchrunner.engines.model_files import check_model
 from batchrunner.job.engine import GatewayEngine, InprocessEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
+from batchrunner.job.spec import Job
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
-from batchrunner.runner.prepare import prepare
+from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.edit import apply_args, own_engine
 from batchrunner.tune.history import TrialHistory
 from batchrunner.tune.machine import machine_for
+from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.sample import write_sample
-from batchrunner.tune.search import Search, changes, key_of
-from batchrunner.tune.space import ALLOWABLE
+from batchrunner.tune.search import Search, TrialRequest, changes, key_of
+from batchrunner.tune.space import ALLOWABLE, Args
 from batchrunner.tune.summary import TuningSummary, summarize
 from batchrunner.tune.trial import TrialRunner
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from batchrunner.job.spec import Job
-    from batchrunner.runner.prepare import PreparedJob
-    from batchrunner.tune.measurement import TrialResult
-    from batchrunner.tune.search import TrialRequest
-    from batchrunner.tune.space import Args
 
 log = logging.getLogger(__name__)
 

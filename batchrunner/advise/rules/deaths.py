@@ -1,18 +1,10 @@
 """Rules on deaths that are not caused by GPU memory. Each is pure."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from batchrunner.advise.rules.rule import Finding
-from batchrunner.advise.situation import LONGEST_LINE
-from batchrunner.engines.flags import command_line
+from batchrunner.advise.situation import LONGEST_LINE, Situation
+from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import safer
-
-if TYPE_CHECKING:
-    from batchrunner.advise.situation import Situation
-    from batchrunner.engines.flags import Flags
 
 
 def killed(s: Situation, flags: Flags) -> Finding | None:

@@ -1,19 +1,13 @@
 """Rules on queue, token usage, batch size and retractions. Each is pure."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from batchrunner.advise.rules.rule import Finding
-from batchrunner.engines.flags import command_line
+from batchrunner.advise.rules.rule import Certainty, Finding
+from batchrunner.advise.situation import ClientActivity, Situation
+from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, MOST_CONSERVATIVE, as_flag, in_effect
 from batchrunner.job.queue_band import QueueBand
-
-if TYPE_CHECKING:
-    from batchrunner.advise.rules.rule import Certainty
-    from batchrunner.advise.situation import ClientActivity, Situation
-    from batchrunner.engines.flags import Flags
 
 LESS_CONSERVATIVE = 0.3
 """`--schedule-conservativeness` by the guides, where SGLang admits too few requests."""

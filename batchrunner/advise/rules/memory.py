@@ -1,22 +1,16 @@
 """Rules on GPU memory: what is left at the start, and where it ran out. Each is pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.advise.rules.rule import Finding
-from batchrunner.advise.situation import LONGEST_LINE
-from batchrunner.engines.flags import command_line
+from batchrunner.advise.situation import LONGEST_LINE, Situation
+from batchrunner.engines.flags import Flags, command_line
+from batchrunner.engines.logs.facts import Trouble
+from batchrunner.engines.logs.records import Phase
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
-
-if TYPE_CHECKING:
-    from batchrunner.advise.situation import Situation
-    from batchrunner.engines.flags import Flags
-    from batchrunner.engines.logs.facts import Trouble
-    from batchrunner.engines.logs.records import Phase
 
 STEP = 0.01
 """The guides' step of `--mem-fraction-static`."""

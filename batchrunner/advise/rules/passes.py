@@ -1,19 +1,14 @@
 """Rules on forward passes: prefill chunks, long prompts, CUDA graphs. Each is pure."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.advise.rules.load import LESS_CONSERVATIVE, conservativeness
 from batchrunner.advise.rules.rule import Finding
-from batchrunner.advise.situation import CHUNK_GB_A_TOKEN
+from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Situation
+from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.facts import prefill_graph_off
 from batchrunner.engines.recovery.safer_args import in_effect, least_fraction
-
-if TYPE_CHECKING:
-    from batchrunner.advise.situation import Situation
-    from batchrunner.engines.flags import Flags
 
 LARGEST_CHUNK = 16_384
 """Largest default of SGLang's `--chunked-prefill-size`, in tokens."""

@@ -1,18 +1,11 @@
 """One rule, what it finds, and the advice that follows. Pure."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from batchrunner.engines.flags import command_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from batchrunner.advise.situation import Situation
-    from batchrunner.engines.flags import Flags
-
+from batchrunner.advise.situation import Situation
+from batchrunner.engines.flags import Flags, command_line
 
 Certainty = Literal["high", "medium", "low"]
 

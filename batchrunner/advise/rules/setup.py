@@ -3,19 +3,12 @@
 Each is pure, and finds nothing where the model or the GPU is not known.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 from batchrunner.advise.rules.rule import Finding
-from batchrunner.engines.flags import command_line
-from batchrunner.engines.logs.facts import FP8
-
-if TYPE_CHECKING:
-    from batchrunner.advise.situation import Situation
-    from batchrunner.engines.flags import Flags
-    from batchrunner.engines.logs.facts import Architecture, Facts
+from batchrunner.advise.situation import Situation
+from batchrunner.engines.flags import Flags, command_line
+from batchrunner.engines.logs.facts import FP8, Architecture, Facts
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""

@@ -1,7 +1,5 @@
 """Which advice silences which other advice."""
 
-from __future__ import annotations
-
 _TAKES_MEMORY = ("running-low", "long-prompts", "cuda-graph")
 _LOAD_RULES = (
     *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",

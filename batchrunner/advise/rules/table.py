@@ -1,21 +1,14 @@
 """The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from batchrunner.advise.rules import deaths as death_rules
 from batchrunner.advise.rules import load as load_rules
 from batchrunner.advise.rules import memory as memory_rules
 from batchrunner.advise.rules import passes as pass_rules
 from batchrunner.advise.rules import setup as setup_rules
-from batchrunner.advise.rules.rule import Rule
+from batchrunner.advise.rules.rule import Advice, Rule
 from batchrunner.advise.rules.silences import SILENCES
-
-if TYPE_CHECKING:
-    from batchrunner.advise.rules.rule import Advice
-    from batchrunner.advise.situation import Situation
-    from batchrunner.engines.flags import Flags
+from batchrunner.advise.situation import Situation
+from batchrunner.engines.flags import Flags
 
 OFTEN = "often"
 """The word for a sign in at least 25% of at least 8 samples over 10 s: `frequent`, `samples`, `span_s`."""

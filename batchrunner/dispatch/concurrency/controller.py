@@ -41,15 +41,10 @@ Sources: SGLang's hyperparameter tuning guide (the band); Vegas (a band instead 
 control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from batchrunner.core.timing import TIMING
-
-if TYPE_CHECKING:
-    from batchrunner.job.queue_band import QueueBand
+from batchrunner.job.queue_band import QueueBand
 
 GAIN = 0.37
 """Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""

@@ -6,22 +6,16 @@ flight are assumed to be spread as the schedulers' own running + waiting say, an
 is over the band none of its windows grows.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from batchrunner.core.types import EngineInfo, SchedulerLoad
 from batchrunner.dispatch.concurrency.controller import Controller, Decision, Reading
 from batchrunner.dispatch.concurrency.sharing import Shares
 from batchrunner.dispatch.concurrency.window import first_window
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from batchrunner.core.types import EngineInfo, SchedulerLoad
-    from batchrunner.job.queue_band import QueueBand
+from batchrunner.job.queue_band import QueueBand
 
 BURST_S = 0.1
 """Seconds over which the rows of a burst are counted."""

@@ -6,13 +6,8 @@ may hold more than its share of all rows that have not ended, in flight or unsen
 to the rows that each route ended recently. While much input is left, the shares are larger than any window.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence
 
 HALF_LIFE_S = 60.0
 """Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""

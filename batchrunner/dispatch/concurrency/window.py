@@ -1,7 +1,5 @@
 """The first window of a scheduler: enough requests to fill it, too few to flood its queue."""
 
-from __future__ import annotations
-
 UNKNOWN_ENGINE_WINDOW = 256
 """First window for an engine that does not say how many requests it runs."""
 TYPICAL_PROMPT_TOKENS = 256

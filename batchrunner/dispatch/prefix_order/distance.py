@@ -7,14 +7,10 @@ virtual time (`benchmarks/order_simulated.py`) this wastes less than a distance 
 the KV pool. It is corrected by the cached tokens that the answers report.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from batchrunner.core.types import Completion, EngineInfo
-    from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.core.types import Completion, EngineInfo
+from batchrunner.dispatch.pending_row import PendingRow
 
 PASS_TOKENS = 8192
 """Prefill tokens of one pass, for an engine that does not say: SGLang's chunk on GPUs of 80 GB."""

@@ -1,11 +1,6 @@
 """Expected output lengths: what the job allows, and what rows with the same template have had. Pure."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.pending_row import PendingRow
 
 MOST_TEMPLATES = 1024
 """Templates whose averages are kept."""

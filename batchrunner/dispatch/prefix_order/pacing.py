@@ -1,17 +1,13 @@
 """Releases a follower once its leader is a reuse distance ahead. Pure: the clock counts prefill tokens."""
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from batchrunner.dispatch.pending_row import PendingRow
-    from batchrunner.dispatch.prefix_order.distance import ReuseDistance
+from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 
 MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
 """Followers held back while more rows can come, and the bytes of their prompts."""

@@ -6,15 +6,11 @@ one that leads in the largest branch below: then each row waits for as few other
 number at most, and the longest turn of a conversation computes all the shorter ones.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from batchrunner.input.prefixes import common_length
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LEAST_SHARED_BYTES = 256
 """Length of the shortest prefix that is worth an order: about 64 tokens."""

@@ -1,22 +1,16 @@
 """Computes shared prefixes on an empty engine before the rows that need them are sent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from batchrunner.core.types import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from batchrunner.dispatch.prefix_order.reorder import PrimeTask
-    from batchrunner.dispatch.tokenize import PromptTokenizer
-    from batchrunner.engines.base import Engine
+from batchrunner.dispatch.prefix_order.reorder import PrimeTask
+from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.engines.base import Engine
 
 MOST_S = 30.0
 """Longest wait for a round of primes, in seconds: they save a prefill pass or two."""

@@ -3,25 +3,19 @@
 Rows come in the plan's order and are looked at some thousand at a time. Pure: no clock, no engine.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 from zlib import crc32
 
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.dispatch.prefix_order.distance import DistanceChange, ReuseDistance
+from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.pacing import FollowerRelease
 from batchrunner.dispatch.prefix_order.prefix_tree import find_leaders
+from batchrunner.dispatch.source import RowSource
 from batchrunner.input.prefixes import prompt_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from batchrunner.core.types import Completion, Request
-    from batchrunner.dispatch.prefix_order.distance import DistanceChange, ReuseDistance
-    from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
-    from batchrunner.dispatch.source import RowSource
 
 WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
 """Rows that are ordered together, and the bytes of their prompts."""

@@ -1,22 +1,22 @@
 """The HTTP client of one SGLang server, or of several replicas of one model, behind a gateway or not."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from batchrunner.core.errors import EngineDownError, EngineStartError, NoAnswerError
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
-from batchrunner.engines.http.failures import FailureClassifier
+from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.status import (
     KEY_REFUSED,
@@ -29,13 +29,7 @@ from batchrunner.engines.http.status import (
     ServerStatus,
 )
 from batchrunner.engines.model_files import vocabulary_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
-    from batchrunner.engines.http.failures import DeathVerdicts
-    from batchrunner.input.tokenize.detokenizer import Detokenizer
+from batchrunner.input.tokenize.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 

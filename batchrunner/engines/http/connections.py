@@ -1,7 +1,5 @@
 """The machine's limits on open connections (files, local ports), ports to listen on, loopback addresses."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
@@ -9,11 +7,8 @@ import random
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RESERVED_FILES = 128
 """File descriptors kept for files, logs, pipes and the interpreter."""

@@ -1,17 +1,13 @@
 """An address that takes requests: how many are in flight there, and one timer that ends the late ones."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 from yarl import URL
 
 from batchrunner.engines.http import wire
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 LONGEST_TICK_S = 1.0
 

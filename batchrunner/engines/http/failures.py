@@ -1,7 +1,5 @@
 """The failure classifier: whether a row was cut off by its own fault, its server's death, or neither."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,14 +1,10 @@
 """A server's report of its load → SchedulerLoads, for every source that SGLang offers. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from batchrunner.core.types import SchedulerLoad
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 PREFIX = "sglang:"
 

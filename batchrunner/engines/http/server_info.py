@@ -1,17 +1,11 @@
 """The replies to `/model_info` and `/server_info` → EngineInfo and TokenizerInfo. Pure."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import EngineInfo, TokenizerInfo
+from batchrunner.core.types import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.engines.model_files import model_identity
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from batchrunner.core.types import SchedulerLoad
 
 # Server arguments that change the tokens of a chat, or its answer. Where all are unset, the chat endpoint
 # does nothing that /generate would not do with the same token ids (serving_chat.py of SGLang 0.5.23).

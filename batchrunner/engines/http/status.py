@@ -1,17 +1,13 @@
 """GET requests to one SGLang server: its model, its arguments, its load, its counters."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
 
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.load import from_loads, from_metrics
-
-if TYPE_CHECKING:
-    from batchrunner.core.types import SchedulerLoad
 
 MODEL_INFO = ("/model_info", "/get_model_info")
 SERVER_INFO = ("/server_info", "/get_server_info")

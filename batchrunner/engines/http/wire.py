@@ -1,8 +1,7 @@
 """The format of requests and replies of SGLang's HTTP interface. Pure."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import orjson
@@ -14,14 +13,9 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.types import Completion
+from batchrunner.core.types import Completion, Request
+from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import GATEWAY_DROPS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from batchrunner.core.types import Request
-    from batchrunner.input.tokenize.detokenizer import Detokenizer
 
 ERROR_CHARACTERS = 500
 """Most characters of an error message in a result row."""

@@ -1,7 +1,5 @@
 """The workers of a Model Gateway, read and changed over its HTTP interface."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

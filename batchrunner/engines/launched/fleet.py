@@ -1,14 +1,15 @@
 """The engine of a run that starts its own servers: one, or replicas behind a Model Gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import secrets
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 from batchrunner.core.errors import EngineStartError
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.http.client import SGLangClient
@@ -19,19 +20,10 @@ from batchrunner.engines.launched.sglang_server import SGLangServer
 from batchrunner.engines.logs.load import LogFollower
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.recovery.fits import cards_of, check_fits
-from batchrunner.engines.recovery.healer import healer_for
-from batchrunner.job.engine import GatewayEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
-    from pathlib import Path
-    from typing import Any
-
-    from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-    from batchrunner.engines.recovery.healer import Healer
-    from batchrunner.input.tokenize.detokenizer import Detokenizer
-    from batchrunner.job.engine import ServerEngine
-    from batchrunner.job.spec import LimitsSpec
+from batchrunner.engines.recovery.healer import Healer, healer_for
+from batchrunner.input.tokenize.detokenizer import Detokenizer
+from batchrunner.job.engine import GatewayEngine, ServerEngine
+from batchrunner.job.spec import LimitsSpec
 
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With

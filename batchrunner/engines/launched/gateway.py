@@ -1,30 +1,24 @@
 """One `sglang_router` (the Model Gateway) on loopback, with the arguments that batch work needs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import Incident
+from batchrunner.core.types import Incident, SchedulerLoad
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import program_environment
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.connections import free_port
+from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.process import LaunchedProcess, to_argv
 from batchrunner.engines.launched.supervisor import ServerSupervisor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from batchrunner.core.types import SchedulerLoad
-    from batchrunner.engines.base import IncidentQueue
-    from batchrunner.engines.http.endpoint import Endpoint
-    from batchrunner.job.engine import GatewayEngine
-    from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.engine import GatewayEngine
+from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,13 @@
 """A program started and ended by us, through the launcher: its start, its end, and why it died."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
@@ -16,9 +15,6 @@ import orjson
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.cause import cause_in, head_and_tail, last_line
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,15 @@
 """One server of a fleet, watched: restarted if it dies or hangs, spared by the gateway while it stalls."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from typing import TYPE_CHECKING
-
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.hang_detector import HangDetector
+from batchrunner.engines.http.endpoint import Endpoint
+from batchrunner.engines.http.failures import FailureClassifier
+from batchrunner.engines.launched.gateway import GatewayProcess
+from batchrunner.engines.launched.sglang_server import SGLangServer
 from batchrunner.engines.launched.supervisor import ServerSupervisor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.core.types import SchedulerLoad
-    from batchrunner.engines.base import IncidentQueue
-    from batchrunner.engines.http.endpoint import Endpoint
-    from batchrunner.engines.http.failures import FailureClassifier
-    from batchrunner.engines.launched.gateway import GatewayProcess
-    from batchrunner.engines.launched.sglang_server import SGLangServer
 
 
 class FleetReplica:

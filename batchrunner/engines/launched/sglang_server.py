@@ -1,24 +1,19 @@
 """One `sglang.launch_server` on a loopback port, with the job's arguments or safer ones."""
 
-from __future__ import annotations
-
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.device import program_environment, server_args
 from batchrunner.engines.http.connections import HeldPort
 from batchrunner.engines.launched.process import LaunchedProcess, to_argv
 from batchrunner.engines.recovery.diagnosis import EndedServer
+from batchrunner.engines.recovery.healer import Healer
 from batchrunner.engines.recovery.host import oom_kills
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from batchrunner.engines.recovery.healer import Healer
-    from batchrunner.job.engine import LaunchedEngine
+from batchrunner.job.engine import LaunchedEngine
 
 log = logging.getLogger(__name__)
 

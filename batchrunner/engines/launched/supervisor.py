@@ -1,22 +1,18 @@
 """The supervisor: restarts a program that dies or hangs, until it is plain that no start helps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from batchrunner.core.errors import EngineLostError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Incident
-
-if TYPE_CHECKING:
-    from batchrunner.engines.base import IncidentQueue
-    from batchrunner.engines.hang_detector import Hang
-    from batchrunner.engines.launched.process import LaunchedProcess
+from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.hang_detector import Hang
+from batchrunner.engines.launched.process import LaunchedProcess
 
 log = logging.getLogger(__name__)
 

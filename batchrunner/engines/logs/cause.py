@@ -1,14 +1,9 @@
 """The lines of an engine's log that say why it did not start, or why it died."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from batchrunner.engines.logs.lines import clean
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TAIL_BYTES = 4 << 20
 """Bytes read of a log's end: after one rank's error the others may write thousands of tracebacks."""

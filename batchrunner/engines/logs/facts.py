@@ -1,15 +1,11 @@
 """Facts about a server beside its load: arguments, limits, memory, model, card, troubles, death."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from batchrunner.engines.logs.records import Died, OutOfMemory, Phase, ServerReady
+from batchrunner.engines.logs.records import Died, OutOfMemory, Phase, ServerReady
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 

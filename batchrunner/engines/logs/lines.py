@@ -5,14 +5,12 @@ with nearly every release, so each pair is found by its name and never by its po
 code of SGLang 0.2.15, 0.3.6, 0.4.2 to 0.4.6, 0.5.2, 0.5.9 and 0.5.23, and the tuning guides.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from batchrunner.engines.logs.records import (
     Arguments,
@@ -20,15 +18,14 @@ from batchrunner.engines.logs.records import (
     LoggedBatch,
     LoggedCard,
     OutOfMemory,
+    Phase,
     PhaseBegins,
     Raised,
+    Record,
     Retraction,
     ServerReady,
     WeightsLoaded,
 )
-
-if TYPE_CHECKING:
-    from batchrunner.engines.logs.records import Phase, Record
 
 
 class Origin(NamedTuple):

@@ -1,16 +1,11 @@
 """The load out of a server's log, for SGLang releases that report it nowhere else."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.logs.lines import origin_of, record_in
 from batchrunner.engines.logs.records import LoggedBatch, ServerReady
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 BLOCK_BYTES = 4 << 20
 """Most bytes of a log that one poll reads."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.facts import Facts, Trouble
@@ -15,6 +16,7 @@ from batchrunner.engines.logs.records import (
     LoggedBatch,
     LoggedCard,
     OutOfMemory,
+    Phase,
     PhaseBegins,
     Raised,
     Record,
@@ -24,13 +26,7 @@ from batchrunner.engines.logs.records import (
 )
 from batchrunner.engines.logs.series import Prefills, Series
 from batchrunner.engines.logs.signs import LoadSample
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from batchrunner.engines.logs.records import Phase
-    from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.thresholds import Thresholds
 
 BLOCK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 18

@@ -1,7 +1,5 @@
 """Records of the lines of an SGLang log: one type for each kind of line that matters."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Phase = Literal["load", "pool", "graph", "prefill-graph", "prefill", "decode", "requests", "general"]

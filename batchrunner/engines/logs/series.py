@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from batchrunner.engines.logs.records import LoggedBatch
 from batchrunner.engines.logs.signs import SIGNS, LoadSample
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from batchrunner.engines.logs.records import LoggedBatch
-    from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.thresholds import Thresholds
 
 MOST_SAMPLES = 512
 """Most samples kept per scheduler; when there are more, every second one is dropped."""

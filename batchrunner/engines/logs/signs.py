@@ -1,13 +1,9 @@
 """Signs: what one sample of a scheduler's load shows. Pure."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import NamedTuple
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.thresholds import Thresholds
 
 
 class LoadSample(NamedTuple):

@@ -1,17 +1,12 @@
 """The diagnosis of a death, from the server's log, its exit status and the kernel's count of kills. Pure."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from batchrunner.engines.logs.cause import unstamped
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from batchrunner.engines.logs.facts import Facts
-    from batchrunner.engines.logs.records import Phase
+from batchrunner.engines.logs.facts import Facts
+from batchrunner.engines.logs.records import Phase
 
 Kind = Literal["killed", "crash"]
 

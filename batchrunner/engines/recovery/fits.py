@@ -4,10 +4,10 @@ Only what is certain is refused: weights that take more than all of a card's mem
 for a KV pool is for the server to find out, and for the healer to mend.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.jsonfile import read_json
@@ -21,10 +21,6 @@ from batchrunner.engines.model_files import (
     weights_dtype,
 )
 from batchrunner.engines.recovery.host import memory_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 _PARAMETER_BYTES = {

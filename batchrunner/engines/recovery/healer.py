@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from batchrunner.core.types import Incident
+from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import cards
-from batchrunner.engines.flags import name_in, of_arguments, version_of
+from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
+from batchrunner.engines.logs.facts import Facts
 from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.series import Series
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.model_files import model_identity
-from batchrunner.engines.recovery.diagnosis import NAMES, examine
+from batchrunner.engines.recovery.diagnosis import NAMES, Death, EndedServer, examine
 from batchrunner.engines.recovery.fits import split_over
 from batchrunner.engines.recovery.host import memory_bytes
 from batchrunner.engines.recovery.remembered import Lesson, Remembered
 from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, in_effect, safer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from batchrunner.engines.base import IncidentQueue
-    from batchrunner.engines.flags import Flags
-    from batchrunner.engines.logs.facts import Facts
-    from batchrunner.engines.logs.series import Series
-    from batchrunner.engines.recovery.diagnosis import Death, EndedServer
-    from batchrunner.job.engine import LaunchedEngine
+from batchrunner.job.engine import LaunchedEngine
 
 log = logging.getLogger(__name__)
 

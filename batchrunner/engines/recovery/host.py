@@ -1,7 +1,5 @@
 """The machine's memory: how much a run may take, and how many processes the kernel killed for lack of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path, PurePosixPath
 

@@ -1,22 +1,18 @@
 """The arguments that a model needed on a card: a small file for each, under the user's cache directory."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from batchrunner.core.errors import BatchrunError
 from batchrunner.output.files import write_json
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 

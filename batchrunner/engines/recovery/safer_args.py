@@ -9,17 +9,13 @@ a launched engine that died gets them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.logs.facts import prefill_graph_off
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from batchrunner.engines.flags import Flags
-    from batchrunner.engines.logs.facts import Facts
-    from batchrunner.engines.logs.records import Phase
-    from batchrunner.engines.recovery.diagnosis import Death, Kind
+from batchrunner.engines.flags import Flags
+from batchrunner.engines.logs.facts import Facts, prefill_graph_off
+from batchrunner.engines.logs.records import Phase
+from batchrunner.engines.recovery.diagnosis import Death, Kind
 
 CHUNKS = (4096, 2048)
 """`--chunked-prefill-size` in tokens: the guides' two steps."""

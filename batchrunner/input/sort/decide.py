@@ -4,22 +4,17 @@ Compared are the fraction of prompt bytes that the engine's prefix cache would h
 that equal an earlier row, in input order and sorted. Bytes stand for tokens (see `prefixes`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyroaring import BitMap64
 
 from batchrunner.core.types import Request
+from batchrunner.input.job_input import JobInput
 from batchrunner.input.prefixes import common_length, prompt_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from pyroaring import BitMap64
-
-    from batchrunner.input.job_input import JobInput
 
 WINDOW_ROWS = 1024
 """Rows of one stretch. The dispatcher reorders at least so many rows at a time, so it finds common prefixes

@@ -4,15 +4,17 @@ Only the sort keys are sorted, by duckdb, which gives the position of each row. 
 by position into buckets. So the columns, whatever their types, pass through Arrow and Parquet only.
 """
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+from pyroaring import BitMap64
 
-from batchrunner.core.types import Request
+from batchrunner.core.types import Outcome, Request
+from batchrunner.input.job_input import JobInput
 from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
 from batchrunner.input.select import MOST_LEASE_ROWS, lease_rows
 from batchrunner.input.sort.key_sort import KeySort, SortKey
@@ -21,15 +23,6 @@ from batchrunner.job.sampling import FromColumn
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.columns import arrow_array
 from batchrunner.output.files import whole_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from pyroaring import BitMap64
-
-    from batchrunner.core.types import Outcome
-    from batchrunner.input.job_input import JobInput
 
 MOST_OUTPUT_TOKENS = 1 << 30
 """Upper bound of `max_new_tokens` in a sort key, more than any model generates."""

@@ -1,17 +1,13 @@
 """Sorts the keys of any number of rows with duckdb, in bounded memory and on disk."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from batchrunner.output.columns import arrow_array
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MEMORY = "128MB"
 """Memory limit of duckdb. It takes more than that, but with Arrow's memory the process stays below 512 MB."""

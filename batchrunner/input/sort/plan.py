@@ -1,30 +1,23 @@
 """Decides on the order of an attempt's rows and prepares it: sorts them, or reuses an earlier sorted copy."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pyarrow as pa
+from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.input.dataset import DatasetReader
 from batchrunner.input.files import first_line
+from batchrunner.input.job_input import JobInput
+from batchrunner.input.row_reader import RowReader
 from batchrunner.input.sort.decide import OrderDecision, decide_by_sample
 from batchrunner.input.sort.external_sort import write_sorted
 from batchrunner.input.sort.sorted_copy import SortedCopy
 from batchrunner.output.run_json import check_same_run, fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from pyroaring import BitMap64
-
-    from batchrunner.input.job_input import JobInput
-    from batchrunner.input.row_reader import RowReader
 
 log = logging.getLogger(__name__)
 

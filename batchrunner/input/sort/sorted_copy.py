@@ -4,12 +4,12 @@ It has the columns that the job reads, and last the ordinals. Its metadata says 
 belongs to (`about`). A position is the index of a row in the copy, counted from 0.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -20,10 +20,6 @@ from batchrunner.core.errors import InputError
 from batchrunner.core.row_set import from_column
 from batchrunner.input.dataset import READ_BUFFER_BYTES, RowBatch, batch_rows
 from batchrunner.input.files import first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 _ABOUT = b"batchrunner"
 """Key of `about` in the Parquet metadata."""

@@ -6,8 +6,10 @@ The template comes with the model from strangers: the sandbox lets it compute a 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -20,9 +22,6 @@ from batchrunner.core.jsonfile import read_json
 from batchrunner.input.tokenize.tokenizer_files import token_text, tokenizer_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from jinja2.parser import Parser
 
 RESERVED_ARGUMENTS = frozenset(

@@ -1,17 +1,12 @@
 """Turns the token ids of answers into text like SGLang's detokenizer, for an engine that runs without one."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from batchrunner.core.errors import CannotTokenizeError
+from batchrunner.core.types import Request
 from batchrunner.input.tokenize.tokenizer_files import load_tokenizer, token_text, tokenizer_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from batchrunner.core.types import Request
 
 PROMPT_TOKENS = 5
 """Last tokens of the prompt that are decoded together with the answer, so that a space before its first word

@@ -1,21 +1,20 @@
 """Tokenizes the prompts of requests as SGLang would, and truncates those that are too long."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.input.tokenize.chat_template import load_chat_template
 from batchrunner.input.tokenize.tokenizer_files import load_tokenizer
-from batchrunner.input.tokenize.truncate import truncate_text, truncate_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from batchrunner.core.types import PromptKind, Request
-    from batchrunner.input.tokenize.truncate import Offsets, TokenBudget, Truncation
+from batchrunner.input.tokenize.truncate import (
+    Offsets,
+    TokenBudget,
+    Truncation,
+    truncate_text,
+    truncate_tokens,
+)
 
 _ROLES = {"system", "user", "assistant"}
 

@@ -1,14 +1,10 @@
 """Reads the tokenizer files of a model directory."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from batchrunner.core.errors import CannotTokenizeError
 from batchrunner.core.jsonfile import read_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def load_tokenizer(directory: Path) -> Any:

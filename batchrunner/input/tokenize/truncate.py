@@ -1,14 +1,10 @@
 """Decides how long a prompt may be, and truncates one that is too long. Pure."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from batchrunner.core.errors import RowRefusedError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 Truncation = Literal["head", "tail", "middle"]
 """The part of a prompt that is cut off, from `prompt.truncate`."""

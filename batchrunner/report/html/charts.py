@@ -4,16 +4,12 @@ The frame is stretched to the width of the screen. Texts stand beside it, placed
 height, so that they are not stretched.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from batchrunner.report.html.timeline import GridValue, Line, Timeline
+from batchrunner.report.html.timeline import GridValue, Line, Timeline
 
 WIDTH, HEIGHT = 1000.0, 100.0
 COLOURS = 8

@@ -1,23 +1,18 @@
 """The top of a run's page: its state and its main figures."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.task_holder import holder_of
+from batchrunner.report.html.results import RunResults
+from batchrunner.report.html.task_history import TaskHistory
+from batchrunner.report.html.timeline import Timeline
 from batchrunner.report.report import tolerated
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from batchrunner.report.html.results import RunResults
-    from batchrunner.report.html.task_history import TaskHistory
-    from batchrunner.report.html.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

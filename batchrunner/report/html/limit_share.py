@@ -1,26 +1,20 @@
 """The share of the GPUs' physical limit that a run reached, from run.json and the model's config.json."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.advise.roofline import (
     CARDS,
     Limit,
     RooflineSetting,
+    TokenWork,
     UnknownLimitError,
     limit,
     model_of_config,
 )
 from batchrunner.engines.flags import name_in
-from batchrunner.engines.model_files import read_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from batchrunner.advise.roofline import TokenWork
-    from batchrunner.engines.model_files import ModelShape
+from batchrunner.engines.model_files import ModelShape, read_config
 
 _WIDTHS = {"bfloat16": 2.0, "float16": 2.0, "half": 2.0, "auto": 2.0, "fp8": 1.0}
 """Bytes of a parameter by its type; the table of GPUs has no peak for other types."""

@@ -1,20 +1,12 @@
 """The charts of a run's load, and what is good in each."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from batchrunner.engines.logs.thresholds import Thresholds
-from batchrunner.report.html.charts import EventMark, ValueZone, draw_lines, number
-from batchrunner.report.html.task_history import RETRACTIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from batchrunner.report.html.charts import Chart
-    from batchrunner.report.html.task_history import IncidentMark, TaskHistory
-    from batchrunner.report.html.timeline import Line, Timeline
+from batchrunner.report.html.charts import Chart, EventMark, ValueZone, draw_lines, number
+from batchrunner.report.html.task_history import RETRACTIONS, IncidentMark, TaskHistory
+from batchrunner.report.html.timeline import Line, Timeline
 
 GOOD_USAGE = Thresholds().usage_good
 _BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}

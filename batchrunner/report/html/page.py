@@ -1,7 +1,5 @@
 """Write report.html: one file that shows a run, without outside resources."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib
@@ -9,9 +7,10 @@ import logging
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import yaml
@@ -28,17 +27,10 @@ from batchrunner.report.html.charts import draw_counts, number
 from batchrunner.report.html.headline import make_headline
 from batchrunner.report.html.limit_share import share_of_limit
 from batchrunner.report.html.load_charts import load_charts
-from batchrunner.report.html.results import read_results
-from batchrunner.report.html.task_history import read_history
-from batchrunner.report.html.timeline import make_timeline
+from batchrunner.report.html.results import RunResults, read_results
+from batchrunner.report.html.task_history import TaskHistory, read_history
+from batchrunner.report.html.timeline import Timeline, make_timeline
 from batchrunner.report.report import duration
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from batchrunner.report.html.results import RunResults
-    from batchrunner.report.html.task_history import TaskHistory
-    from batchrunner.report.html.timeline import Timeline
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import glob
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -19,15 +21,11 @@ from batchrunner.input.render import values_of
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.journal import read_journal
 from batchrunner.output.resume import DoneRows, read_done
+from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.charts import BinnedValues, round_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     import duckdb
-
-    from batchrunner.output.run_dir import RunDir
 
 MEMORY = "256MB"
 """Memory that duckdb may use."""

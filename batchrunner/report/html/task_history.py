@@ -1,17 +1,13 @@
 """Read a task's event log: its attempts with their load over time, in memory that does not grow with it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from batchrunner.output.events import read_events
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 MOST_CELLS = 600
 """Cells of time that are kept; when there are more, two neighbours are merged."""

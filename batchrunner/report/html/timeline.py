@@ -1,17 +1,11 @@
 """The load of a run over the time in which it was running, on one grid for all charts."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from batchrunner.report.html.task_history import RETRACTIONS, TASK_GAUGES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from batchrunner.report.html.task_history import Cell, Key, TaskHistory
+from batchrunner.report.html.task_history import RETRACTIONS, TASK_GAUGES, Cell, Key, TaskHistory
 
 MOST_LINES = 8
 """Schedulers that get a line each; of more, the mean with its range and the two extremes are drawn."""

@@ -1,17 +1,19 @@
 """Joins a run that several tasks do: the first task plans it, the others find the plan."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
 
 from batchrunner.core.errors import ResumeError, TaskHeldError
 from batchrunner.input.select import cut_into_leases
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import prepare_order, remove_sorted_copies
 from batchrunner.input.sort.sorted_copy import SortedCopy
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
@@ -21,16 +23,8 @@ from batchrunner.output.task_holder import DEAD_AFTER_S, POLL_S, is_held
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.cluster.leases import LeasePlan, Leases
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pyroaring import BitMap64
-
-    from batchrunner.output.counts import RowCounts
-    from batchrunner.output.events import EventLog
-    from batchrunner.runner.control import Sleeper
-    from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.control import Sleeper
+from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 

@@ -1,33 +1,31 @@
 """The rows of a task that takes leases; when none is free, it takes over those of dead tasks."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_after_delay, wait_fixed
+from pyroaring import BitMap64
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_after_delay,
+    wait_fixed,
+)
 
 from batchrunner.core.errors import OutputError
+from batchrunner.core.types import Lease
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
 from batchrunner.output.files import cannot_write
 from batchrunner.output.task_holder import POLL_S, SHORT_POLL_S
-from batchrunner.runner.cluster.leases import next_lease
+from batchrunner.runner.cluster.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.cluster.takeover import Takeover
+from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.task_rows import TaskRows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pyroaring import BitMap64
-    from tenacity import RetryCallState
-
-    from batchrunner.core.types import Lease
-    from batchrunner.output.counts import RowCounts
-    from batchrunner.output.events import EventLog
-    from batchrunner.runner.cluster.leases import LeasePlan, Leases
-    from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
 

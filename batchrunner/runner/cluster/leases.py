@@ -12,13 +12,13 @@ lost reply of a file server gives two tasks the same rows:
 A task holds its leases as long as it holds its task lock.
 """
 
-from __future__ import annotations
-
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 from pyroaring import BitMap64
@@ -27,10 +27,6 @@ from batchrunner.core.row_set import between, from_text, to_text
 from batchrunner.core.types import Lease
 from batchrunner.input.sort.sorted_copy import SortedCopy
 from batchrunner.output.files import create_file, make_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
 _PLAN = re.compile(r"plan-(\d{6})")

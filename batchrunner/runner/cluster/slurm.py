@@ -1,22 +1,18 @@
 """A job as a Slurm array: the script of its tasks, for a person to read and change, and its submission."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.core.errors import JobError, OutputError, SubmitError
 from batchrunner.job.load import load_job
 from batchrunner.report.report import EXIT_TIME_UP
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""

@@ -1,20 +1,15 @@
 """Takes over from tasks that died: recovers their results and frees their leases."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.output.events import EventLog
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import LivenessMonitor
 from batchrunner.output.task_lock import hold_task
-
-if TYPE_CHECKING:
-    from batchrunner.output.events import EventLog
-    from batchrunner.runner.cluster.leases import Leases
+from batchrunner.runner.cluster.leases import Leases
 
 log = logging.getLogger(__name__)
 
