@@ -23,11 +23,10 @@ from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
-from batchrunner.runner.build import build_run
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 from batchrunner.runner.progress import Display, NoDisplay
-from batchrunner.runner.run import give_back
+from batchrunner.runner.run import build_run, give_back
 from batchrunner.runner.shard import JoinTask, Shard
 
 GC_THRESHOLD = 10_000
