@@ -1,4 +1,4 @@
-"""batchrunner as a library: blocking calls, their async twins, and an engine that serves several runs."""
+"""batchrunner as a library: blocking calls, their async counterparts, and an engine for several runs."""
 
 import asyncio
 import functools
@@ -257,7 +257,7 @@ def _no_results(job: Job) -> pa.Table:
 async def _execute(job: Job, **options: Any) -> Report:
     """Do what `execute` does in a portal, whose cancellation comes again at every await.
 
-    A run that is cancelled writes its finished rows, for which it has to wait: it is told once only.
+    A run that is cancelled writes its finished rows, for which it has to wait: it is cancelled once only.
     """
     running = asyncio.ensure_future(execute(job, **options))
     try:

@@ -89,7 +89,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a job, or go on with it; this is what `batchrun JOB.yaml` does.
+    """Run a job, or resume it; `batchrun JOB.yaml` is short for it.
 
     Example: batchrun jobs/summarize.yaml --set engine.model=Qwen/Qwen3-8B --set input.limit=1000
     """
@@ -236,7 +236,7 @@ def tune(
 
 @app.command()
 def status(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show what a run is at, also one in another process.
+    """Show the state of a run: rows, failures, load, time left. It may be at work in another process.
 
     Example: batchrun status out/summarize
     """
@@ -249,7 +249,7 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def merge(run: RunArgument) -> None:
-    """Write a run's parts as one dataset in input order, under RUN/merged; of several tasks' the report too.
+    """Write a run's parts as one dataset in input order, under RUN/merged; exit 1 while rows are missing.
 
     Example: batchrun merge out/summarize
     """
@@ -272,7 +272,7 @@ def report(
     run: RunArgument,
     show: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
-    """Write what a run did, or has done so far, as one page: RUN/report.html; a run's end does it too.
+    """Write RUN/report.html for a run that is over, at work or killed; a run writes it at its end too.
 
     Example: batchrun report out/summarize --open
     """
@@ -304,7 +304,7 @@ def advise(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what the signs of an SGLang server mean, and which flag to change; of any server, ours or not.
+    """Explain what an SGLang log, a live server or a run shows, and which flag to change.
 
     Example: batchrun advise out/summarize
     """
@@ -337,7 +337,7 @@ def main() -> None:
 
 
 def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
-    """Call, and turn an error of ours into its one line and its exit code."""
+    """Call a function; print a BatchrunError as one line and exit with its code."""
     from batchrunner.core.errors import BatchrunError  # noqa: PLC0415
 
     try:
@@ -359,7 +359,7 @@ def _print_report(report: Report, *, quiet: bool, as_json: bool) -> None:
 
 
 def _tell(text: str) -> None:
-    """Print to standard error, whose own failure changes no exit code."""
+    """Print to standard error; a failure to print changes no exit code."""
     try:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     except OSError:  # a full disk, a closed pipe: Python would end with 120, whatever became of the rows
@@ -375,7 +375,7 @@ def _print(found: list[str] | dict[str, Any]) -> None:
 
 
 def _log_to_stderr(*, quiet: bool) -> None:
-    """Show our own log only; an engine in this process has the root logger to itself."""
+    """Show only batchrunner's log; an engine in this process uses the root logger."""
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
     from batchrunner.runner.cluster.slurm import task_name  # noqa: PLC0415

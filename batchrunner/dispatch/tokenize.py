@@ -132,7 +132,7 @@ class PromptTokenizer:
 
     def _leave_to_engine(self, why: CannotTokenizeError) -> None:
         if self._needed:
-            raise CannotTokenizeError(f"tokenize: prompts cannot be made tokens here: {why}") from None
+            raise CannotTokenizeError(f"tokenize: prompts cannot be tokenised here: {why}") from None
         self._encoder = None
         log.info("prompts are tokenised by the engine: %s", why)
         self._events.write("tokenize", where="server", why=str(why))
@@ -140,26 +140,26 @@ class PromptTokenizer:
 
 def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     """Make what encodes this job's prompts; raises CannotTokenizeError where the results could differ."""
-    told = info.tokenizing
+    known = info.tokenizing
     cut = job.prompt.truncate
     if cut is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not tell its context length")
-    context = None if cut is None and told is not None and told.cuts else info.context_length
-    room = TokenBudget(context, told.longest_prompt if told else None)
+    context = None if cut is None and known is not None and known.cuts else info.context_length
+    budget = TokenBudget(context, known.longest_prompt if known else None)
     if kind == "input_ids":
-        return Encoder(None, {}, room, cut)
-    if told is None:
+        return Encoder(None, {}, budget, cut)
+    if known is None:
         raise CannotTokenizeError("the engine has no tokenizer that we know of")
-    why = told.own or (_own_chat(job, told) if kind == "messages" else None)
+    why = known.own or (_own_chat(job, known) if kind == "messages" else None)
     if why is not None:
         raise CannotTokenizeError(why)
-    directory = Path(told.tokenizer).expanduser()
+    directory = Path(known.tokenizer).expanduser()
     if not directory.is_dir():
-        raise CannotTokenizeError(f"the tokenizer's directory {told.tokenizer} is not on this machine")
-    return Encoder(Tokenizer(directory, kind, told.template), _chat_sampling(told), room, cut)
+        raise CannotTokenizeError(f"the tokenizer's directory {known.tokenizer} is not on this machine")
+    return Encoder(Tokenizer(directory, kind, known.template), _chat_sampling(known), budget, cut)
 
 
-def _own_chat(job: Job, told: TokenizerInfo) -> str | None:
+def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
     """Say why this job's messages would come to something else as token ids on `/generate`."""
     ours = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if ours:
@@ -168,12 +168,12 @@ def _own_chat(job: Job, told: TokenizerInfo) -> str | None:
         given = {name for name in GATEWAY_DROPS["generate"] if getattr(job.sampling, name) is not None}
         if given:
             return f"sampling.{min(given)}: the gateway leaves it out of requests with token ids"
-    return told.own_chat
+    return known.own_chat
 
 
-def _chat_sampling(told: TokenizerInfo) -> dict[str, Any]:
+def _chat_sampling(known: TokenizerInfo) -> dict[str, Any]:
     """Return what the chat endpoint adds where a request is silent: no limit, and the model's own values."""
-    config = read_json(Path(told.model) / "generation_config.json") if told.model_sampling else {}
+    config = read_json(Path(known.model) / "generation_config.json") if known.model_sampling else {}
     own = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     return {"max_new_tokens": None, **own}
 

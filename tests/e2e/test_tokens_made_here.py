@@ -98,7 +98,7 @@ def test_a_reason_not_to(arguments: dict[str, Any], why: str, server: FakeSGLang
     assert (where, why in str(told)) == ("server", True)
     assert {sent.path for sent in server.sent} == {"/v1/chat/completions"}
     server.forget()
-    with pytest.raises(EngineStartError, match="tokenize: prompts cannot be made tokens here") as failure:
+    with pytest.raises(EngineStartError, match="tokenize: prompts cannot be tokenised here") as failure:
         batchrunner.run({**job, "tokenize": "client"}, fresh=True)
     assert (why in str(failure.value), failure.value.exit_code, server.sent) == (True, 2, [])
 

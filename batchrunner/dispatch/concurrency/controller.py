@@ -16,8 +16,8 @@ goes: `running` and `offset` = in_flight - running - queue are averages (half-li
 being tokenised and sent or, below 0, what others submit.
 
 **Set-point** q* = (low + max(2·λ·τ, b, d)) / 0.75 within [1.5·low, min(10·low, high/2)]: λ rows/s leave here,
-τ s pass between fresh samples, b rows came back in the fullest tenth of a second of late (rows of one length
-end in waves), and d is how far the gauge dipped under its own average of late (half-life 10 s). What leaves
+τ s pass between fresh samples, b rows came back in the fullest recent tenth of a second (rows of one length
+end in waves), and d is how far the gauge dipped under its own recent average (half-life 10 s). What leaves
 between two looks, or at once, must find its successors in the queue; and the lowest point is to be in the
 band, not the middle, with W at the lower end of its dead band too: hence 0.75.
 

@@ -26,7 +26,7 @@ SHARED_ROWS = 512
 PIECE_ROWS = 256
 """Rows that are handed on together."""
 TEMPLATE_BYTES = 256
-"""Length of the beginning by which templates are told apart."""
+"""Bytes at the start of a prompt by which templates are distinguished."""
 SENT_ROWS, SENT_BYTES = 32, 8 << 20
 """Sent rows that later rows may still follow, and the bytes of their prompts."""
 COMMON_SHARE = 0.25

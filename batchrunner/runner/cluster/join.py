@@ -85,15 +85,15 @@ def _recover(task: RunDir, sleeper: Sleeper) -> None:
 def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
     """Call `do` while no other task does so; skip it if another task makes a plan meanwhile."""
     known = len(leases.plans)
-    told = False
+    is_logged = False
     while len(leases.plans) == known:
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold_task(prepared.run_dir, sleeper.sleep, directory=leases.directory))
             except TaskHeldError as held:
-                if not told:
+                if not is_logged:
                     log.info("another task makes the plan: %s", held)
-                told = True
+                is_logged = True
                 sleeper.sleep(POLL_S)
                 leases.refresh()
                 continue
@@ -106,7 +106,7 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
     if not leases.is_done():  # another task was faster
         return
     main = RunDir(prepared.run_dir.path)
-    with hold_task(main, sleeper.sleep) as lock:  # a start that shares with nobody may not be at it
+    with hold_task(main, sleeper.sleep) as lock:  # no attempt without --join may be at work
         recover(main, lock)
         done = _done_by_all(main, leases, sleeper)
         if retry_failed:
