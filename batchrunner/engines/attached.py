@@ -8,39 +8,29 @@ from collections.abc import Sequence
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-from batchrunner.engines.base import IncidentQueue
+from batchrunner.core.types import EngineInfo, Incident, SchedulerLoad
 from batchrunner.engines.hang_detector import HangDetector, progress_of
-from batchrunner.engines.http.client import GATEWAY_ROUTE, SGLangClient
+from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine, SGLangClient
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
 
 
-class AttachedServers:
+class AttachedServers(HttpEngine):
     """One or more replicas of one model; one that hangs gets no rows for a while, or until it moves."""
 
     def __init__(self, urls: Sequence[str], *, api_key: str | None, limits: LimitsSpec) -> None:
         self._urls = urls
-        self._client = SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout)
+        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout))
         self._hangs = {url: HangDetector(limits.hang) for url in urls}
         self._closed_s = limits.hang
         self._closed: dict[str, tuple[float, object]] = {}
         """By server that hangs: the time until which it gets no rows, and its load when it was found."""
-        self._incidents = IncidentQueue()
 
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
         return await self._client.open(self._urls)
-
-    async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once; see `Engine.generate`."""
-        return await self._client.generate(request, route)
-
-    async def tokens_of(self, request: Request) -> list[int] | None:
-        """Ask the first server; see `Engine.tokens_of`."""
-        return await self._client.tokens_of(request)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now."""
@@ -55,14 +45,6 @@ class AttachedServers:
                 if now > until or (own and progress_of(own) != last):
                     self._reopen(url)
         return loads
-
-    def incidents(self) -> list[Incident]:
-        """Return which servers hang, and which go on; see `Engine.incidents`."""
-        return self._incidents.take()
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._client.close()
 
     def _watch(self, url: str, loads: Sequence[SchedulerLoad], now: float) -> None:
         endpoint = self._client.endpoints[url]
@@ -85,15 +67,14 @@ class AttachedServers:
         self._client.endpoints[url].reopen()
 
 
-class AttachedGateway:
+class AttachedGateway(HttpEngine):
     """A Model Gateway that runs already: one route leads to all workers, each of which reports its load."""
 
     def __init__(self, url: str, *, api_key: str | None, limits: LimitsSpec) -> None:
         self._url = url
-        self._client = SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout)
+        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout))
         self._hang_s = limits.hang
         self._hangs: dict[str, HangDetector] = {}
-        self._incidents = IncidentQueue()
         self._workers = WorkerList(url, api_key)
         self._read_at = 0.0
 
@@ -107,14 +88,6 @@ class AttachedGateway:
         notes = (f"{len(urls)} workers behind the gateway {self._url}: {', '.join(urls)}", *info.notes)
         return dataclasses.replace(info, kind="gateway", notes=notes)
 
-    async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once; see `Engine.generate`."""
-        return await self._client.generate(request, route)
-
-    async def tokens_of(self, request: Request) -> list[int] | None:
-        """Ask the first worker; see `Engine.tokens_of`."""
-        return await self._client.tokens_of(request)
-
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each worker that answers now."""
         if time.monotonic() - self._read_at > TIMING.worker_list:
@@ -127,14 +100,10 @@ class AttachedGateway:
             self._watch(url, [load for load in loads if load.server == url])
         return loads
 
-    def incidents(self) -> list[Incident]:
-        """Return which workers hang; see `Engine.incidents`."""
-        return self._incidents.take()
-
     async def close(self) -> None:
         """Close all connections."""
         await self._workers.close()
-        await self._client.close()
+        await super().close()
 
     def _watch(self, url: str, loads: Sequence[SchedulerLoad]) -> None:
         """Report a worker that hangs; only the gateway can stop giving it rows."""

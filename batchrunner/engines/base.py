@@ -22,11 +22,12 @@ class Engine(Protocol):
         no engine left to ask.
         """
 
-    async def tokens_of(self, request: Request) -> list[int] | None:
+    async def tokens_of(self, request: Request) -> list[int] | None:  # noqa: ARG002 - for engines that can
         """Return the tokens that the engine makes of a prompt, or None where it cannot.
 
         Raises as `generate` does where the prompt is refused, or asking failed.
         """
+        return None
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler now; empty where the engine does not report it.
@@ -36,6 +37,7 @@ class Engine(Protocol):
 
     def incidents(self) -> list[Incident]:
         """Return what happened to the engine's servers since the last call, oldest first."""
+        return []
 
     async def close(self) -> None:
         """Release everything. May be called twice, and after a failed open."""

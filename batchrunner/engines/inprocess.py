@@ -22,15 +22,9 @@ import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
-from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-from batchrunner.engines.device import (
-    CPU_NOTE,
-    CPU_SHIM,
-    card_name,
-    cpu_environment,
-    on_cpu,
-    server_args,
-)
+from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.engines.base import Engine
+from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, card_name, cpu_environment, on_cpu, server_args
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.server_info import prefill_tokens, tokenizer_info
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
@@ -39,7 +33,7 @@ from batchrunner.job.engine import InprocessEngine
 log = logging.getLogger(__name__)
 
 
-class InprocessSGLang:
+class InprocessSGLang(Engine):
     """SGLang's offline engine."""
 
     def __init__(self, spec: InprocessEngine, *, request_timeout_s: float) -> None:
@@ -124,10 +118,6 @@ class InprocessSGLang:
             )
             for load in ([] if self._dead else await self._in_thread(self._loads))
         ]
-
-    def incidents(self) -> list[Incident]:
-        """Return none: a run ends with an engine in its process."""
-        return []
 
     async def close(self) -> None:
         """End the engine's processes, and only those: SGLang's own shutdown ends every child process."""

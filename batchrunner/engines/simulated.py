@@ -13,7 +13,8 @@ from typing import Any
 from zlib import crc32
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.engines.base import Engine
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
@@ -107,7 +108,7 @@ def _text(sample: int, tokens: int) -> str:
     return MARK + " ".join(_TAPE[start : start + min(tokens, LONGEST_TEXT_WORDS)])
 
 
-class Simulator:
+class Simulator(Engine):
     """The `simulated` engine: made-up answers, scheduled as SGLang would, in real time.
 
     A decode pass takes half of `step_s` for an empty batch and all of it for a full one; a prefill takes
@@ -149,10 +150,6 @@ class Simulator:
             completion = await self._decode(request, completion)
         return completion
 
-    async def tokens_of(self, request: Request) -> list[int] | None:  # noqa: ARG002 - see `Engine`
-        """Return None: it has no tokenizer."""
-        return None
-
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load that the one simulated scheduler reported last."""
         gauges = self._replica.gauges
@@ -169,10 +166,6 @@ class Simulator:
                 taken_at=gauges.at_s,
             )
         ]
-
-    def incidents(self) -> list[Incident]:
-        """Return none: a simulated engine does not fail."""
-        return []
 
     async def close(self) -> None:
         """Stop decoding."""

@@ -12,7 +12,8 @@ import aiohttp
 
 from batchrunner.core.errors import EngineDownError, EngineStartError, NoAnswerError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.engines.base import Engine, IncidentQueue
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
@@ -279,3 +280,27 @@ class SGLangClient:
                 self._load_path = path
                 return f"load from {path.partition('?')[0]}"
         return "the server tells no load (no /v1/loads, no /metrics)"
+
+
+class HttpEngine(Engine):
+    """The part of an engine on HTTP servers that is the same whoever started the servers."""
+
+    def __init__(self, client: SGLangClient) -> None:
+        self._client = client
+        self._incidents = IncidentQueue()
+
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send one request once; see `Engine.generate`."""
+        return await self._client.generate(request, route)
+
+    async def tokens_of(self, request: Request) -> list[int] | None:
+        """Ask the first server; see `Engine.tokens_of`."""
+        return await self._client.tokens_of(request)
+
+    def incidents(self) -> list[Incident]:
+        """Return what happened to the servers; see `Engine.incidents`."""
+        return self._incidents.take()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
-from batchrunner.engines.http.client import SGLangClient
+from batchrunner.engines.hang_detector import HangDetector
+from batchrunner.engines.http.client import HttpEngine, SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
+from batchrunner.engines.http.endpoint import Endpoint
+from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
-from batchrunner.engines.launched.replica import FleetReplica
 from batchrunner.engines.launched.sglang_server import SGLangServer
+from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised
 from batchrunner.engines.logs.load import LogFollower
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.recovery.fits import cards_of, check_fits
@@ -30,7 +33,64 @@ KEEP_ALIVE_S = 120
 SGLang's own 5 s it would send rows into connections that are just being closed."""
 
 
-class LaunchedFleet:
+class FleetReplica(Supervised):
+    """A server that a supervisor restarts; without a `gateway` all rows in flight are its own."""
+
+    def __init__(
+        self,
+        server: SGLangServer,
+        gateway: GatewayProcess | None,
+        failures: FailureClassifier,
+        incidents: IncidentQueue,
+        *,
+        hang_s: float,
+    ) -> None:
+        self.server = server
+        self.url = server.url
+        self.process = server.process
+        self.supervisor = ServerSupervisor(self, incidents)
+        self.is_up = True
+        self._gateway = gateway
+        self._failures = failures
+        self._hangs = HangDetector(hang_s, alone=gateway is None)
+
+    async def start(self) -> None:
+        """Start the server and wait until it takes requests; raises EngineStartError where it does not."""
+        await self.server.start()
+
+    def heal(self) -> bool:
+        """Change the next start's arguments by the cause of death; return whether any help."""
+        return self.server.heal()
+
+    async def went_down(self) -> None:
+        """Take the server out of the gateway."""
+        await self._set_up(up=False)
+
+    async def came_up(self) -> None:
+        """Put the server back into the gateway."""
+        await self._set_up(up=True)
+
+    def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float) -> None:
+        """Restart the server if it hangs; let the gateway spare it while it stalls."""
+        if not self.is_up:
+            return
+        own = [load for load in loads if load.server == self.url]
+        answers = 0 if self._gateway else endpoint.answers
+        hang = self._hangs.poll(now, own, in_flight=endpoint.in_flight, answers=answers)
+        if hang:
+            self.supervisor.hangs(hang)
+        elif self._gateway:
+            self._gateway.spare(self.url, stalls=self._hangs.stalls)
+
+    async def _set_up(self, *, up: bool) -> None:
+        self.is_up = up
+        self._hangs.restarted()
+        self._failures.record(self.url, alive=up)
+        if self._gateway:
+            await self._gateway.list_worker(self.url, listed=up)
+
+
+class LaunchedFleet(HttpEngine):
     """Servers that live as long as this object is open, and never longer than this process.
 
     One server without a gateway takes rows directly. Replicas take them through a gateway, and the run goes
@@ -45,17 +105,16 @@ class LaunchedFleet:
         limits: LimitsSpec,
         detokenizer: Detokenizer | None = None,
     ) -> None:
+        self._key = secrets.token_hex(24)  # a - at its head would read as an option
+        timeout_s = limits.request_timeout
+        super().__init__(
+            SGLangClient(
+                api_key=self._key, request_timeout_s=timeout_s, detokenizer=detokenizer, verdicts=self
+            )
+        )
         self._spec = spec
         self._log_dir = log_dir
         self._hang_s = limits.hang
-        self._key = secrets.token_hex(24)  # a - at its head would read as an option
-        self._client = SGLangClient(
-            api_key=self._key,
-            request_timeout_s=limits.request_timeout,
-            detokenizer=detokenizer,
-            verdicts=self,
-        )
-        self._incidents = IncidentQueue()
         self._gateway = (
             GatewayProcess(spec, self._incidents, key=self._key, log_dir=log_dir, limits=limits)
             if isinstance(spec, GatewayEngine)
@@ -112,11 +171,7 @@ class LaunchedFleet:
                 await replica.supervisor.ready()
         elif self._gateway.supervisor.lost or len(lost) == len(self._replicas):
             raise self._gateway.supervisor.lost or lost[0]
-        return await self._client.generate(request, route)
-
-    async def tokens_of(self, request: Request) -> list[int] | None:
-        """Ask the first server; see `Engine.tokens_of`."""
-        return await self._client.tokens_of(request)
+        return await super().generate(request, route)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each server, from its log if it has no other source; restart what hangs."""
@@ -136,16 +191,12 @@ class LaunchedFleet:
         """Tell whether a server ended since then for a reason that is no row's fault; see `DeathVerdicts`."""
         return await self._replicas[url].supervisor.excuses(sent_at)
 
-    def incidents(self) -> list[Incident]:
-        """Return what happened to the servers and the gateway; see `Engine.incidents`."""
-        return self._incidents.take()
-
     async def close(self) -> None:
         """End the gateway, the servers and everything they started."""
         for watching in self._watching:
             watching.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self._client.close()
+        await super().close()
         stops = [replica.server.close() for replica in self._replicas.values()]
         await asyncio.gather(*stops, *([self._gateway.close()] if self._gateway else []))
 

@@ -16,7 +16,7 @@ from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.process import LaunchedProcess, to_argv
-from batchrunner.engines.launched.supervisor import ServerSupervisor
+from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
 
@@ -36,7 +36,7 @@ LATER_S = 60.0
 """Seconds that the gateway waits for an answer beyond the runner's own limit, which is to end first."""
 
 
-class GatewayProcess:
+class GatewayProcess(Supervised):
     """A gateway that a supervisor restarts, and the list of workers that it should have.
 
     It starts without workers, and they are added over HTTP. So there is one way to add them at the first
@@ -70,10 +70,6 @@ class GatewayProcess:
         await self.process.start()
         # not /readiness, which is 503 before there is a worker
         await self.process.wait_until_ready(self.url, ["/health"], START_S)
-
-    def heal(self) -> bool:
-        """Return False: a gateway has no safer arguments."""
-        return False
 
     async def went_down(self) -> None:
         """Do nothing: requests find out by themselves."""

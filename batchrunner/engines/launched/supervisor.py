@@ -33,6 +33,7 @@ class Supervised(Protocol):
 
     def heal(self) -> bool:
         """Change the next start so that it avoids the cause of death; return whether that is possible."""
+        return False
 
     async def went_down(self) -> None:
         """Take the program out of use."""

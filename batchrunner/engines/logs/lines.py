@@ -12,20 +12,8 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from batchrunner.engines.logs.records import (
-    Arguments,
-    Died,
-    LoggedBatch,
-    LoggedCard,
-    OutOfMemory,
-    Phase,
-    PhaseBegins,
-    Raised,
-    Record,
-    Retraction,
-    ServerReady,
-    WeightsLoaded,
-)
+from batchrunner.engines.logs import records
+from batchrunner.engines.logs.records import Phase, Record
 
 
 class Origin(NamedTuple):
@@ -143,8 +131,8 @@ def _record(line: str) -> Record | None:
         return None
     if " batch" in line and (record := _batch(line)):
         return record
-    if "etract" in line and (found := _RETRACTED.search(line)) and "#running-req" not in line:
-        return Retraction(int(found[1]), _count(_GAINED, line))
+    if "etract" in line and _RETRACTED.search(line) and "#running-req" not in line:
+        return records.Retraction(_count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
     return _rare(line) if any(word in line for word in _RARE) else None
@@ -168,7 +156,7 @@ def clean(line: str) -> str:
     return line.rpartition("\r")[2] if "\r" in line else line
 
 
-def _batch(line: str) -> LoggedBatch | None:
+def _batch(line: str) -> records.LoggedBatch | None:
     """Read the pairs that matter of a batch line; None for another line, or one cut off before its queue."""
     start = line.find("Decode batch")
     decode = start >= 0
@@ -178,7 +166,7 @@ def _batch(line: str) -> LoggedBatch | None:
         return None
     usages = _USAGE.findall(line, start)
     tokens, rate = _TOKENS.search(line, start), _RATE.search(line, start)
-    return LoggedBatch(
+    return records.LoggedBatch(
         decode,
         int(running[1]),
         int(queue[1]),
@@ -195,10 +183,10 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _ready(line: str) -> ServerReady | None:
+def _ready(line: str) -> records.ServerReady | None:
     limits = {name: int(value) for name, value in _READY.findall(line)}
     gpu = _GPU_GB.search(line)
-    return ServerReady(
+    return records.ServerReady(
         limits.get("max_total_num_tokens"),
         limits.get("chunked_prefill_size"),
         limits.get("max_running_requests"),
@@ -213,35 +201,32 @@ def _rare(line: str) -> Record | None:
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
         free = float(weights[3]) if weights[1] == "begin" else None
-        return WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
+        return records.WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
     if card := _CARD.search(line):
-        return LoggedCard(card[1])
-    return next((PhaseBegins(phase) for sign, phase in _PHASES if sign in line), None)
+        return records.LoggedCard(card[1])
+    return next((records.PhaseBegins(phase) for sign, phase in _PHASES if sign in line), None)
 
 
-def _failure(line: str) -> OutOfMemory | Died | Raised | None:
+def _failure(line: str) -> records.OutOfMemory | records.Died | records.Raised | None:
     if _KILLED.search(line):
-        return Died(killed=True, text=line.strip())
+        return records.Died(killed=True, text=line.strip())
     raised = _RAISED.match(line)
     if (raised or any(sign in line for sign in _WITHOUT_ERROR)) and (record := _out_of_memory(line)):
         return record
     if any(sign in line for sign in _CRASHED):
-        return Died(killed=False, text=line.strip())
-    return Raised(raised["error"]) if raised else None
+        return records.Died(killed=False, text=line.strip())
+    return records.Raised(raised["error"]) if raised else None
 
 
-def _out_of_memory(line: str) -> OutOfMemory | None:
+def _out_of_memory(line: str) -> records.OutOfMemory | None:
     phase = next((phase for sign, phase in _OUT_OF_MEMORY if sign in line), None)
     if phase is None:
         return None
     capacity = _CAPACITY.search(line)
-    return OutOfMemory(
-        "graph" if "graph failed: " in line else phase,
-        line.strip(),
-        float(capacity[1]) if capacity else None,
-    )
+    phase = "graph" if "graph failed: " in line else phase
+    return records.OutOfMemory(phase, line.strip(), float(capacity[1]) if capacity else None)
 
 
 def _quantised(line: str) -> str | None:
@@ -250,14 +235,14 @@ def _quantised(line: str) -> str | None:
     return found[1] if found else None if "dtype=" in line or "type=" not in line else ""
 
 
-def _arguments(text: str) -> Arguments:
+def _arguments(text: str) -> records.Arguments:
     """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; if it is cut off, read what is there."""
     if text.startswith("{"):
         values = _literal(text)
         if isinstance(values, dict):
-            return Arguments({str(name): value for name, value in values.items()})
+            return records.Arguments({str(name): value for name, value in values.items()})
         text = re.sub(r"'(\w+)': ", r"\1=", text)
-    return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
+    return records.Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
 def _literal(text: str) -> Any:

@@ -8,22 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchrunner.core.errors import InputError
+from batchrunner.engines.logs import records
 from batchrunner.engines.logs.facts import Facts, Trouble
 from batchrunner.engines.logs.lines import clean, origin_of, record_in
-from batchrunner.engines.logs.records import (
-    Arguments,
-    Died,
-    LoggedBatch,
-    LoggedCard,
-    OutOfMemory,
-    Phase,
-    PhaseBegins,
-    Raised,
-    Record,
-    Retraction,
-    ServerReady,
-    WeightsLoaded,
-)
+from batchrunner.engines.logs.records import Phase, Record
 from batchrunner.engines.logs.series import Prefills, Series
 from batchrunner.engines.logs.signs import LoadSample
 from batchrunner.engines.logs.thresholds import Thresholds
@@ -39,8 +27,8 @@ _TUNED = (
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
 )  # fmt: skip
 """Arguments that change the load: when a server restarts with others, what was read before is dropped."""
-_CAPTURES = {"graph", "prefill-graph"}
-"""Phases that capture graphs: a forward pass in a traceback belongs to the capture then."""
+_CAPTURES, _FORWARD = {"graph", "prefill-graph"}, {"prefill", "decode"}
+"""Phases that capture graphs, and those of forward passes, which in a traceback may belong to a capture."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -58,7 +46,7 @@ class LogReader:
         """The rank whose lines count, by scheduler: with tensor parallelism all ranks may log the same."""
         self._phase: Phase = "general"
         self._running = 0
-        self._old_death: Died | None = None
+        self._old_death: records.Died | None = None
         """A death before the last restart: it counts until the server logs a batch again."""
         self._prefills = Series(limits)
 
@@ -95,35 +83,33 @@ class LogReader:
         line = clean(line)
         record = record_in(line)
         if record is not None:
-            self.records += isinstance(
-                record, (LoggedBatch, Retraction, ServerReady, Arguments, WeightsLoaded)
-            )
+            self.records += isinstance(record, records.SGLangRecord)
             self._take(record, line)
 
     def _take(self, record: Record, line: str) -> None:
         match record:
-            case LoggedBatch():
+            case records.LoggedBatch():
                 self._batch(record, line)
-            case Retraction():
+            case records.Retraction():
                 scheduler, _ = self._speaker(line)
                 if scheduler is not None:
                     self.series.track(scheduler).retractions += 1
                     self.series.prefills.retracted_tokens += record.tokens
-            case Arguments():
+            case records.Arguments():
                 self._started(record)
-            case ServerReady():
+            case records.ServerReady():
                 self.facts.ready = record
                 self._phase = "general"
-            case WeightsLoaded():
+            case records.WeightsLoaded():
                 self._weights(record)
-            case PhaseBegins() if self._phase not in _CAPTURES or record.phase not in {"prefill", "decode"}:
-                self._phase = record.phase
-            case LoggedCard():
+            case records.PhaseBegins(phase) if self._phase not in _CAPTURES or phase not in _FORWARD:
+                self._phase = phase
+            case records.LoggedCard():
                 self.facts.card = record.name
-            case OutOfMemory() | Died() | Raised():
+            case records.OutOfMemory() | records.Died() | records.Raised():
                 self._failed(record)
 
-    def _batch(self, batch: LoggedBatch, line: str) -> None:
+    def _batch(self, batch: records.LoggedBatch, line: str) -> None:
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
@@ -149,7 +135,7 @@ class LogReader:
         speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
         return scheduler if speaks else None, origin.at
 
-    def _started(self, record: Arguments) -> None:
+    def _started(self, record: records.Arguments) -> None:
         """Drop what was read if the server restarted with other arguments: only its card is the same."""
         before = self.facts.arguments
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
@@ -168,7 +154,7 @@ class LogReader:
         if not series.tracks:
             series.prefills = Prefills()
 
-    def _weights(self, record: WeightsLoaded) -> None:
+    def _weights(self, record: records.WeightsLoaded) -> None:
         facts = self.facts
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
@@ -177,17 +163,17 @@ class LogReader:
             facts.weights_gb, facts.model = record.used_gb, record.model
             facts.quantised = record.quantised
 
-    def _failed(self, record: OutOfMemory | Died | Raised) -> None:
+    def _failed(self, record: records.OutOfMemory | records.Died | records.Raised) -> None:
         """Keep the record that explains a death best: a SIGKILL, or else the first exception."""
         known = None if self.facts.died is self._old_death else self.facts.died
-        if isinstance(record, OutOfMemory):
+        if isinstance(record, records.OutOfMemory):
             self._trouble(record)
-        elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
+        elif isinstance(record, records.Died) and (known is None or (record.killed and not known.killed)):
             self.facts.died = record
         elif known is not None and known.text.endswith(_TRACEBACK):
             self.facts.died = known._replace(text=record.text)
 
-    def _trouble(self, record: OutOfMemory) -> None:
+    def _trouble(self, record: records.OutOfMemory) -> None:
         phase = self._phase if record.phase == "general" or self._phase == "prefill-graph" else record.phase
         self.facts.card_gb = record.total_gb or self.facts.card_gb
         self.facts.last_trouble = new = Trouble(phase, record, self._running)

@@ -32,8 +32,7 @@ class LoggedBatch(NamedTuple):
 class Retraction(NamedTuple):
     """Retractions: the KV pool was full, and running requests went back to the queue."""
 
-    requests: int
-    tokens: int = 0
+    tokens: int
     """Tokens that they had in the pool, to be computed again; 0 in releases that do not say."""
 
 
@@ -102,15 +101,6 @@ class LoggedCard(NamedTuple):
     name: str
 
 
-Record: TypeAlias = (
-    LoggedBatch
-    | Retraction
-    | ServerReady
-    | WeightsLoaded
-    | OutOfMemory
-    | Died
-    | Raised
-    | PhaseBegins
-    | Arguments
-    | LoggedCard
-)
+SGLangRecord: TypeAlias = LoggedBatch | Retraction | ServerReady | WeightsLoaded | Arguments
+"""A record of a line that only SGLang writes."""
+Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins | LoggedCard

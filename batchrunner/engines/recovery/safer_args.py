@@ -6,11 +6,9 @@ server's memory grows with the pool, whose size is a number of tokens. Advice pr
 a launched engine that died gets them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.facts import Facts, prefill_graph_off
@@ -45,6 +43,8 @@ _AT_READY = {
     "context-length": "context_len",
 }
 """Flags whose value in effect the scheduler logs before it takes requests, and its name there."""
+
+Step = Callable[[Facts, Flags, Death], dict[str, Any]]
 
 
 def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
@@ -138,9 +138,6 @@ def _on_cpu(step: Step) -> Step:
     """Take a step on a CPU only: a GPU's pool is not in the machine's memory."""
     return lambda facts, flags, death: step(facts, flags, death) if facts.on_cpu else {}
 
-
-if TYPE_CHECKING:
-    Step = Callable[[Facts, Flags, Death], dict[str, Any]]
 
 _STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
     "prefill": (_smaller_chunks, _smaller_pool),
