@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
-    from batchrunner.input.row_reader import RowReader
+    from batchrunner.input.dataset import RowReader
     from batchrunner.runner.prepare import PreparedJob
 
 SEED = 7

@@ -1,17 +1,10 @@
-"""Sets of row ordinals (compressed bitmaps): range queries and conversions."""
+"""Sets of row ordinals (compressed bitmaps): conversions from and to other forms."""
 
 import base64
 from array import array
 
 import pyarrow as pa
 from pyroaring import BitMap64
-
-
-def between(rows: BitMap64, start: int, stop: int) -> BitMap64:
-    """Return the rows r with start <= r < stop."""
-    found = BitMap64()
-    found.add_range(start, stop)
-    return found & rows
 
 
 def to_text(rows: BitMap64) -> str:

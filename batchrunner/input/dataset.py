@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +22,6 @@ import pyarrow.types as pt
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.row_set import between
 from batchrunner.core.types import InputFile
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
 from batchrunner.input.templates import unknown_column
@@ -176,6 +175,22 @@ class Dataset:
             raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
 
 
+class RowReader(Protocol):
+    """Reads rows in the order in which they are sent: DatasetReader in input order, SortedCopy in its own.
+
+    A position is the index of a row in that order, counted from 0; in input order it is the ordinal.
+    """
+
+    def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
+        """Yield the rows, a bounded batch at a time; raises InputError.
+
+        All of them lie at these positions; None means anywhere.
+        """
+
+    def close(self) -> None:
+        """Close open files."""
+
+
 class DatasetReader:
     """Reads rows of a dataset repeatedly, and continues in the open row group where the next rows lie ahead.
 
@@ -200,14 +215,11 @@ class DatasetReader:
             try:
                 start = file.first_row
                 for group, rows in enumerate(file.row_groups):
-                    if wanted.range_cardinality(start, start + rows):
-                        yield from self._read_group(file, group, start, between(wanted, start, start + rows))
+                    if in_group := wanted & BitMap64(range(start, start + rows)):
+                        yield from self._read_group(file, group, start, in_group)
                     start += rows
-            except (
-                OSError,
-                IndexError,
-                pa.ArrowException,
-            ) as failure:  # IndexError: the file was replaced by one with fewer row groups
+            # IndexError: the file was replaced by one with fewer row groups
+            except (OSError, IndexError, pa.ArrowException) as failure:
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
     def close(self) -> None:
@@ -291,17 +303,11 @@ def _normalized_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None:
-    end = start + data.num_rows
-    count = wanted.range_cardinality(start, end)
-    if count == 0:
+    rows = list(wanted & BitMap64(range(start, start + data.num_rows)))
+    if not rows:
         return None
-    if count == data.num_rows:
-        return RowBatch(list(range(start, end)), data)
-    rows = []
-    for row in wanted.iter_equal_or_larger(start):
-        if row >= end:
-            break
-        rows.append(row)
+    if len(rows) == data.num_rows:
+        return RowBatch(rows, data)
     return RowBatch(rows, data.take(pa.array([row - start for row in rows])))
 
 

@@ -1,16 +1,26 @@
-"""The input of a job: the job, its dataset and the renderer of its prompts."""
+"""The input of a job: which rows it sends, as which requests, and how they are divided into leases.
 
-from collections.abc import Callable, Iterator
+A lease is a range of rows; the tasks of one run take lease after lease.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError
+from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.render import Renderer
-from batchrunner.input.select import selected_rows
+from batchrunner.input.render import Renderer, UnreadableValue, rows_of
+from batchrunner.input.templates import Predicate
 from batchrunner.job.spec import Job
+
+MOST_LEASES, FEWEST_LEASES = 1000, 64
+"""Leases of a large run, each small beside the rows that a task has in flight; and of a small run, so that
+few tasks are idle."""
+LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
+"""Rows of a lease. With fewer rows, taking a lease would cost more than reading it; with more, tasks would
+end at very different times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +37,69 @@ class JobInput:
             yield self.renderer.render(batch)
 
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
-        """Return the rows that `input.filter` and `input.limit` select; raises InputError if there are none.
+        """Return the first `input.limit` rows for which `input.filter` is true.
 
-        `check_stop` is called after each batch; what it raises ends the search.
+        A row on which the filter fails (null compared with a number, for example) is selected too, and ends
+        as a failed row with that error. Only the filter's columns are read, and no row after the limit.
+        `check_stop` is called after each batch; what it raises ends the search. Raises InputError where no
+        row is selected.
         """
-        selected = selected_rows(self.dataset, self.renderer.predicate, self.job.input.limit, check_stop)
+        predicate, limit = self.renderer.predicate, self.job.input.limit
+        total = self.dataset.total_rows
+        if predicate is None:
+            return BitMap64(range(min(limit or total, total)))
+        selected = BitMap64()
+        for batch in self.dataset.read(BitMap64(range(total)), predicate.columns):
+            check_stop()
+            for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
+                if _selects(predicate, values):
+                    selected.add(row)
+                    if len(selected) == limit:
+                        return selected
         if not selected:
-            raise InputError(
-                f"input.filter: true for none of the {self.dataset.total_rows} rows: {self.job.input.filter}"
-            )
+            raise InputError(f"input.filter: true for none of the {total} rows: {self.job.input.filter}")
         return selected
+
+
+def _selects(predicate: Predicate, values: dict[str, object]) -> bool:
+    if any(isinstance(value, UnreadableValue) for value in values.values()):
+        return True
+    try:
+        return predicate(values)
+    except RowRefusedError:
+        return True
+
+
+def lease_rows(rows: int) -> int:
+    """Return the approximate number of rows in a lease of a run of `rows` rows."""
+    least = min(LEAST_LEASE_ROWS, -(-rows // FEWEST_LEASES))
+    return max(1, min(max(rows // MOST_LEASES, least), MOST_LEASE_ROWS))
+
+
+def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
+    """Return the ordinals that bound the leases, from 0 to the end of the input.
+
+    Each lease has about the same number of `rows`, at most MOST_LEASE_ROWS. Small row groups are combined and
+    large ones divided evenly, so that few row groups are read by two tasks. `group_ends` are the ordinals
+    after each row group.
+    """
+    size = lease_rows(len(rows))
+    cuts, gathered, begin, before = [0], 0, 0, 0
+    for end in group_ends:
+        count = rows.range_cardinality(begin, end)
+        if gathered and gathered + count > size:
+            cuts.append(begin)
+            gathered = 0
+        pieces = -(-count // size)
+        if pieces > 1:
+            cuts += [rows[before + count * piece // pieces] for piece in range(1, pieces)]
+            cuts.append(end)
+        else:
+            gathered += count
+        begin, before = end, before + count
+    if cuts[-1] != group_ends[-1]:
+        if gathered or len(cuts) == 1:
+            cuts.append(group_ends[-1])
+        else:
+            cuts[-1] = group_ends[-1]
+    return cuts

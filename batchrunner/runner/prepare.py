@@ -6,7 +6,6 @@ from pathlib import Path
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
-from batchrunner.core.row_set import between
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
@@ -31,7 +30,7 @@ class PreparedJob(JobInput):
         if not isinstance(self.part, Shard):
             return selected.copy()
         rows = self.part.rows(self.dataset.total_rows, self.dataset.row_group_ends())
-        return between(selected, rows.start, rows.stop)
+        return selected & BitMap64(rows)
 
 
 def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:

@@ -14,9 +14,8 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Outcome, Request
-from batchrunner.input.job_input import JobInput
+from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
 from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
-from batchrunner.input.select import MOST_LEASE_ROWS, lease_rows
 from batchrunner.input.sort.key_sort import KeySort, SortKey
 from batchrunner.input.sort.sorted_copy import write_copy
 from batchrunner.job.sampling import FromColumn

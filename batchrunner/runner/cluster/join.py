@@ -8,7 +8,7 @@ from functools import partial
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import ResumeError, TaskHeldError
-from batchrunner.input.select import cut_into_leases
+from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import prepare_order, remove_sorted_copies
 from batchrunner.input.sort.sorted_copy import SortedCopy

@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 from pyroaring import BitMap64
 
-from batchrunner.core.row_set import between, from_text, to_text
+from batchrunner.core.row_set import from_text, to_text
 from batchrunner.core.types import Lease
 from batchrunner.input.sort.sorted_copy import SortedCopy
 from batchrunner.output.files import create_file, make_directory
@@ -174,7 +174,7 @@ class Leases:
         if turn == 0:
             plan, positions = self._planned[number]
             if plan.order is None:
-                return between(plan.rows, positions.start, positions.stop)
+                return plan.rows & BitMap64(positions)
             return self._copy(plan.order).rows(positions)
         key = number, turn - 1
         if key not in self._lefts:

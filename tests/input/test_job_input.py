@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
-from batchrunner.input.select import MOST_LEASE_ROWS, cut_into_leases
+from batchrunner.input.job_input import MOST_LEASE_ROWS, cut_into_leases
 
 
 @given(groups=st.lists(st.integers(1, 30_000), min_size=1, max_size=30), data=st.data())
