@@ -93,20 +93,15 @@ def fit(passes: Iterable[MeasuredPass]) -> CostModel:
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Solve a small system of linear equations by Gauss's elimination with pivots."""
-    size = len(vector)
+    """Solve a small system of linear equations by Gauss-Jordan elimination with pivots."""
     rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
     largest = max((abs(value) for row in matrix for value in row), default=0.0)
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda at: abs(rows[at][column]))
+    for column in range(len(rows)):
+        pivot = max(range(column, len(rows)), key=lambda at: abs(rows[at][column]))
         if abs(rows[pivot][column]) <= 1e-12 * largest:
             raise ValueError("the passes are too alike to tell the parts of their cost apart")
         rows[column], rows[pivot] = rows[pivot], rows[column]
-        for at in range(column + 1, size):
-            factor = rows[at][column] / rows[column][column]
-            rows[at] = [value - factor * above for value, above in zip(rows[at], rows[column], strict=True)]
-    found = [0.0] * size
-    for at in reversed(range(size)):
-        known = sum(rows[at][column] * found[column] for column in range(at + 1, size))
-        found[at] = (rows[at][size] - known) / rows[at][at]
-    return found
+        own = rows[column] = [value / rows[column][column] for value in rows[column]]
+        for at in {*range(len(rows))} - {column}:
+            rows[at] = [value - rows[at][column] * mine for value, mine in zip(rows[at], own, strict=True)]
+    return [row[-1] for row in rows]

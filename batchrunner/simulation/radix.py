@@ -72,31 +72,20 @@ class RadixCache:
         Return the last node, and how many of the tokens were there already. New nodes are not locked, so
         their tokens count as evictable until they are.
         """
-        self._time += 1
-        node, at_tokens, known = self.root, 0, 0
+        node, known = self.match(path, limit)
+        begin = 0
         for name, tokens in path:
-            end = min(tokens, limit - at_tokens)
-            at = 0
-            while at < end:
-                child = node.children.get((name, at))
-                if child is None:
-                    child = self._add(node, (name, at), end - at)
-                else:
-                    if child.tokens > end - at:
-                        child = self._split(child, end - at)
-                    known += child.tokens
-                child.touched = self._time
-                at += child.tokens
-                node = child
-            at_tokens += end
+            end = min(tokens, limit - begin)
+            at = max(0, known - begin)
+            if at < end:
+                node = self._add(node, (name, at), end - at)
+            begin += end
         return node, known
 
     def extend(self, node: CacheNode, key: tuple[Hashable, int], tokens: int) -> None:
         """Add the outputs of a sample as a leaf under a node; all nodes above count as accessed."""
         self._time += 1
-        leaf = self._add(node, key, tokens)
-        leaf.touched = self._time
-        self._offer(leaf)
+        self._offer(self._add(node, key, tokens))
         above: CacheNode | None = node
         while above is not None:
             above.touched = self._time
@@ -140,8 +129,8 @@ class RadixCache:
         return freed
 
     def _add(self, parent: CacheNode, key: tuple[Hashable, int], tokens: int) -> CacheNode:
-        node = CacheNode(parent, key, tokens)
-        parent.children[key] = node
+        node = parent.children[key] = CacheNode(parent, key, tokens)
+        node.touched = self._time
         self.evictable_tokens += tokens
         return node
 
@@ -149,9 +138,8 @@ class RadixCache:
         """Cut a node in two; return the upper one, which has the first `tokens`."""
         assert node.parent is not None
         name, at = node.key
-        upper = CacheNode(node.parent, node.key, tokens)
+        upper = node.parent.children[node.key] = CacheNode(node.parent, node.key, tokens)
         upper.locks, upper.touched = node.locks, node.touched
-        node.parent.children[node.key] = upper
         node.key = (name, at + tokens)
         node.parent = upper
         node.tokens -= tokens

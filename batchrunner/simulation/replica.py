@@ -1,7 +1,5 @@
 """A server in virtual time: a scheduler, the time that its passes take, and gauges as late as real ones."""
 
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -14,7 +12,6 @@ from batchrunner.simulation.scheduler import Scheduler, StepResult
 INTERVAL_STEPS: Mapping[str, int] = {"loads": 15, "metrics": 40}
 """Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's defaults
 of `--load-snapshot-publish-interval` for `/v1/loads` and of `--decode-log-interval` for `/metrics`."""
-UNLIMITED = sys.maxsize
 
 
 class EndedRequest(NamedTuple):
@@ -88,7 +85,7 @@ class Replica:
         self.scheduler.drop(sample)
 
     def advance(self, until_s: float) -> list[EndedRequest]:
-        """Let the clock run to a time; return the samples that ended by then, in order.
+        """Let the clock run to a finite time; return the samples that ended by then, in order.
 
         A pass that has begun by then continues; its results are reported once the clock reaches its end.
         """
@@ -100,34 +97,15 @@ class Replica:
         self.now_s = max(self.now_s, until_s)
         return ended
 
-    def advance_to_end(self, until_s: float = math.inf) -> list[EndedRequest]:
-        """Let the clock run until a sample ends, at most to a time; return all that ended with that pass.
-
-        For a loop with one replica in which each sample that ends is followed by the next at once.
-        """
-        while self._free_at_s <= until_s:
-            ended = self._deliver()
-            if ended:
-                self.now_s = max(self.now_s, self._free_at_s)
-                return ended
-            if self._free_at_s == until_s or not self._step(until_s):
-                break
-        if until_s < math.inf:
-            self.now_s = max(self.now_s, until_s)
-        return []
-
     def _step(self, until_s: float) -> bool:
         """Run the passes that end by that time, or the one that ends after it; return False when idle."""
         scheduler, began_s = self.scheduler, self._free_at_s
-        within = UNLIMITED
-        if until_s < math.inf:
-            within = self.cost.steps_within(until_s - began_s, scheduler.running, scheduler.context_tokens)
+        within = self.cost.steps_within(until_s - began_s, scheduler.running, scheduler.context_tokens)
         step = scheduler.step(max(1, within))
         if step is None:
             if self._publishes_when_idle and not self._shows_idle:
                 self.gauges = self._gauges(began_s, 0, 0, 0)
-            if until_s < math.inf:
-                self._free_at_s = until_s
+            self._free_at_s = until_s
             return False
         took_s = self.cost.step_s(step)
         self.busy_s += took_s

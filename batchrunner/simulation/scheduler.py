@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from batchrunner.simulation.admission import Admission
-from batchrunner.simulation.budget import PAGE_TOKENS
+from batchrunner.simulation.admission import PAGE_TOKENS, Admission
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.kv_pool import KvPool
 from batchrunner.simulation.running import RunningBatch

@@ -32,7 +32,7 @@ def test_the_clock_stops_where_it_is_told() -> None:
     assert [ended.at_s for ended in server.advance(100.0)] == [4.0]
     assert (server.now_s, server.busy_s) == (100.0, 4.0)
     server.submit(SimulatedRequest(10, 1))
-    assert [ended.at_s for ended in server.advance_to_end()] == [101.0]
+    assert [ended.at_s for ended in server.advance(101.0)] == [101.0]
 
 
 def test_small_and_large_ticks_agree() -> None:
