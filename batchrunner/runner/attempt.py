@@ -16,17 +16,18 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import POLL_S, LivenessMonitor
 from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.cluster.join import join
+from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Sleeper
 from batchrunner.runner.prepare import PreparedJob, find_done
 from batchrunner.runner.shard import JoinTask, Shard
-from batchrunner.runner.task_rows import FixedRows, TaskRows
+from batchrunner.runner.task_rows import FixedRows
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One attempt of a task: what it has to do, and what is done."""
 
-    rows: TaskRows
+    rows: FixedRows | LeasedRows
     done: DoneRows
     """Rows that earlier attempts of this task ended."""
     rows_of_run: int

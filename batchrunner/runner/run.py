@@ -46,12 +46,13 @@ from batchrunner.output.writer import ResultWriter
 from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done, versions
 from batchrunner.runner.attempt import Attempt
+from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Control
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.progress import Display, ProgressLog
 from batchrunner.runner.shard import JoinTask
 from batchrunner.runner.stop_rules import FailureLimit, StopRules
-from batchrunner.runner.task_rows import TaskRows
+from batchrunner.runner.task_rows import FixedRows
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def _log_start(
     events.write("order", **asdict(attempt.order))
 
 
-async def give_back(rows: TaskRows, lock: TaskLock) -> None:
+async def give_back(rows: FixedRows | LeasedRows, lock: TaskLock) -> None:
     """Let other tasks have what was not done, unless it is not known what is on disk: they can find out."""
     rows.stop()
 

@@ -41,16 +41,6 @@ class TaskRows(ABC):
         self._copy = copy
         self._stopped = threading.Event()
 
-    @property
-    @abstractmethod
-    def total(self) -> int:
-        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
-
-    @property
-    @abstractmethod
-    def unread(self) -> int:
-        """Number of rows still to be read; with leases an estimate."""
-
     @abstractmethod
     def take(self, *, wait: bool) -> Lease | None:
         """Take the next lease; None if there is none, or none at once without `wait`. Blocks."""
@@ -58,14 +48,6 @@ class TaskRows(ABC):
     @abstractmethod
     def record_read(self, rows: int) -> None:
         """Record that so many rows of the last lease were read."""
-
-    @abstractmethod
-    def committed(self, rows: BitMap64) -> None:
-        """Record rows that are in a part now; blocks."""
-
-    @abstractmethod
-    def give_back(self) -> None:
-        """Let others have the rows that were not done; all rows that were done are committed. Blocks."""
 
     def stop(self) -> None:
         """End `batches` soon, also while it waits."""
@@ -101,18 +83,10 @@ class FixedRows(TaskRows):
         super().__init__(prepared, copy)
         self._lease: Lease | None = Lease(0, 0, rows, None)
         self._uncommitted = rows
-        self._total = total
-        self._unread = len(rows)
-
-    @property
-    def total(self) -> int:
+        self.total = total
         """Number of rows, those that earlier attempts ended included."""
-        return self._total
-
-    @property
-    def unread(self) -> int:
+        self.unread = len(rows)
         """Number of rows still to be read."""
-        return self._unread
 
     def take(self, *, wait: bool) -> Lease | None:
         """Take all rows, once."""
@@ -122,7 +96,7 @@ class FixedRows(TaskRows):
 
     def record_read(self, rows: int) -> None:
         """Record that so many rows were read."""
-        self._unread -= rows
+        self.unread -= rows
 
     def committed(self, rows: BitMap64) -> None:
         """Record rows that are in a part now."""
