@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.series import Series, spread
-from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.engines.logs.series import LoadSample, Series, spread
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events

@@ -14,7 +14,6 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import SchedulerLoad
-from batchrunner.engines.http.load import counters_in, from_metrics
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.http.status import (
     KEY_REFUSED,
@@ -25,11 +24,12 @@ from batchrunner.engines.http.status import (
     NOT_SGLANG,
     SERVER_INFO,
     ServerStatus,
+    counters_in,
+    from_metrics,
 )
 from batchrunner.engines.logs.facts import Facts, number
 from batchrunner.engines.logs.records import ServerReady
-from batchrunner.engines.logs.series import Series, spread
-from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.engines.logs.series import LoadSample, Series, spread
 from batchrunner.engines.logs.thresholds import Thresholds
 
 KEY_VARIABLE = "SGLANG_API_KEY"

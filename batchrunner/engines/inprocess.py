@@ -18,7 +18,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
@@ -54,7 +53,9 @@ class InprocessSGLang(Engine):
         check_model(self._spec.model)
         cpu = on_cpu(self._spec.device)
         if cpu:
-            _prepare_cpu()
+            # for SGLang and the processes that it spawns; before it is first imported
+            os.environ.update(cpu_environment(dict(os.environ)))
+            sys.path.insert(0, str(CPU_SHIM))
         self._portal = self._stack.enter_context(start_blocking_portal("asyncio"))
         self._watch_for_death()
         log.info("starting sglang.Engine for %s", self._spec.model)
@@ -182,10 +183,10 @@ class InprocessSGLang(Engine):
 
         reply = await self._chat.handle_request(ChatCompletionRequest(**wire.chat_body(request)), None)
         if hasattr(reply, "model_dump_json"):
-            return orjson.loads(reply.model_dump_json())
+            return reply.model_dump_json().encode()
         if reply.status_code != 200:  # noqa: PLR2004
             raise wire.error_of(reply.status_code, reply.body)
-        return orjson.loads(reply.body)
+        return reply.body
 
     async def _tokenize(self, request: Request) -> Any:
         from sglang.srt.entrypoints.openai.protocol import TokenizeRequest  # noqa: PLC0415
@@ -231,10 +232,3 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _prepare_cpu() -> None:
-    """Set up this process and the processes that SGLang spawns; before SGLang is first imported."""
-    os.environ.update(cpu_environment(dict(os.environ)))
-    if str(CPU_SHIM) not in sys.path:
-        sys.path.insert(0, str(CPU_SHIM))

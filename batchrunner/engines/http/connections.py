@@ -27,20 +27,12 @@ def raise_file_limit() -> int:
     """Raise the soft limit on open files to the hard one; return the number of sockets that may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        try:
+        with contextlib.suppress(ValueError, OSError):  # e.g. a kernel maximum below the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-        except (ValueError, OSError):  # e.g. a kernel maximum below the hard limit: keep what we have
-            pass
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
     return max(soft - RESERVED_FILES, 1)
-
-
-def ephemeral_ports() -> int:
-    """Return the number of local ports that connections to one address can use."""
-    low, high = _port_range()
-    return int((high - low + 1) * PORT_SHARE)
 
 
 def free_port() -> int:
@@ -125,7 +117,8 @@ def open_connections(addresses: int, files_each: int = 1) -> tuple[int, str]:
 
     `files_each` is 2 for a gateway on this machine: it has the same limit on files and needs two for a row.
     """
-    files, ports = raise_file_limit() // files_each, ephemeral_ports() * addresses
+    low, high = _port_range()
+    files, ports = raise_file_limit() // files_each, int((high - low + 1) * PORT_SHARE) * addresses
     if files <= ports:
         return files, f"open files (ulimit -n, {files} free)"
     return ports, f"local ports ({ports} for {addresses} address{'es' if addresses > 1 else ''})"

@@ -3,34 +3,26 @@
 import asyncio
 import math
 import time
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from batchrunner.core.errors import AttemptFailedError, EngineDiedError, EngineDownError, RequestError
 
 
-class Probe(Protocol):
-    """Whoever can ask a server whether it is alive."""
-
-    async def is_alive(self, url: str) -> bool:
-        """Tell whether the server at `url` answers now."""
-
-
-class DeathVerdicts(Protocol):
-    """Whoever started the servers, and so learns what they died of."""
-
-    async def excuses(self, url: str, sent_at: float) -> bool:
-        """Tell whether the server at `url` ended since then for a reason that is no row's fault."""
-
-
 class FailureClassifier:
-    """Records which servers are alive, and judges rows that were cut off by that.
+    """Records which servers are alive, and judges rows that were cut off by that."""
 
-    Without `verdicts` (servers that others started) no death is excused.
-    """
+    def __init__(
+        self,
+        is_alive: Callable[[str], Awaitable[bool]],
+        excuses: Callable[[str, float], Awaitable[bool]] | None,
+    ) -> None:
+        """Take `is_alive(url)`, which asks a server, and `excuses(url, sent_at)`.
 
-    def __init__(self, probe: Probe, verdicts: DeathVerdicts | None) -> None:
-        self._probe = probe
-        self._verdicts = verdicts
+        The latter tells whether a server ended since then for a reason that is no row's fault. It is None
+        for servers that others started: none of their deaths is excused.
+        """
+        self._ask = is_alive
+        self._excuses = excuses
         self._questions: dict[str, asyncio.Future[bool]] = {}
         self._dead: set[str] = set()  # servers that did not answer when last asked
         self._died_at: dict[str, float] = {}
@@ -52,7 +44,7 @@ class FailureClassifier:
         """
         alive = await self._is_alive(url)
         if sent_at < self._died_at.get(url, -math.inf):
-            excused = self._verdicts is not None and await self._verdicts.excuses(url, sent_at)
+            excused = self._excuses is not None and await self._excuses(url, sent_at)
             return EngineDownError(what) if excused else EngineDiedError(what)
         return AttemptFailedError(what) if alive else EngineDownError(what)
 
@@ -60,7 +52,7 @@ class FailureClassifier:
         """Ask a server, once for all rows that were cut off together."""
         question = self._questions.get(url)
         if question is None:
-            question = self._questions[url] = asyncio.ensure_future(self._probe.is_alive(url))
+            question = self._questions[url] = asyncio.ensure_future(self._ask(url))
             question.add_done_callback(lambda _: self._questions.pop(url, None))
         alive = await asyncio.shield(question)
         self.record(url, alive=alive)

@@ -20,7 +20,7 @@ from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.launched.sglang_server import SGLangServer
 from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised
-from batchrunner.engines.logs.load import LogFollower
+from batchrunner.engines.logs.reader import LogFollower
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.recovery.fits import cards_of, check_fits
 from batchrunner.engines.recovery.healer import Healer, healer_for
@@ -109,7 +109,7 @@ class LaunchedFleet(HttpEngine):
         timeout_s = limits.request_timeout
         super().__init__(
             SGLangClient(
-                api_key=self._key, request_timeout_s=timeout_s, detokenizer=detokenizer, verdicts=self
+                api_key=self._key, request_timeout_s=timeout_s, detokenizer=detokenizer, excuses=self._excuses
             )
         )
         self._spec = spec
@@ -187,8 +187,7 @@ class LaunchedFleet(HttpEngine):
                 self._gateway.poll(loads, endpoint, now, idle=idle)
         return loads
 
-    async def excuses(self, url: str, sent_at: float) -> bool:
-        """Tell whether a server ended since then for a reason that is no row's fault; see `DeathVerdicts`."""
+    async def _excuses(self, url: str, sent_at: float) -> bool:
         return await self._replicas[url].supervisor.excuses(sent_at)
 
     async def close(self) -> None:

@@ -127,7 +127,9 @@ class Facts:
     @property
     def graph_disabled(self) -> bool:
         """Whether the arguments switch CUDA graphs off for decoding."""
-        return _decode_graph(self.arguments) == "disabled" or bool(self.arguments.get("disable_cuda_graph"))
+        arguments = self.arguments
+        backend = _phase(arguments, "decode").get("backend") or arguments.get("cuda_graph_backend_decode")
+        return backend == "disabled" or bool(arguments.get("disable_cuda_graph"))
 
     @property
     def graph_max_bs(self) -> int | None:
@@ -154,10 +156,6 @@ def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
     config = arguments.get("cuda_graph_config")
     found = config.get(phase) if isinstance(config, dict) else None
     return found if isinstance(found, dict) else {}
-
-
-def _decode_graph(arguments: Mapping[str, Any]) -> Any:
-    return _phase(arguments, "decode").get("backend") or arguments.get("cuda_graph_backend_decode")
 
 
 def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:

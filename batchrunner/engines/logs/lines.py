@@ -186,13 +186,7 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
 def _ready(line: str) -> records.ServerReady | None:
     limits = {name: int(value) for name, value in _READY.findall(line)}
     gpu = _GPU_GB.search(line)
-    return records.ServerReady(
-        limits.get("max_total_num_tokens"),
-        limits.get("chunked_prefill_size"),
-        limits.get("max_running_requests"),
-        limits.get("context_len"),
-        float(gpu[1]) if gpu else None,
-    )
+    return records.ServerReady(**limits, gpu_gb=float(gpu[1]) if gpu else None)
 
 
 def _rare(line: str) -> Record | None:

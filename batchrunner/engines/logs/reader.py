@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from batchrunner.core.errors import InputError
+from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.logs import records
 from batchrunner.engines.logs.facts import Facts, Trouble
 from batchrunner.engines.logs.lines import clean, origin_of, record_in
-from batchrunner.engines.logs.records import Phase, Record
-from batchrunner.engines.logs.series import Prefills, Series
-from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.engines.logs.records import LoggedBatch, Phase, Record, ServerReady
+from batchrunner.engines.logs.series import LoadSample, Prefills, Series
 from batchrunner.engines.logs.thresholds import Thresholds
 
 BLOCK_BYTES = 1 << 20
+MOST_POLLED_BYTES = 4 << 20
+"""Most bytes of a growing log that one poll reads."""
 LONGEST_LINE = 1 << 18
 """Most characters of a line: SGLang writes no longer ones, and they are not kept."""
 SILENT_S = 2.0
@@ -219,3 +221,61 @@ def _encoding(head: bytes) -> str:
     if big + little > len(head[:4096]) // 4:
         return "utf-16-le" if little > big else "utf-16-be"
     return "utf-8"
+
+
+class LogLoad:
+    """The newest load of each scheduler in the lines of a log, for releases that report it nowhere else."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._limits: ServerReady | None = None
+        self._newest: dict[str, tuple[LoggedBatch, int]] = {}
+        self._batches = 0
+
+    def read(self, lines: Iterable[str]) -> None:
+        """Take the next lines of the log."""
+        for line in lines:
+            record = record_in(line)
+            if isinstance(record, ServerReady):
+                self._limits = record
+            elif isinstance(record, LoggedBatch):
+                self._batches += 1
+                self._newest[origin_of(line).dp] = record, self._batches
+
+    def loads(self) -> list[SchedulerLoad]:
+        """Return the newest load of each scheduler."""
+        return [
+            SchedulerLoad(
+                scheduler=f"{self._url}#dp{rank}" if rank else self._url,
+                source="log",
+                running=batch.running,
+                queue=batch.queue,
+                token_usage=batch.usage,
+                used_tokens=batch.tokens,
+                max_total_tokens=self._limits.max_total_num_tokens if self._limits else None,
+                max_running=self._limits.max_running_requests if self._limits else None,
+                route=self._url,
+                taken_at=number,
+                work=number,
+            )
+            for rank, (batch, number) in sorted(self._newest.items())
+        ]
+
+
+class LogFollower:
+    """Reads what is added to a log from now on."""
+
+    def __init__(self, url: str, path: Path) -> None:
+        self._path = path
+        self._read_bytes = path.stat().st_size if path.exists() else 0
+        self._load = LogLoad(url)
+
+    def poll(self) -> list[SchedulerLoad]:
+        """Read the whole lines that were added; return the newest load of each scheduler."""
+        with self._path.open("rb") as log:
+            log.seek(self._read_bytes)
+            block = log.read(MOST_POLLED_BYTES)
+        whole = block[: block.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        self._load.read(whole.decode(errors="replace").splitlines())
+        return self._load.loads()

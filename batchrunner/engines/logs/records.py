@@ -39,11 +39,11 @@ class Retraction(NamedTuple):
 class ServerReady(NamedTuple):
     """Limits of a scheduler, logged before it takes requests."""
 
-    max_total_num_tokens: int | None
-    chunked_prefill_size: int | None
-    max_running_requests: int | None
-    context_len: int | None
-    gpu_gb: float | None
+    max_total_num_tokens: int | None = None
+    chunked_prefill_size: int | None = None
+    max_running_requests: int | None = None
+    context_len: int | None = None
+    gpu_gb: float | None = None
     """Free memory of the GPU in GB, `available_gpu_mem`; None on a CPU."""
 
 

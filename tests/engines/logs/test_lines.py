@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrunner.engines.logs.load import LogLoad
+from batchrunner.engines.logs.reader import LogLoad
 
 URL = "http://127.0.0.1:30000"
 

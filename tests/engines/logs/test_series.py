@@ -8,8 +8,7 @@ import pytest
 
 from batchrunner.core.errors import JobError
 from batchrunner.engines.logs.records import LoggedBatch
-from batchrunner.engines.logs.series import Series
-from batchrunner.engines.logs.signs import LoadSample
+from batchrunner.engines.logs.series import LoadSample, Series
 from batchrunner.engines.logs.thresholds import Thresholds
 
 if TYPE_CHECKING:

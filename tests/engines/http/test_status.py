@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchrunner.core.types import SchedulerLoad
-from batchrunner.engines.http.load import counters_in, from_loads, from_metrics
+from batchrunner.engines.http.status import counters_in, from_loads, from_metrics
 
 URL = "http://127.0.0.1:30000"
 
