@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from batchrunner.job.spec import LimitsSpec
@@ -15,42 +14,17 @@ from batchrunner.report.html.timeline import Timeline
 from batchrunner.report.report import tolerated
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """The state and the main figures of a run."""
-
-    name: str
-    path: str
-    model: str
-    engine: str
-    simulated: bool
-    several: bool
-    """Whether several tasks did the run."""
-    state: str
-    state_kind: str
-    """Style of the state: good, warn, bad or live."""
-    reason: str
-    rows_total: int
-    rows_left: int
-    working_s: float
-    how_often: str
-    output_tokens_per_s: float
-    prompt_tokens_per_s: float
-    cached_share: float | None
-    done_share: float
-    ok_percent: float
-    failed_percent: float
-    written: float
-
-
 def make_headline(
     run_dir: RunDir,
     facts: Mapping[str, Any],
     results: RunResults,
     timeline: Timeline,
     histories: Sequence[TaskHistory],
-) -> Headline:
-    """Return the headline of a run, or of one of its tasks; `facts` is the content of run.json."""
+) -> dict[str, Any]:
+    """Return the state and the main figures of a run, or of one of its tasks, for the template.
+
+    `facts` is the content of run.json; `state_kind` is the style of the state: good, warn, bad or live.
+    """
     total = facts["rows_total"] if run_dir.task == MAIN_TASK else histories[0].rows_total if histories else 0
     counts = results.counts
     left = max(0, total - counts.done)
@@ -62,28 +36,28 @@ def make_headline(
     attempts = sum(len(history.attempts) for history in histories)
     whose = "" if run_dir.task == MAIN_TASK else f", task {run_dir.task}"
     engine = facts["engine"]
-    return Headline(
-        name=run_dir.path.absolute().name + whose,
-        path=str(run_dir.path.absolute()),
-        model=engine["model"] if engine["model"] != engine["kind"] else "",
-        engine=engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
-        simulated=bool(engine.get("simulated")),
-        several=len(histories) > 1,
-        state=state,
-        state_kind=kind,
-        reason=reason,
-        rows_total=total,
-        rows_left=left,
-        working_s=working_s,
-        how_often=_how_often(attempts, len(histories)),
-        output_tokens_per_s=counts.output_tokens / working_s if working_s else 0.0,
-        prompt_tokens_per_s=counts.prompt_tokens / working_s if working_s else 0.0,
-        cached_share=counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
-        done_share=(total - left) / total if total else 1.0,
-        ok_percent=100 * counts.ok / total if total else 100.0,
-        failed_percent=100 * counts.failed / total if total else 0.0,
-        written=time.time(),
-    )
+    return {
+        "name": run_dir.path.absolute().name + whose,
+        "path": str(run_dir.path.absolute()),
+        "model": engine["model"] if engine["model"] != engine["kind"] else "",
+        "engine": engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
+        "simulated": bool(engine.get("simulated")),
+        "several": len(histories) > 1,
+        "state": state,
+        "state_kind": kind,
+        "reason": reason,
+        "rows_total": total,
+        "rows_left": left,
+        "working_s": working_s,
+        "how_often": _how_often(attempts, len(histories)),
+        "output_tokens_per_s": counts.output_tokens / working_s if working_s else 0.0,
+        "prompt_tokens_per_s": counts.prompt_tokens / working_s if working_s else 0.0,
+        "cached_share": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
+        "done_share": (total - left) / total if total else 1.0,
+        "ok_percent": 100 * counts.ok / total if total else 100.0,
+        "failed_percent": 100 * counts.failed / total if total else 0.0,
+        "written": time.time(),
+    }
 
 
 def _how_often(attempts: int, tasks: int) -> str:
@@ -101,9 +75,8 @@ def _state(
         who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} tasks"
         return "live", "running", f"Running: {who}. The page shows what was on disk when it was written."
     if left:
-        last = max(
-            (history.attempts[-1] for history in histories), key=lambda attempt: attempt.ended, default=None
-        )
+        newest = (history.attempts[-1] for history in histories)
+        last = max(newest, key=lambda attempt: attempt.ended, default=None)
         why = (last and last.reason) or "its log has no end: it was killed, or its machine failed"
         return "warn", "not finished", f"{why[0].upper()}{why[1:]}. Run the same command again to go on."
     if too_many:

@@ -20,6 +20,7 @@ from batchrunner.advise import roofline as formulas
 from batchrunner.advise.advise import advise_run
 from batchrunner.advise.roofline import UnknownLimitError
 from batchrunner.core.jsonfile import read_json
+from batchrunner.output.events import read_events
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
@@ -28,7 +29,7 @@ from batchrunner.report.html.headline import make_headline
 from batchrunner.report.html.limit_share import share_of_limit
 from batchrunner.report.html.load_charts import load_charts
 from batchrunner.report.html.results import RunResults, read_results
-from batchrunner.report.html.task_history import TaskHistory, read_history
+from batchrunner.report.html.task_history import TaskHistory, history_of
 from batchrunner.report.html.timeline import Timeline, make_timeline
 from batchrunner.report.report import duration
 
@@ -74,7 +75,9 @@ def make_page(run_dir: RunDir) -> str:
     facts = require_run_json(run_dir)
     tasks = _tasks(run_dir)
     results = read_results(tasks)
-    histories = [history for task in tasks if (history := read_history(task.task, task.events)).attempts]
+    histories = [
+        history for task in tasks if (history := history_of(task.task, read_events(task.events))).attempts
+    ]
     timeline = make_timeline(histories)
     return _template().render(
         p=make_headline(run_dir, facts, results, timeline, histories),
@@ -178,12 +181,8 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         found.append(("Queue", f"{in_band:.0%} of the steady time in its band, {empty:.0%} empty"))
     if sharing.get("expected_tokens"):
         cached = sharing["found_tokens"] / sharing["expected_tokens"]
-        found.append(
-            (
-                "Shared prefixes",
-                f"{cached:.0%} of what rows share with earlier rows was in the cache",
-            )
-        )
+        share = f"{cached:.0%} of what rows share with earlier rows was in the cache"
+        found.append(("Shared prefixes", share))
     return found
 
 
