@@ -105,9 +105,8 @@ def parse_budget(text: str) -> float:
     try:
         seconds: float = TypeAdapter(Duration).validate_python(text)
     except ValidationError as failure:
-        raise JobError(
-            f"--budget {text}: {failure.errors()[0]['msg'].removeprefix('Value error, ')}"
-        ) from None
+        why = failure.errors()[0]["msg"].removeprefix("Value error, ")
+        raise JobError(f"--budget {text}: {why}") from None
     return seconds
 
 
