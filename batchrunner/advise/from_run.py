@@ -153,10 +153,8 @@ def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Tell whether the servers of two attempts had the same flags, as far as is known."""
     one, two = start.get("engine") or {}, other.get("engine") or {}
     pools = [engine.get("max_total_tokens") or 0 for engine in (one, two)]
-    alike = all(one.get(name) == two.get(name) for name in SAME_FLAGS) and math.isclose(
-        *pools, rel_tol=SAME_POOL
-    )
-    return alike and start.get("args") == other.get("args")
+    alike = all(one.get(name) == two.get(name) for name in SAME_FLAGS)
+    return alike and math.isclose(*pools, rel_tol=SAME_POOL) and start.get("args") == other.get("args")
 
 
 def _lengths(run_dir: RunDir, client: ClientActivity) -> None:

@@ -167,14 +167,6 @@ def model_of_config(config: Mapping[str, Any]) -> ModelShape:
 
     Raises UnknownLimitError for a kind of model that the formulas do not describe.
     """
-    _refuse_others(config)
-    try:
-        return shape_of(config)
-    except UnknownShapeError as failure:
-        raise UnknownLimitError(str(failure)) from None
-
-
-def _refuse_others(config: Mapping[str, Any]) -> None:
     kinds = set(config.get("layer_types") or []) - {"full_attention"}
     for name, what in _NOT_COVERED.items():
         of_window = name == "sliding_window" and config.get("use_sliding_window") is False
@@ -182,3 +174,7 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
             raise UnknownLimitError(f"the formulas do not cover {what} ({name} in config.json)")
     if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
         raise UnknownLimitError("the formulas do not cover experts in some of the layers only")
+    try:
+        return shape_of(config)
+    except UnknownShapeError as failure:
+        raise UnknownLimitError(str(failure)) from None

@@ -90,11 +90,6 @@ class Situation:
         return self.facts.max_running or self.load.largest("max_running") or None
 
     @property
-    def memory_band(self) -> MemoryBand:
-        """Memory that the guides leave free on this card with its prefill chunk."""
-        return memory_band(self.facts, self.limits)
-
-    @property
     def fills_up(self) -> bool:
         """Whether the KV pool is full repeatedly, though perhaps not all the time."""
         return self.load.share("full") >= self.limits.peaks

@@ -5,8 +5,7 @@ import heapq
 from batchrunner.simulation.sample import SimulatedRequest
 
 CLIP_TOKENS = 4096
-"""The most output tokens that the scheduler expects of a request (`CLIP_MAX_NEW_TOKENS`,
-schedule_policy.py)."""
+"""Most output tokens that the scheduler expects of a request: `CLIP_MAX_NEW_TOKENS` (schedule_policy.py)."""
 
 
 class RemainingTokens:
@@ -18,9 +17,8 @@ class RemainingTokens:
         self._base = 0  # sum over samples that are not clipped of (tokens allowed - outputs + tick)
         self._unclipped = 0
         self._clipped = 0
-        self._due: list[
-            tuple[int, int, SimulatedRequest]
-        ] = []  # (tick from which it is not clipped, serial, sample)
+        # (tick from which it is not clipped, serial number, sample)
+        self._due: list[tuple[int, int, SimulatedRequest]] = []
         self._serial = 0
 
     def add(self, sample: SimulatedRequest, tick: int) -> None:
@@ -66,7 +64,8 @@ class RunningBatch:
         self.samples: dict[SimulatedRequest, None] = {}
         self._outputs_base = 0
         self._context_base = 0
-        self._asked_tokens = 0
+        self.asked_tokens = 0
+        """Sum of the samples' `max_new_tokens`."""
         self._remaining = (RemainingTokens(), RemainingTokens())  # by ignore_eos
         self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (tick, serial number, sample)
         self._serial = 0
@@ -80,11 +79,6 @@ class RunningBatch:
     def output_tokens(self) -> int:
         """Tokens that the running samples have generated."""
         return self._outputs_base + self.tick * len(self.samples)
-
-    @property
-    def asked_tokens(self) -> int:
-        """Sum of the samples' `max_new_tokens`."""
-        return self._asked_tokens
 
     def outputs_of(self, sample: SimulatedRequest) -> int:
         """Tokens that one running sample has generated."""
@@ -107,7 +101,7 @@ class RunningBatch:
         self.samples[sample] = None
         self._outputs_base += sample.outputs_base
         self._context_base += sample.context_base
-        self._asked_tokens += sample.asked_tokens
+        self.asked_tokens += sample.asked_tokens
         self._remaining[sample.ignore_eos].add(sample, tick)
         self._end_at(sample, sample.target_tokens)
 
@@ -116,7 +110,7 @@ class RunningBatch:
         del self.samples[sample]
         self._outputs_base -= sample.outputs_base
         self._context_base -= sample.context_base
-        self._asked_tokens -= sample.asked_tokens
+        self.asked_tokens -= sample.asked_tokens
         self._remaining[sample.ignore_eos].remove(sample)
         sample.outputs = sample.outputs_base + self.tick
         if not self.samples:

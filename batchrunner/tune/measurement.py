@@ -164,7 +164,7 @@ class TrialWatch:
         self._readings += signals
         if any(signal.queue for signal in signals):
             self._busy = now
-        return self._behind(at_s) or self._measured(at_s)
+        return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
     def _hopeless(self, at_s: float, held: int) -> End | None:
         """Compare a trial that is not steady yet; `held` tokens in its pool may be output of running rows."""
@@ -175,9 +175,8 @@ class TrialWatch:
             return None
         return "behind", f"{self.tokens} output tokens after {at_s:.0f} s, the best had {theirs:.0f}"
 
-    def _behind(self, at_s: float) -> End | None:
-        assert self._warm is not None
-        since_s, tokens, rows, _ = self._warm
+    def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
+        since_s, tokens, rows, _ = warm
         if self.incumbent is None or at_s - since_s < TIMING.trial_judged or self.rows - rows < self._peak:
             return None
         theirs = tokens_at(self.incumbent.curve, at_s) - tokens_at(self.incumbent.curve, since_s)
@@ -186,9 +185,8 @@ class TrialWatch:
             return None
         return "behind", f"{share:.2f} x the best's output between {since_s:.0f} and {at_s:.0f} s"
 
-    def _measured(self, at_s: float) -> End | None:
-        assert self._warm is not None
-        since_s, _, rows, _ = self._warm
+    def _measured(self, at_s: float, warm: TrialProgress) -> End | None:
+        since_s, _, rows, _ = warm
         enough = self.rows - rows >= GENERATIONS * self._peak and at_s - since_s >= TIMING.trial_steady
         if enough or at_s - since_s >= MOST_STEADY_S:
             return "measured", f"{self.rows - rows} rows in {at_s - since_s:.0f} s of steady time"

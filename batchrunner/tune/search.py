@@ -153,10 +153,8 @@ class Search:
         if newest.ended == "behind" or not newest.tokens_per_s:
             return False, f"slower: {newest.why}"
         if newest.failed_share > best.failed_share + FAILED_MORE:
-            return (
-                False,
-                f"unsafe: {newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before",
-            )
+            failed = f"{newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before"
+            return False, f"unsafe: {failed}"
         if not best.is_speed:
             return True, f"safer: the best failed when it was tried again: {best.why}"
         if tuned_flag.schedules and same_work(newest.signs, best.signs):

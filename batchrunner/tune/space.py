@@ -159,12 +159,10 @@ def _max_running(state: TuningState) -> Candidates:
     fits = max(signs.running, 1) / max(signs.usage, 1 / MOST_RAISE)
     wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * signs.max_running)
     between = round(math.sqrt(wanted * signs.max_running))
-    why = (
-        f"{signs.max_running} run, the most, at token usage {signs.usage:.2f} with {signs.queue:.0f} waiting"
-    )
-    candidates = [
-        FlagChange({"max-running-requests": v}, why) for v in (wanted, between) if v > signs.max_running
-    ]
+    seen = f"at token usage {signs.usage:.2f} with {signs.queue:.0f} waiting"
+    why = f"{signs.max_running} run, the most, {seen}"
+    higher = [v for v in (wanted, between) if v > signs.max_running]
+    candidates = [FlagChange({"max-running-requests": v}, why) for v in higher]
     return candidates or f"token usage {signs.usage:.2f}: the pool holds {fits:.0f} at once"
 
 
@@ -221,9 +219,8 @@ def _quantized(state: TuningState) -> Candidates:
     if state.machine.architecture not in FP8:
         return "no FP8 on this device"
     choices: list[Args] = [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}]
-    return [
-        FlagChange(args, "allowed") for args in choices if not args.keys() & state.args.keys()
-    ] or "on already"
+    new = [args for args in choices if not args.keys() & state.args.keys()]
+    return [FlagChange(args, "allowed") for args in new] or "on already"
 
 
 def _parallel(state: TuningState) -> Candidates:
@@ -239,9 +236,8 @@ def _parallel(state: TuningState) -> Candidates:
 def _not_admission(signs: TrialSigns) -> str:
     if not signs.waits:
         return "no request waits at the server: admission is not the limit"
-    return (
-        f"#running-req {signs.running:.0f} is at max-running-requests {signs.max_running}, which is the limit"
-    )
+    limit = f"max-running-requests {signs.max_running}"
+    return f"#running-req {signs.running:.0f} is at {limit}, which is the limit"
 
 
 TUNED_FLAGS = (

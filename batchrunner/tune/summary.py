@@ -52,12 +52,8 @@ class TuningSummary:
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
         lines += ["", *yaml.safe_dump({"engine": {"args": self.args}}, sort_keys=False).splitlines(), ""]
-        done = (
-            f"written into {self.job}"
-            if self.applied
-            else f"{self.job} is unchanged: --apply writes this into it"
-        )
-        return [*lines, done]
+        unchanged = f"{self.job} is unchanged: --apply writes this into it"
+        return [*lines, f"written into {self.job}" if self.applied else unchanged]
 
 
 def summarize(search: Search, source: str, sample: str, spent_s: float) -> TuningSummary:
@@ -65,6 +61,7 @@ def summarize(search: Search, source: str, sample: str, spent_s: float) -> Tunin
     own, *_ = search.settings.values()
     if not own.speeds:
         raise EngineStartError(search.reason)
+    held, waiting = "held by the runner's own controller", own.newest.signs.queue
     return TuningSummary(
         job=source,
         sample=sample,
@@ -74,7 +71,7 @@ def summarize(search: Search, source: str, sample: str, spent_s: float) -> Tunin
         best_tokens_per_s=round(geometric_mean(search.best.speeds), 1),
         args=changes(search.best.args, own.args),
         trials=[_trial(setting, own.args) for setting in search.settings.values() if setting.results],
-        notes={"queue": _queue_note(own), **search.notes},
+        notes={"queue": f"{held}; {waiting:.0f} requests waited with the job's own flags", **search.notes},
     )
 
 
@@ -99,8 +96,3 @@ def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
         f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if is_best else ''}"
     )
     return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
-
-
-def _queue_note(own: FlagSetting) -> str:
-    waiting = own.newest.signs.queue
-    return f"held by the runner's own controller; {waiting:.0f} requests waited with the job's own flags"

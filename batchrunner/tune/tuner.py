@@ -3,11 +3,13 @@
 import asyncio
 import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol
 
+import msgspec
+import orjson
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,12 +21,12 @@ from batchrunner.job.engine import GatewayEngine, InprocessEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
+from batchrunner.output.files import writing
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.edit import apply_args, own_engine
-from batchrunner.tune.history import TrialHistory
 from batchrunner.tune.machine import machine_for
 from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.sample import write_sample
@@ -103,9 +105,8 @@ def parse_budget(text: str) -> float:
     try:
         seconds: float = TypeAdapter(Duration).validate_python(text)
     except ValidationError as failure:
-        raise JobError(
-            f"--budget {text}: {failure.errors()[0]['msg'].removeprefix('Value error, ')}"
-        ) from None
+        why = failure.errors()[0]["msg"].removeprefix("Value error, ")
+        raise JobError(f"--budget {text}: {why}") from None
     return seconds
 
 
@@ -135,19 +136,59 @@ def engine_to_tune(job: Job) -> ServerEngine:
             )
 
 
-class TrialStore(Protocol):
-    """A store of finished trials."""
+class TrialHistory:
+    """The finished trials of one job on one machine, one JSON line each, from which a search resumes."""
+
+    def __init__(self, path: Path, about: str, base: Args) -> None:
+        """Read the trials with the digest `about`, which covers rows, job, engine and machine.
+
+        `base` are the job's own flags. Only flags that differ from them are written, so no secret of the
+        job is. Raises StorageError.
+        """
+        self._path = path
+        self._about = about
+        self._base = base
+        self._found: defaultdict[bytes, list[TrialResult]] = defaultdict(list)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines() if path.exists() else []
+        for line in lines:
+            self._read_line(line)
 
     def find(self, args: Args, turn: int) -> TrialResult | None:
-        """Return a kept result, or None."""
+        """Return the result of a finished trial; `turn` counts the trials of the same flags from 0."""
+        found = self._found[key_of(changes(args, self._base))]
+        return found[turn] if turn < len(found) else None
 
     def add(self, args: Args, result: TrialResult) -> None:
-        """Keep a result."""
+        """Write a result; raises StorageError."""
+        own = changes(args, self._base)
+        record = {"about": self._about, "args": own, "result": asdict(result)}
+        with writing(self._path), self._path.open("ab") as file:
+            file.write(b"\n" * self._is_torn() + orjson.dumps(record, default=str) + b"\n")
+        self._found[key_of(own)].append(result)
+
+    def _read_line(self, line: bytes) -> None:
+        try:
+            record = orjson.loads(line)
+            if record["about"] == self._about:
+                result = msgspec.convert(record["result"], TrialResult)
+                self._found[key_of(record["args"])].append(result)
+        except (orjson.JSONDecodeError, msgspec.ValidationError, KeyError, TypeError):
+            return  # cut short by a crash
+
+    def _is_torn(self) -> bool:
+        """Tell whether the last line was cut short."""
+        if not self._path.exists() or not self._path.stat().st_size:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(-1, 2)
+            return file.read() != b"\n"
 
 
 async def run_search(
     search: Search,
-    history: TrialStore,
+    history: TrialHistory,
     run: Callable[[TrialRequest, int, float], Awaitable[TrialResult]],
     budget_s: float,
 ) -> float:

@@ -10,7 +10,7 @@ from batchrunner.engines.flags import Flags
 from batchrunner.tune.machine import Machine
 from batchrunner.tune.search import Search, key_of
 from batchrunner.tune.summary import TuningSummary, summarize
-from batchrunner.tune.tuner import run_search
+from batchrunner.tune.tuner import TrialHistory, run_search
 from tests.support.tuning_lab import CPU, Lab, chat_rows
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ WRONG = {"schedule-conservativeness": 3, "max-running-requests": 8}
 ROWS = chat_rows(4000)
 
 
-class Kept:
-    """Finished trials in memory."""
+class Kept(TrialHistory):
+    """Finished trials in memory, without a file."""
 
     def __init__(self) -> None:
         self.results: defaultdict[bytes, list[TrialResult]] = defaultdict(list)

@@ -57,10 +57,8 @@ def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
     """Return what to change in the runner, and why; the change is empty where the server is slow."""
     if 2 * client.on_way > client.empty:
         remedy = "`tokenize: client`" if client.tokenize == "server" else ""
-        return (
-            remedy,
-            "requests are on their way to the scheduler (the front process or the network is slow)",
-        )
+        why = "requests are on their way to the scheduler (the front process or the network is slow)"
+        return remedy, why
     if 2 * client.at_window > client.empty:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {keep}", "the job's window is full"
@@ -68,10 +66,8 @@ def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
             return "raise `ulimit -n`", f"all {client.connections} connections that it allows are in use"
         return "`queue`: a higher band in the job", "the window is full, and its queue band is too low"
     if 2 * client.resting > client.empty:
-        return (
-            "find out why the engine refuses rows (report.json: failures, retries)",
-            "rows wait for a retry",
-        )
+        remedy = "find out why the engine refuses rows (report.json: failures, retries)"
+        return remedy, "rows wait for a retry"
     return (
         "give the runner more of the machine: cores for rendering and tokens, input on a faster disk",
         "the window is not full: rows are not read, rendered or tokenized fast enough",
@@ -159,9 +155,8 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     name = "schedule-conservativeness"
     now, most = in_effect(s.facts, name) or 1.0, as_flag(s.facts, name, MOST_CONSERVATIVE)
     target = round(min(most, max(MORE_CONSERVATIVE, MORE_CONSERVATIVE * now)), 2)
-    sign = (
-        f"{seen}, with token usage at {s.load.median('usage'):.2f}: requests lose their place and their work"
-    )
+    usage = s.load.median("usage")
+    sign = f"{seen}, with token usage at {usage:.2f}: requests lose their place and their work"
     share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
     if share is not None:
         cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"

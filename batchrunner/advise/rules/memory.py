@@ -1,11 +1,11 @@
-"""Rules on GPU memory: what is left at the start, and where it ran out. Each is pure."""
+"""Rules on memory: what is left at the start, where it ran out, and other deaths. Each is pure."""
 
 import math
 from dataclasses import replace
 from typing import Any
 
 from batchrunner.advise.rules.rule import Finding
-from batchrunner.advise.situation import LONGEST_LINE, Situation
+from batchrunner.advise.situation import LONGEST_LINE, Situation, memory_band
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.facts import Trouble
 from batchrunner.engines.logs.records import Phase
@@ -18,7 +18,7 @@ STEP = 0.01
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
     """Find that GPU memory is unused, or that the right amount is left."""
-    left, band = s.facts.ready.gpu_gb if s.facts.ready else None, s.memory_band
+    left, band = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts, s.limits)
     if left is None or left < band.low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready"
@@ -37,7 +37,7 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     """Find that too little GPU memory is left for activations."""
-    left, low = s.facts.ready.gpu_gb if s.facts.ready else None, s.memory_band.low
+    left, low = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts, s.limits).low
     if left is None or left >= low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
@@ -51,16 +51,14 @@ def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict
 
     None where weights and a pool need more than the target would leave them.
     """
-    now, more = s.facts.number("mem_fraction_static"), left - s.memory_band.good
+    now, more = s.facts.number("mem_fraction_static"), left - memory_band(s.facts, s.limits).good
     up = more > 0
     if not flags.spelling("mem-fraction-static"):
         return Finding(sign)
     if now is None or not s.facts.card_gb:
         way = "up" if up else "down"
         return Finding(sign, change=f"--mem-fraction-static {way} in steps of {STEP}", evidence=evidence)
-    steps = (
-        max(1, math.floor(more / s.facts.card_gb / STEP)) if up else math.floor(more / s.facts.card_gb / STEP)
-    )
+    steps = math.floor(more / s.facts.card_gb / STEP) or int(up)  # at least one step up
     least = math.ceil(least_fraction(s.facts) / STEP) * STEP
     target = round(min(HIGHEST_FRACTION, max(least, now + steps * STEP)), 3)
     if target == now or (target > now) is not up:
@@ -74,43 +72,68 @@ def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict
 def oom_prefill(s: Situation, flags: Flags) -> Finding | None:
     """Find that a prefill pass ran out of memory."""
     known = {"chunked_prefill_size": in_effect(s.facts, "chunked-prefill-size")}
-    trouble = _last(s, "prefill")
-    return _ran_out(s, trouble, flags, "in prefill", known) if trouble else None
+    return _ran_out(s, _last(s, "prefill"), flags, "in prefill", known)
 
 
 def oom_decode(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding ran out of memory."""
     trouble = _last(s, "decode") or _last(s, "requests")
-    if not trouble:
-        return None
-    return _ran_out(s, trouble, flags, f"in decoding, at {trouble.running} running", {})
+    return _ran_out(s, trouble, flags, f"in decoding, at {trouble.running} running" if trouble else "")
 
 
 def oom_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that capturing CUDA graphs ran out of memory."""
     trouble = _last(s, "graph") or _last(s, "prefill-graph")
-    return _ran_out(s, trouble, flags, "while CUDA graphs were captured", {}) if trouble else None
+    return _ran_out(s, trouble, flags, "while CUDA graphs were captured")
 
 
 def oom_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find that the weights do not fit, or leave no room for a KV pool."""
     if trouble := _last(s, "pool"):
         where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
-        return _ran_out(s, trouble, flags, where, {}, "" if s.facts.on_cpu else "more GPUs (--tp-size)")
+        return _ran_out(s, trouble, flags, where, beside="" if s.facts.on_cpu else "more GPUs (--tp-size)")
     if trouble := _last(s, "load"):
         args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
         quantised = s.facts.quantised or s.facts.arguments.get("quantization")
         room = command_line(args) or "a machine with more memory"
         ways = room if quantised else f"{room}, or a quantised model"
-        found = _ran_out(s, trouble, flags, "while weights were loaded", {}, ways)
-        return replace(found, args=args)
+        found = _ran_out(s, trouble, flags, "while weights were loaded", beside=ways)
+        return found and replace(found, args=args)
     return None
 
 
 def oom_general(s: Situation, flags: Flags) -> Finding | None:
     """Find that memory ran out in an unknown place."""
-    trouble = _last(s, "general")
-    return _ran_out(s, trouble, flags, "", {}) if trouble else None
+    return _ran_out(s, _last(s, "general"), flags, "")
+
+
+def killed(s: Situation, flags: Flags) -> Finding | None:
+    """Find that a process was killed, as the kernel does when the host's memory runs out."""
+    died = s.facts.died
+    if died is None or not died.killed:
+        return None
+    args = safer(Death("killed", died.text), s.facts, flags)
+    host = "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says `oom-kill`"
+    if s.facts.arguments.get("enable_hierarchical_cache"):
+        host += ", or a smaller --hicache-ratio"
+    return Finding(
+        f"killed (SIGKILL), as the kernel does when the host's memory runs out: {died.text[:LONGEST_LINE]}",
+        args,
+        ", or ".join(filter(None, (command_line(args), host))),
+        {"line": died.text},
+    )
+
+
+def crashed(s: Situation, _: Flags) -> Finding | None:
+    """Find that the server died of an error that no flag is known to cure."""
+    died = s.facts.died
+    if died is None or died.killed or s.facts.last_trouble:
+        return None
+    return Finding(
+        f"the server died: {died.text[:LONGEST_LINE]}",
+        change="look for that error in the log and among SGLang's issues: another release may not have it",
+        evidence={"line": died.text},
+    )
 
 
 def _last(s: Situation, phase: Phase) -> Trouble | None:
@@ -118,9 +141,12 @@ def _last(s: Situation, phase: Phase) -> Trouble | None:
 
 
 def _ran_out(
-    s: Situation, trouble: Trouble, flags: Flags, where: str, known: dict[str, Any], beside: str = ""
-) -> Finding:
+    s: Situation, trouble: Trouble | None, flags: Flags, where: str,
+    known: dict[str, Any] | None = None, beside: str = "",
+) -> Finding | None:  # fmt: skip
     """Return the finding with the flags that recovery would use; `beside` is another remedy."""
+    if trouble is None:
+        return None
     times = sum(other.phase == trouble.phase for other in s.facts.troubles)
     text = trouble.what.text
     args = safer(Death(trouble.phase, text, trouble.running), s.facts, flags)
@@ -129,5 +155,5 @@ def _ran_out(
         f"out of memory{where and ' '}{where}: {text[:LONGEST_LINE]}",
         args,
         ", or ".join(ways),
-        {**known, "times": times, "running": trouble.running},
+        {**(known or {}), "times": times, "running": trouble.running},
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from batchrunner.advise.rules.load import LESS_CONSERVATIVE, conservativeness
 from batchrunner.advise.rules.rule import Finding
-from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Situation
+from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Situation, memory_band
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.facts import prefill_graph_off
 from batchrunner.engines.recovery.safer_args import in_effect, least_fraction
@@ -110,7 +110,7 @@ def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any] | None
     None where too little would be left for weights and a useful pool.
     """
     now, left = s.facts.number("mem_fraction_static"), s.facts.ready.gpu_gb if s.facts.ready else None
-    wanting = gb - max(0.0, left - s.memory_band.low) if left else gb
+    wanting = gb - max(0.0, left - memory_band(s.facts, s.limits).low) if left else gb
     if s.facts.on_cpu or now is None or not s.facts.card_gb or wanting <= 0:
         return {}
     target = round(now - math.ceil(100 * wanting / s.facts.card_gb) / 100, 3)

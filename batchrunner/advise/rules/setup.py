@@ -154,15 +154,12 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     if s.client is not None:
         ordered = s.client.order in {"auto", "prefix"}
         return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
-    if policy == "lpm" and s.load.largest("queue") > s.limits.lpm_queue:
-        sign = f"{seen}; lpm (default up to 0.4.3) gives up above {s.limits.lpm_queue:.0f} waiting requests"
-        return Finding(
-            sign, {}, "send requests that begin alike one after another, as batchrun does", evidence
-        )
-    if policy in {"lpm", None} or s.load.largest("queue") >= s.limits.lpm_queue:
-        return Finding(
-            seen, {}, "send requests that begin alike one after another, as batchrun does", evidence
-        )
+    queue, limit = s.load.largest("queue"), s.limits.lpm_queue
+    if policy == "lpm" and queue > limit:
+        seen += f"; lpm (default up to 0.4.3) gives up above {limit:.0f} waiting requests"
+    if policy in {"lpm", None} or queue >= limit:
+        how = "send requests that begin alike one after another, as batchrun does"
+        return Finding(seen, {}, how, evidence)
     return Finding(seen, flags.setting("schedule-policy", "lpm"), evidence=evidence)
 
 

@@ -1,6 +1,5 @@
 """The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure."""
 
-from batchrunner.advise.rules import deaths as death_rules
 from batchrunner.advise.rules import load as load_rules
 from batchrunner.advise.rules import memory as memory_rules
 from batchrunner.advise.rules import passes as pass_rules
@@ -154,7 +153,7 @@ RULES: tuple[Rule, ...] = (
         "exit code -9, `Killed`, or the kernel's own line",
         "on a CPU `--max-total-tokens` halved; else more host memory",
         "SGLang's message",
-        death_rules.killed,
+        memory_rules.killed,
         "the server lives",
         "on a CPU a smaller KV pool",
     ),
@@ -163,7 +162,7 @@ RULES: tuple[Rule, ...] = (
         "an exception that ended the scheduler, or the death of a child process, without a lack of memory",
         "the line to search for; no flag is known to cure it",
         "SGLang's messages",
-        death_rules.crashed,
+        memory_rules.crashed,
         "the server lives",
         certainty="low",
     ),

@@ -147,7 +147,7 @@ def draw_lines(
             number % COLOURS,
             _path(xs, line, timeline.breaks, most),
             _area(xs, line, timeline.breaks, most),
-            [value and _rounded(value.mean) for value in line],
+            [value and float(f"{value.mean:.4g}") for value in line],
         )
         for number, (label, line) in enumerate(lines.items())
     ]
@@ -168,16 +168,14 @@ def draw_counts(counts: BinnedValues) -> Histogram:
     tick_step = max(round_step(end, TICKS), float(counts.whole))
     percent = {"half": counts.p50, "90 %": counts.p90, "99 %": counts.p99, "all": counts.largest}
     at_most = ", ".join(f"{share} at most {number(value)}" for share, value in percent.items())
+    ticks = [tick_step * at for at in range(int(end / tick_step) + 1)]
     return Histogram(
         counts.title,
         counts.unit,
         f"{at_most}; mean {number(counts.mean)}\N{NO-BREAK SPACE}{counts.unit}",
         [_bar(counts, at, rows, top) for at, rows in enumerate(counts.bins) if rows],
         _rising(step, top),
-        [
-            AxisTick(100 * at * tick_step / end, number(at * tick_step))
-            for at in range(int(end / tick_step) + 1)
-        ],
+        [AxisTick(100 * value / end, number(value)) for value in ticks],
     )
 
 
@@ -242,10 +240,6 @@ def _range(counts: BinnedValues, at: int) -> str:
     if at == len(counts.bins) - 1 and counts.largest >= high:
         return f"{number(low)} and more"
     return f"{number(low)} to {number(high - 1 if counts.whole else high)}"
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def _description(label: str, line: Line) -> str:

@@ -58,7 +58,9 @@ def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, eng
         raise UnknownLimitError(f"no data sheet is known for the GPU {name}")
     if not (replicas and info.get("max_total_tokens") and info.get("max_running")):
         raise UnknownLimitError("the engine did not report its KV pool, or how many requests it runs")
-    config = _config(info["model"], args.get("revision"))
+    config = read_config(info["model"], args.get("revision"))
+    if not config:
+        raise UnknownLimitError(f"the config.json of {info['model']} is not on this machine")
     setting = RooflineSetting(
         CARDS[name],
         cards=args["tp-size"],
@@ -88,10 +90,3 @@ def _weight_width(args: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     if kind not in _WIDTHS:
         raise UnknownLimitError(f"no peak is known for weights of the type {kind}")
     return _WIDTHS[kind]
-
-
-def _config(model: str, revision: str | None) -> dict[str, Any]:
-    config = read_config(model, revision)
-    if not config:
-        raise UnknownLimitError(f"the config.json of {model} is not on this machine")
-    return config

@@ -21,13 +21,12 @@ def load_charts(
     if timeline.retractions:
         charts.append(
             draw(
-                "retractions",
-                "Retractions a minute",
+                "retractions", "Retractions a minute",
                 f"{timeline.retractions:,} in total. A few are fine; more than one a minute wastes work.",
                 _by_replica(timeline, RETRACTIONS) or _total(timeline, (RETRACTIONS, "retractions a minute")),
                 zones=[ValueZone(1, 1, "one a minute")],
             )
-        )
+        )  # fmt: skip
     return [chart for chart in charts if chart.strokes]
 
 

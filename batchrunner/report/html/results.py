@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,12 +105,11 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
 def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals: list[pa.Table]) -> None:
     """Give duckdb the view `results` with each row once; the values of samples are always lists."""
     schema = pq.read_schema(parts[0]) if parts else journals[0].schema
-    connection.register("journals", pa.concat_tables(journals) if journals else _empty(schema))
+    empty = pa.schema([schema.field(name) for name in _READ]).empty_table()
+    connection.register("journals", pa.concat_tables(journals or [empty]))
     names = ", ".join(_READ)
     if parts:
-        files = ", ".join(_quoted(glob.escape(str(part))) for part in parts)
-        in_parts = f"SELECT {names} FROM read_parquet([{files}])"  # noqa: S608 - quoted
-        connection.execute(f"CREATE VIEW parts AS {in_parts}")
+        connection.read_parquet([glob.escape(str(part)) for part in parts]).create_view("parts")
     else:
         connection.execute("CREATE VIEW parts AS SELECT * FROM journals LIMIT 0")
     several = pa.types.is_list(schema.field("completion_tokens").type)
@@ -124,22 +123,15 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals
             SELECT row FROM parts WHERE row IN (SELECT row FROM journals)))""")  # noqa: S608 - our own names
 
 
-def _empty(schema: pa.Schema) -> pa.Table:
-    return pa.schema([schema.field(name) for name in _READ]).empty_table()
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
 def _read(
     connection: duckdb.DuckDBPyConnection, counts: RowCounts, answers: list[dict[str, Any]]
 ) -> RunResults:
-    work = _record(connection, _WORK, f"{_SENT} AND error IS NULL")
+    (work,) = _records(connection, _WORK, f"{_SENT} AND error IS NULL")
+    slowest = f"{_SENT} AND latency_s IS NOT NULL ORDER BY latency_s DESC LIMIT {SLOWEST}"
     return RunResults(
         counts,
         histograms=[found for histogram in _HISTOGRAMS if (found := _count(connection, *histogram))],
-        slowest=_slowest(connection),
+        slowest=_records(connection, _SLOWEST, slowest),
         answers=answers,
         work=TokenWork(**{name: value or 0 for name, value in work.items()}),
     )
@@ -151,7 +143,7 @@ def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values:
         "n": "count(*)", "mean": "avg(v)", "largest": "max(v)",
         "p50": "approx_quantile(v, 0.5)", "p90": "approx_quantile(v, 0.9)", "p99": "approx_quantile(v, 0.99)",
     }  # fmt: skip
-    found = _record(connection, facts, f"FROM ({values}) WHERE v IS NOT NULL")
+    (found,) = _records(connection, facts, f"FROM ({values}) WHERE v IS NOT NULL")
     if not found.pop("n"):
         return None
     whole = unit == "tokens"
@@ -160,16 +152,9 @@ def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values:
     bins = [0] * (int(end / step) + 1)
     column = f"least(floor(v / {step}), {len(bins) - 1})::INT AS bin"
     query = f"SELECT {column}, count(*) FROM ({values}) WHERE v IS NOT NULL GROUP BY bin"  # noqa: S608
-    for at, rows in _rows(connection, query):
+    for at, rows in connection.execute(query).fetchall():
         bins[at] = rows
     return BinnedValues(title, unit, step, bins, whole=whole, **found)
-
-
-def _slowest(connection: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
-    columns = ", ".join(_SLOWEST.values())
-    last = f"latency_s IS NOT NULL ORDER BY latency_s DESC LIMIT {SLOWEST}"
-    found = _rows(connection, f"SELECT {columns} {_SENT} AND {last}")
-    return [dict(zip(_SLOWEST, row, strict=True)) for row in found]
 
 
 def _journals(tasks: Sequence[RunDir]) -> tuple[list[pa.Table], list[dict[str, Any]]]:
@@ -200,14 +185,9 @@ def _shown(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
     ]
 
 
-def _record(connection: duckdb.DuckDBPyConnection, columns: dict[str, str], source: str) -> dict[str, Any]:
-    """Return the single row of a query, by the names of its columns."""
-    named = ", ".join(f"{how} AS {name}" for name, how in columns.items())
-    (row,) = _rows(connection, f"SELECT {named} {source}")
-    return dict(zip(columns, row, strict=True))
-
-
-def _rows(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
-    found = connection.execute(query)
-    while chunk := found.fetchmany(10_000):
-        yield from chunk
+def _records(
+    connection: duckdb.DuckDBPyConnection, columns: dict[str, str], source: str
+) -> list[dict[str, Any]]:
+    """Return the rows of a query, by the names of its columns."""
+    query = f"SELECT {', '.join(columns.values())} {source}"
+    return [dict(zip(columns, row, strict=True)) for row in connection.execute(query).fetchall()]

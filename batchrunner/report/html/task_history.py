@@ -4,10 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from batchrunner.output.events import read_events
 
 MOST_CELLS = 600
 """Cells of time that are kept; when there are more, two neighbours are merged."""
@@ -182,11 +179,6 @@ class TaskHistory:
     def _count_window(self, reason: str) -> None:
         kind = _NUMBERS.sub("N", reason)
         self.windows[kind if kind in self.windows or len(self.windows) < MOST_REASONS else "other"] += 1
-
-
-def read_history(task: str, events: Path) -> TaskHistory:
-    """Read a task's event log; without a log there are no attempts."""
-    return history_of(task, read_events(events))
 
 
 def history_of(task: str, events: Iterable[dict[str, Any]]) -> TaskHistory:
