@@ -76,13 +76,11 @@ class _Server:
 
     async def ask_arguments(self) -> None:
         """Read the server's arguments and limits; raises InputError."""
-        url = self._status.url
+        url, wait_s = self._status.url, TIMING.advise_timeout
         try:
-            status, info = await self._status.mapping(SERVER_INFO, TIMING.advise_timeout)
+            status, info = await self._status.mapping(SERVER_INFO, wait_s)
         except NOT_REACHED as failure:
-            reason = (
-                f"{getattr(failure, 'os_error', failure)}" or f"no answer within {TIMING.advise_timeout:g} s"
-            )
+            reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
             raise InputError(f"{url}: no server answers there: {reason}") from None
         if status in KEY_REFUSED:
             raise InputError(f"{url}: refuses the API key: set {KEY_VARIABLE}")

@@ -102,8 +102,7 @@ class Situation:
     @property
     def retractions_per_min(self) -> float:
         """Retractions a minute of work, of the scheduler that has most."""
-        series = self.log if self.log.retractions else self.load
-        return series.retractions_per_min
+        return (self.log if self.log.retractions else self.load).retractions_per_min
 
     @property
     def retracts_often(self) -> bool:

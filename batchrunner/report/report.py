@@ -17,26 +17,26 @@ class Report:
     """What a run did. Rows are of all attempts; times and tokens of this one, unless the name says all."""
 
     path: str
-    exit_code: int
-    reason: str
+    exit_code: int = EXIT_DONE
+    reason: str = ""
     """Why the run ended, in a sentence."""
-    rows_total: int
-    rows_ok: int
-    rows_failed: int
-    rows_resumed: int
+    rows_total: int = 0
+    rows_ok: int = 0
+    rows_failed: int = 0
+    rows_resumed: int = 0
     """Rows that were done before this attempt."""
-    wall_s: float
-    wall_s_all_starts: float
-    starts: int
-    output_tokens: int
-    output_tokens_all_starts: int
-    output_tokens_per_s: float
-    rows_per_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    rows_deduplicated: int
+    wall_s: float = 0.0
+    wall_s_all_starts: float = 0.0
+    starts: int = 1
+    output_tokens: int = 0
+    output_tokens_all_starts: int = 0
+    output_tokens_per_s: float = 0.0
+    rows_per_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    rows_deduplicated: int = 0
     """Rows that have the answer of an equal row; they add no tokens."""
-    retries: int
+    retries: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Failed rows of all attempts by cause, largest group first: rows, example_row, example."""

@@ -66,7 +66,7 @@ def tune(
     prepared = prepare(job)
     directory = prepared.run_dir.path / "tune"
     with hold_task(prepared.run_dir, directory=directory):
-        found = _search(source, job, engine, prepared, directory, allow, budget_s)
+        found = _search(source, prepared, engine, directory, allow, budget_s)
     if apply and found.args:
         apply_args(Path(source), found.args)
         found = replace(found, applied=True)
@@ -75,14 +75,14 @@ def tune(
 
 def _search(
     source: str,
-    job: Job,
-    engine: ServerEngine,
     prepared: PreparedJob,
+    engine: ServerEngine,
     directory: Path,
     allow: Sequence[str],
     budget_s: float,
 ) -> TuningSummary:
     """Try flags within the time; trials that the directory holds are not run again."""
+    job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
     machine = machine_for(job, engine, allow, one_of_several=isinstance(job.engine, GatewayEngine))

@@ -41,9 +41,8 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     if left is None or left >= low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
-    return _fraction(
-        s, flags, f"{seen} it may run out", left, {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
-    )
+    evidence = {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
+    return _fraction(s, flags, f"{seen} it may run out", left, evidence)
 
 
 def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict[str, Any]) -> Finding | None:

@@ -117,7 +117,7 @@ def _headline(
         run_dir, histories, left, too_many=counts.failed > tolerated(most_failed, total)
     )
     working_s = timeline.axis.length_s
-    attempts = sum(len(history.attempts) for history in histories)
+    tasks, attempts = len(histories), sum(len(history.attempts) for history in histories)
     whose = "" if run_dir.task == MAIN_TASK else f", task {run_dir.task}"
     engine = facts["engine"]
     return {
@@ -126,14 +126,14 @@ def _headline(
         "model": engine["model"] if engine["model"] != engine["kind"] else "",
         "engine": engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
         "simulated": bool(engine.get("simulated")),
-        "several": len(histories) > 1,
+        "several": tasks > 1,
         "state": state,
         "state_kind": kind,
         "reason": reason,
         "rows_total": total,
         "rows_left": left,
         "working_s": working_s,
-        "how_often": _how_often(attempts, len(histories)),
+        "how_often": _count(attempts, "attempt") + (f" of {tasks} tasks" if tasks > 1 else ""),
         "output_tokens_per_s": counts.output_tokens / working_s if working_s else 0.0,
         "prompt_tokens_per_s": counts.prompt_tokens / working_s if working_s else 0.0,
         "cached_share": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
@@ -142,11 +142,6 @@ def _headline(
         "failed_percent": 100 * counts.failed / total if total else 0.0,
         "written": time.time(),
     }
-
-
-def _how_often(attempts: int, tasks: int) -> str:
-    text = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-    return f"{text} of {tasks} tasks" if tasks > 1 else text
 
 
 def _state(

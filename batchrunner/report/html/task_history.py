@@ -121,7 +121,9 @@ class TaskHistory:
             case "tokenize":
                 self.tokenize = event
             case "window":
-                self._count_window(_short(event.get("reason")))
+                kind = _NUMBERS.sub("N", _short(event.get("reason")))
+                known = kind in self.windows or len(self.windows) < MOST_REASONS
+                self.windows[kind if known else "other"] += 1
             case "lead":
                 self.leads += 1
             case "takeover":
@@ -175,10 +177,6 @@ class TaskHistory:
             self.incidents.append(incident)
         else:
             self.incidents_left_out += 1
-
-    def _count_window(self, reason: str) -> None:
-        kind = _NUMBERS.sub("N", reason)
-        self.windows[kind if kind in self.windows or len(self.windows) < MOST_REASONS else "other"] += 1
 
 
 def history_of(task: str, events: Iterable[dict[str, Any]]) -> TaskHistory:

@@ -135,11 +135,8 @@ def _on_grid(
         if ends[at] - ends[at - 1] > silent or axis.stretch(ends[at]) != axis.stretch(ends[at - 1])
     }
     keys = {key for cell in grid.values() for key in cell if key[0] != RETRACTIONS}
-    totals = {
-        name: [_sum(cell.get((name, ""))) for cell in grid.values()]
-        for name in TASK_GAUGES
-        if (name, "") in keys
-    }
+    gauges = [name for name in TASK_GAUGES if (name, "") in keys]
+    totals = {name: [_sum(cell.get((name, ""))) for cell in grid.values()] for name in gauges}
     schedulers: dict[str, dict[str, Line]] = {}
     for name, who in sorted(key for key in keys if key[1]):
         line = [_sum(cell.get((name, who))) for cell in grid.values()]
