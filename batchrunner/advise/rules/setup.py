@@ -89,20 +89,16 @@ def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find a mixture of experts on several GPUs without expert parallelism."""
     if not s.facts.is_moe or s.facts.tp < 2 or (s.facts.number("ep_size", 1) or 1) > 1:  # noqa: PLR2004
         return None
-    return Finding(
-        f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs",
-        flags.setting("ep-size", s.facts.tp),
-    )
+    sign = f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs"
+    return Finding(sign, flags.setting("ep-size", s.facts.tp))
 
 
 def dp_attention(s: Situation, flags: Flags) -> Finding | None:
     """Find a model with latent attention (MLA) whose KV cache is repeated on each GPU."""
     if not s.facts.is_mla or s.facts.tp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
-    return Finding(
-        f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs",
-        flags.setting("attn-dp-size", s.facts.tp),
-    )
+    sign = f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs"
+    return Finding(sign, flags.setting("attn-dp-size", s.facts.tp))
 
 
 def torch_compile(s: Situation, flags: Flags) -> Finding | None:
@@ -112,10 +108,9 @@ def torch_compile(s: Situation, flags: Flags) -> Finding | None:
         return None
     if s.facts.arguments.get("enable_torch_compile") or not s.load.frequent("small_batch"):
         return None
-    return Finding(
-        f"a small model ({weights * s.facts.tp:.1f} GB), {s.load.median('running'):.0f} requests running",
-        flags.setting("enable-torch-compile", value=True),
-    )
+    running = s.load.median("running")
+    sign = f"a small model ({weights * s.facts.tp:.1f} GB), {running:.0f} requests running"
+    return Finding(sign, flags.setting("enable-torch-compile", value=True))
 
 
 def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
