@@ -64,16 +64,10 @@ _KILLED = re.compile(
     r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
 _CRASHED = (
-    "hit an exception: ",
-    "Received sigquit",
-    "SIGQUIT received",
-    "crashed with exit code",
-    "scheduler died during",
-    "unexpectedly failed with",  # 0.4
-    "Fatal Python error: ",
-    "CUDA error: an illegal memory access",
-    "graph failed: ",
-)
+    "hit an exception: ", "Received sigquit", "SIGQUIT received", "crashed with exit code",
+    "scheduler died during", "unexpectedly failed with", "Fatal Python error: ",
+    "CUDA error: an illegal memory access", "graph failed: ",
+)  # fmt: skip
 _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("Prefill out of memory", "prefill"),
     ("Decode out of memory", "decode"),
