@@ -44,7 +44,7 @@ def free_port() -> int:
     above = max(_LOWEST_PORT + 1, min(_port_range()[0], _HIGHEST_PORT + 1))
     for _ in range(_PORT_TRIES):
         port = random.randrange(_LOWEST_PORT, above)  # noqa: S311 - not a secret
-        with contextlib.suppress(OSError), socket.socket() as probe:  # in use
+        with contextlib.suppress(OSError), socket.socket() as probe:  # OSError: it is in use
             probe.bind(("127.0.0.1", port))
             return port
     with socket.socket() as probe:

@@ -9,7 +9,6 @@ import ast
 import re
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from batchrunner.engines.logs import records
@@ -168,7 +167,7 @@ def _batch(line: str) -> records.LoggedBatch | None:
         int(tokens[1]) if tokens else None,
         None if "cuda graph: " not in line else "cuda graph: True" in line,
         float(rate[1]) if rate else None,
-        *(() if decode else map(_count, _PREFILLED, repeat(line))),
+        *(() if decode else (_count(pattern, line) for pattern in _PREFILLED)),
     )
 
 

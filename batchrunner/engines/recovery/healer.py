@@ -147,7 +147,7 @@ class Healer:
             self._incidents.report(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
-        """Change `args` after a server's death; return whether the next start differs: no row is at fault."""
+        """Change `args` after a server's death; return whether they help, so that no row is at fault."""
         log_reader, flags = _read(ended)
         facts = log_reader.facts
         death = examine(ended, facts)
