@@ -28,10 +28,7 @@ _KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 
 def cause_in(log: Path, since: int = 0) -> str:
-    """Return the one to three lines that say most about a failure, joined by ` / `; empty without a log.
-
-    `since` is the byte at which the log of the last start begins.
-    """
+    """Return the one to three lines after byte `since` that best explain a failure, joined by ` / `."""
     lines = [unstamped(line) for line in head_and_tail(log, since, head_bytes=0)]
     causes = [line for line in lines if _CAUSE.match(line)]
     best = (
