@@ -10,10 +10,7 @@ class Engine(Protocol):
     """One SGLang engine, wherever it runs. All methods are called from one event loop."""
 
     async def open(self) -> EngineInfo:
-        """Make the engine ready for requests.
-
-        Raises EngineStartError, with what to do, where it cannot.
-        """
+        """Make the engine ready for requests; raises EngineStartError, with what to do, where it cannot."""
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once, on one of the routes of `EngineInfo`, and wait for the whole answer.

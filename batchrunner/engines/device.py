@@ -62,12 +62,18 @@ class Gpu:
 def cards() -> list[Gpu]:
     """Return all NVIDIA GPUs of the machine, by nvidia-smi; empty without it."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = [line.rpartition(", ") for line in done.stdout.splitlines()]
+    lines = [line.rpartition(", ") for line in output_of(query, SMI_TIMEOUT_S).splitlines()]
     return [Gpu(name, int(mib) << 20) for name, _, mib in lines if mib.isdigit()]
+
+
+def output_of(command: list[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
+    """Return what a program prints; empty if it fails or takes too long."""
+    try:
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def card_name() -> str | None:

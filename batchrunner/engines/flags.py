@@ -2,13 +2,12 @@
 
 import functools
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchrunner.engines.device import has_gpu, program_environment
+from batchrunner.engines.device import has_gpu, output_of, program_environment
 
 HELP_TIMEOUT_S = 120.0
 """Seconds; `--help` imports torch, which takes 6 s, and more from a cold network disk."""
@@ -104,7 +103,7 @@ def installed(python: str | None = None, environ: Mapping[str, str] | None = Non
 def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
     """Return the version of an interpreter's SGLang; `environ` is the job's. None where it has none."""
     command = [python or sys.executable, "-c", _VERSION]
-    return _output(command, program_environment(environ)).strip() or None
+    return output_of(command, HELP_TIMEOUT_S, program_environment(environ)).strip() or None
 
 
 def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
@@ -126,15 +125,5 @@ def _spellings(name: str) -> tuple[str, ...]:
 @functools.cache
 def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
     environment = program_environment(dict(environ), cpu=not has_gpu())
-    help_text = _output([python, "-m", "sglang.launch_server", "--help"], environment)
+    help_text = output_of([python, "-m", "sglang.launch_server", "--help"], HELP_TIMEOUT_S, environment)
     return parse_help(help_text, version_of(python, dict(environ)))
-
-
-def _output(command: list[str], environment: dict[str, str]) -> str:
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=HELP_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return "" if done.returncode else done.stdout

@@ -146,9 +146,7 @@ class Simulator(Engine):
         closed stays so until its caller cancels it.
         """
         completion = answer(request, self._limit_tokens)
-        if self._spec.step_s > 0:
-            completion = await self._decode(request, completion)
-        return completion
+        return await self._decode(request, completion) if self._spec.step_s > 0 else completion
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load that the one simulated scheduler reported last."""

@@ -60,7 +60,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
             evidence={"idle_gpus": s.facts.idle_gpus},
             certainty="high",
         )
-    whole = (weights or 0.0) * tp * (s.facts.number("pp_size", 1) or 1)
+    whole = (weights or 0.0) * tp * (s.facts.number("pp_size") or 1)
     if tp < 2 or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
         return None
     args = flags.setting("tp-size", 1)
@@ -75,7 +75,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 def data_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find data-parallel replicas inside one server."""
-    dp = s.facts.number("dp_size", 1) or 1
+    dp = s.facts.number("dp_size") or 1
     if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
@@ -87,7 +87,7 @@ def data_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find a mixture of experts on several GPUs without expert parallelism."""
-    if not s.facts.is_moe or s.facts.tp < 2 or (s.facts.number("ep_size", 1) or 1) > 1:  # noqa: PLR2004
+    if not s.facts.is_moe or s.facts.tp < 2 or (s.facts.number("ep_size") or 1) > 1:  # noqa: PLR2004
         return None
     sign = f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs"
     return Finding(sign, flags.setting("ep-size", s.facts.tp))

@@ -60,10 +60,7 @@ class SGLangClient:
         detokenizer: Detokenizer | None = None,
         excuses: Callable[[str, float], Awaitable[bool]] | None = None,
     ) -> None:
-        """Take a `detokenizer` where the replicas have no tokenizer, `excuses` where we started them.
-
-        `excuses` is described at `FailureClassifier`.
-        """
+        """Take a `detokenizer` if the replicas have no tokenizer, and `excuses` of `FailureClassifier`."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.replicas: list[str] = []

@@ -44,7 +44,8 @@ def free_port() -> int:
     above = max(_LOWEST_PORT + 1, min(_port_range()[0], _HIGHEST_PORT + 1))
     for _ in range(_PORT_TRIES):
         port = random.randrange(_LOWEST_PORT, above)  # noqa: S311 - not a secret
-        if _is_free(port):
+        with contextlib.suppress(OSError), socket.socket() as probe:  # OSError: it is in use
+            probe.bind(("127.0.0.1", port))
             return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -101,15 +102,6 @@ def _port_range() -> tuple[int, int]:
     except (OSError, ValueError):
         return _DEFAULT_PORT_RANGE
     return low, high
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def open_connections(addresses: int, files_each: int = 1) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from types import TracebackType
 from typing import Self
 
 from yarl import URL
@@ -39,9 +38,7 @@ class Deadline:
             self._timer = loop.call_later(self._tick_s, self._expire, loop)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._ends.pop(task, None)

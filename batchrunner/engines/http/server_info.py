@@ -19,9 +19,7 @@ _LPM_NOTE = "the server schedules by lpm, which changes our order while few rows
 
 
 def describe(
-    models: Sequence[Mapping[str, Any]],
-    servers: Sequence[Mapping[str, Any]],
-    loads: Sequence[SchedulerLoad],
+    models: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]], loads: Sequence[SchedulerLoad]
 ) -> EngineInfo:
     """Describe replicas by the `/model_info` and `/server_info` of each, and all their loads, if polled.
 

@@ -59,10 +59,7 @@ class ServerStatus:
         return status, {}
 
     async def load(self, path: str, timeout_s: float, route: str | None = None) -> list[SchedulerLoad]:
-        """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there.
-
-        `route` is where requests for this server are sent, if that is not its own URL.
-        """
+        """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there."""
         status, body = await self.get(path, timeout_s)
         if status != 200:  # noqa: PLR2004
             return []

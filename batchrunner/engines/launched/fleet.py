@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
@@ -140,10 +141,9 @@ class LaunchedFleet(HttpEngine):
             )
             for server in self._make_servers(spec.model, cpu=cpu, healer=healer)
         }
-        programs: list[FleetReplica | GatewayProcess] = [
-            *self._replicas.values(),
-            *([self._gateway] if self._gateway else []),
-        ]
+        programs: list[FleetReplica | GatewayProcess] = [*self._replicas.values()]
+        if self._gateway:
+            programs.append(self._gateway)
         log_path = programs[-1].process.log_path
         follower = None if self._gateway else LogFollower(next(iter(self._replicas)), log_path)
         await _all_or_first_failure([program.start() for program in programs])
@@ -201,24 +201,19 @@ class LaunchedFleet(HttpEngine):
 
     def _make_servers(self, model: str, *, cpu: bool, healer: Healer | None = None) -> list[SGLangServer]:
         spec = self._spec
+        make = functools.partial(SGLangServer, spec, model, key=self._key, cpu=cpu, healer=healer)
         if not isinstance(spec, GatewayEngine):
-            log_path = self._log_dir / "engine-server.log"
-            return [SGLangServer(spec, model, key=self._key, log_path=log_path, cpu=cpu, healer=healer)]
+            return [make(log_path=self._log_dir / "engine-server.log")]
         slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args, spec.tp), spec.replicas)
         return [
-            SGLangServer(
-                spec,
-                model,
-                key=self._key,
+            make(
                 log_path=self._log_dir / f"engine-replica-{n}.log",
-                cpu=cpu,
                 name=f"replica {n}",
                 argv=("--tp-size", str(spec.tp)) if spec.tp > 1 else (),
                 environ={
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
                     **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
                 },
-                healer=healer,
             )
             for n, devices in enumerate(slices)
         ]

@@ -32,6 +32,7 @@ import runpy
 import select
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ class Supervisor:
         self.reap()
         return [fd for fd in ready if fd in also]
 
+    def step_while(self, condition: Callable[[], bool], most_s: float) -> None:
+        """Copy output while a condition holds, for `most_s` seconds at most."""
+        deadline = time.monotonic() + most_s
+        while condition() and time.monotonic() < deadline:
+            self.step()
+
     def serve(self, lifeline: int) -> None:
         """Return when the server ends, `lifeline` does, or SIGTERM comes."""
         while self.status is None and not self.asked_to_stop:
@@ -166,21 +173,12 @@ class Supervisor:
                 return
 
     def stop(self, grace_s: float) -> int:
-        """Send SIGTERM to the server, then SIGKILL to all that is left; copy the last output.
-
-        Return the exit status.
-        """
-        deadline = time.monotonic() + grace_s
+        """Send SIGTERM to the server, then SIGKILL to all that is left; return the exit status."""
         if self.status is None:
             os.kill(self.server, signal.SIGTERM)
-        while self.status is None and time.monotonic() < deadline:
-            self.step()
-        deadline = time.monotonic() + KILL_S
-        while self.kill_all() and time.monotonic() < deadline:
-            self.step()
-        deadline = time.monotonic() + DRAIN_S
-        while self.output >= 0 and time.monotonic() < deadline:
-            self.step()
+        self.step_while(lambda: self.status is None, grace_s)
+        self.step_while(self.kill_all, KILL_S)
+        self.step_while(lambda: self.output >= 0, DRAIN_S)
         self.log.flush()
         self.reap()
         return 128 + signal.SIGKILL if self.status is None else self.status

@@ -28,11 +28,8 @@ _KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 
 def cause_in(log: Path, since: int = 0) -> str:
-    """Return the one to three lines that say most about a failure, joined by ` / `; empty without a log.
-
-    `since` is the byte at which the log of the last start begins.
-    """
-    lines = [unstamped(line) for line in _ends_of(log, since, 0, TAIL_BYTES)]
+    """Return the one to three lines after byte `since` that best explain a failure, joined by ` / `."""
+    lines = [unstamped(line) for line in head_and_tail(log, since, head_bytes=0)]
     causes = [line for line in lines if _CAUSE.match(line)]
     best = (
         [line for line in lines if _KILLED.match(line)]
@@ -45,13 +42,8 @@ def cause_in(log: Path, since: int = 0) -> str:
 
 def last_line(log: Path) -> str:
     """Return the newest line of a log; empty without one."""
-    lines = map(unstamped, reversed(_ends_of(log, 0, 0, LINE_BYTES)))
+    lines = map(unstamped, reversed(head_and_tail(log, head_bytes=0, tail_bytes=LINE_BYTES)))
     return next(filter(None, lines), "")
-
-
-def head_and_tail(log: Path, since: int = 0) -> list[str]:
-    """Return the lines of a log's beginning and end from the byte `since` on; empty without a log."""
-    return _ends_of(log, since, HEAD_BYTES, TAIL_BYTES)
 
 
 def unstamped(line: str) -> str:
@@ -59,8 +51,10 @@ def unstamped(line: str) -> str:
     return _PREFIX.sub("", clean(line).strip()).strip()
 
 
-def _ends_of(log: Path, since: int, head_bytes: int, tail_bytes: int) -> list[str]:
-    """Return the lines in the first bytes after `since` and in the last bytes of a log."""
+def head_and_tail(
+    log: Path, since: int = 0, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES
+) -> list[str]:
+    """Return the lines of a log's beginning and end from the byte `since` on; empty without a log."""
     try:
         with log.open("rb") as file:
             file.seek(since)

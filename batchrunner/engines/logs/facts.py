@@ -64,21 +64,20 @@ class Facts:
     idle_gpus: int = 0
     """GPUs that were visible to a run's server, and that it did not use."""
 
-    def number(self, name: str, default: float | None = None) -> float | None:
-        """Return an argument that is a number."""
-        value = number(self.arguments.get(name))
-        return default if value is None else value
+    def number(self, name: str) -> float | None:
+        """Return an argument that is a number; None where it is not known."""
+        return number(self.arguments.get(name))
 
     @property
     def tp(self) -> int:
         """GPUs that the weights of one replica are split over."""
-        return int(self.number("tp_size", 1) or 1)
+        return int(self.number("tp_size") or 1)
 
     @property
     def gpus(self) -> int:
         """GPUs that the server takes."""
-        replicas = 1 if self.attn_dp > 1 else self.number("dp_size", 1) or 1
-        return int(self.tp * (self.number("pp_size", 1) or 1) * replicas)
+        replicas = 1 if self.attn_dp > 1 else self.number("dp_size") or 1
+        return int(self.tp * (self.number("pp_size") or 1) * replicas)
 
     @property
     def in_16_bits(self) -> bool:
@@ -88,21 +87,21 @@ class Facts:
     @property
     def attn_dp(self) -> int:
         """Ranks among which DP attention divides the requests of one replica; 1 without DP attention."""
-        ranks = self.number("attn_dp_size", 1) or 1
+        ranks = self.number("attn_dp_size") or 1
         older = ranks == 1 and self.arguments.get("enable_dp_attention")  # before --attn-dp-size
-        return int((self.number("dp_size", 1) if older else ranks) or 1)
+        return int((self.number("dp_size") if older else ranks) or 1)
 
     @property
     def max_running(self) -> int | None:
         """Limit on the running requests of one scheduler, `max_running_requests`."""
         logged = self.ready.max_running_requests if self.ready else None
-        return logged or int(self.number("max_running_requests", 0) or 0) // self.attn_dp or None
+        return logged or int(self.number("max_running_requests") or 0) // self.attn_dp or None
 
     @property
     def chunk(self) -> int | None:
         """Tokens of a prefill chunk of one scheduler, `chunked_prefill_size`."""
         logged = self.ready.chunked_prefill_size if self.ready else None
-        return logged or int(self.number("chunked_prefill_size", 0) or 0) or None
+        return logged or int(self.number("chunked_prefill_size") or 0) or None
 
     @property
     def architecture(self) -> Architecture | None:

@@ -9,7 +9,6 @@ import ast
 import re
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from batchrunner.engines.logs import records
@@ -64,16 +63,10 @@ _KILLED = re.compile(
     r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
 _CRASHED = (
-    "hit an exception: ",
-    "Received sigquit",
-    "SIGQUIT received",
-    "crashed with exit code",
-    "scheduler died during",
-    "unexpectedly failed with",  # 0.4
-    "Fatal Python error: ",
-    "CUDA error: an illegal memory access",
-    "graph failed: ",
-)
+    "hit an exception: ", "Received sigquit", "SIGQUIT received", "crashed with exit code",
+    "scheduler died during", "unexpectedly failed with", "Fatal Python error: ",
+    "CUDA error: an illegal memory access", "graph failed: ",
+)  # fmt: skip
 _OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
     ("Prefill out of memory", "prefill"),
     ("Decode out of memory", "decode"),
@@ -174,7 +167,7 @@ def _batch(line: str) -> records.LoggedBatch | None:
         int(tokens[1]) if tokens else None,
         None if "cuda graph: " not in line else "cuda graph: True" in line,
         float(rate[1]) if rate else None,
-        *(() if decode else map(_count, _PREFILLED, repeat(line))),
+        *(() if decode else (_count(pattern, line) for pattern in _PREFILLED)),
     )
 
 

@@ -1,11 +1,10 @@
 """A log of any size and encoding → the load over time and facts about its server, in bounded memory."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.types import SchedulerLoad
@@ -52,7 +51,7 @@ class LogReader:
         """A death before the last restart: it counts until the server logs a batch again."""
         self._prefills = Series(limits)
 
-    def read(self, path: Path) -> LogReader:
+    def read(self, path: Path) -> Self:
         """Read a file to its end; raises InputError where it is not an SGLang log."""
         others, self._old_death = self.facts, None
         self.facts = replace(others, arguments={}, troubles=[], last_trouble=None, died=None)
@@ -228,7 +227,7 @@ class LogLoad:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._limits: ServerReady | None = None
+        self._limits = ServerReady()
         self._newest: dict[str, tuple[LoggedBatch, int]] = {}
         self._batches = 0
 
@@ -252,8 +251,8 @@ class LogLoad:
                 queue=batch.queue,
                 token_usage=batch.usage,
                 used_tokens=batch.tokens,
-                max_total_tokens=self._limits.max_total_num_tokens if self._limits else None,
-                max_running=self._limits.max_running_requests if self._limits else None,
+                max_total_tokens=self._limits.max_total_num_tokens,
+                max_running=self._limits.max_running_requests,
                 route=self._url,
                 taken_at=number,
                 work=number,

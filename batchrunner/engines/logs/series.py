@@ -1,13 +1,11 @@
 """The load of schedulers over time in bounded memory: exact counts of signs, and some samples of each."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from batchrunner.engines.logs.records import LoggedBatch
 from batchrunner.engines.logs.thresholds import Thresholds
@@ -231,7 +229,7 @@ class Series:
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
 
-    def complete(self, others: Series) -> None:
+    def complete(self, others: Self) -> None:
         """Take over the tracks of schedulers of which this series has no samples."""
         for name, other in others.tracks.items():
             track = self.track(name)

@@ -1,10 +1,9 @@
 """Thresholds: the numbers that the rules of advice compare with, and their sources."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from batchrunner.core.errors import JobError
 
@@ -66,7 +65,7 @@ class Thresholds:
     lpm_queue: float = 128
     """Most waiting requests with which `lpm` looks for prefixes (SGLang's schedule_policy)."""
 
-    def with_values(self, settings: Sequence[str]) -> Thresholds:
+    def with_values(self, settings: Sequence[str]) -> Self:
         """Return these thresholds with `NAME=VALUE` settings applied.
 
         Raises JobError for a setting that is none, or that puts a low threshold above a high one.

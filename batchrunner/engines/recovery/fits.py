@@ -76,10 +76,7 @@ def split_over(args: Mapping[str, Any], tp: int | None = None) -> int:
 
 
 def cards_of(args: Mapping[str, Any], tp: int | None = None) -> int:
-    """Return the number of cards that a server takes.
-
-    `dp-size` makes copies of the model, unless only attention is parallel (DP attention).
-    """
+    """Return how many cards a server takes; `dp-size` makes copies of it, but not with DP attention."""
     dp = args.get(name_in(args, "dp-size"))
     parted = args.get(name_in(args, "enable-dp-attention"))
     copies = dp if isinstance(dp, int) and dp > 0 and not parted else 1

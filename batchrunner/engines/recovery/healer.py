@@ -1,7 +1,5 @@
 """The healer: a death for want of memory → safer arguments for the next start, kept for the next run."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -10,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -19,9 +17,7 @@ from batchrunner.core.types import Incident
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import cards
 from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
-from batchrunner.engines.logs.facts import Facts
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.series import Series
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.model_files import model_identity
 from batchrunner.engines.recovery.diagnosis import NAMES, Death, EndedServer, examine
@@ -151,23 +147,21 @@ class Healer:
             self._incidents.report(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
-        """Change `args` after a death of the server `name`; return whether the next start will differ.
-
-        If it does, no row is at fault.
-        """
-        reading = _read(ended)
-        death = examine(ended, reading.facts)
+        """Change `args` after a server's death; return whether they help, so that no row is at fault."""
+        log_reader, flags = _read(ended)
+        facts = log_reader.facts
+        death = examine(ended, facts)
         if not death.of_memory:
             return False
         if not self._had_all(ended):  # another server died before: this one did not have the changes yet
             return True
-        args = self._safer(death, reading)
+        args = self._safer(death, log_reader, flags)
         if not args:
             hint = _HOPELESS.get(death.kind, "no safer arguments are left")
             log.warning("%s: %s: %s", name, NAMES[death.kind], hint)
             return False
         self._tried.append(self.args)
-        old = {name: in_effect(reading.facts, name) for name in args}
+        old = {name: in_effect(facts, name) for name in args}
         self._learn(args, NAMES[death.kind])
         change = f"{self._why}: {_shown(args, old)} at the next start{self._overruled(args)}"
         log.warning("%s: %s (change %d of at most %d)", name, change, len(self._tried), MOST_CHANGES)
@@ -180,10 +174,10 @@ class Healer:
         """Write down the arguments of a server that still runs when the run ends, for the next run."""
         if not self._had_all(server):
             return
-        reading = _read(server)
-        args = self._calmer(reading)
+        log_reader, _ = _read(server)
+        args = self._calmer(log_reader)
         if args:
-            self._learn(args, f"{reading.series.retractions_per_min:.1f} retractions a minute")
+            self._learn(args, f"{log_reader.series.retractions_per_min:.1f} retractions a minute")
             log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._memory.path)
         if self._learned:
             self._learned = False
@@ -196,20 +190,20 @@ class Healer:
         self.args = {**self.args, **args}
         self._why, self._learned = why, True
 
-    def _safer(self, death: Death, reading: _Reading) -> dict[str, Any]:
+    def _safer(self, death: Death, log_reader: LogReader, flags: Flags) -> dict[str, Any]:
         """Return what to change, for frequent retractions too; empty if it was tried before."""
-        args = safer(death, reading.facts, reading.flags)
+        args = safer(death, log_reader.facts, flags)
         if not args or len(self._tried) >= MOST_CHANGES or {**self.args, **args} in self._tried:
             return {}
-        return {**self._calmer(reading), **args}
+        return {**self._calmer(log_reader), **args}
 
-    def _calmer(self, reading: _Reading) -> dict[str, Any]:
+    def _calmer(self, log_reader: LogReader) -> dict[str, Any]:
         """Return a higher `schedule-conservativeness` if retractions are frequent and the job sets none.
 
         Retractions alone cause no restart: that costs the load time and the whole cache, more than they do.
         """
-        series, name = reading.series, "schedule-conservativeness"
-        calm = (in_effect(reading.facts, name) or 1.0) >= MORE_CONSERVATIVE or name in self._given
+        series, name = log_reader.series, "schedule-conservativeness"
+        calm = (in_effect(log_reader.facts, name) or 1.0) >= MORE_CONSERVATIVE or name in self._given
         costs = series.retractions_cost and series.busy_s >= LEAST_SPAN_S
         return {name: MORE_CONSERVATIVE} if costs and not calm else {}
 
@@ -235,16 +229,8 @@ def healer_for(
     return healer
 
 
-class _Reading(NamedTuple):
-    """The content of a log's beginning and end."""
-
-    facts: Facts
-    series: Series
-    flags: Flags
-
-
-def _read(server: EndedServer) -> _Reading:
-    """Read a server's log; arguments that it does not have are as the server was started."""
+def _read(server: EndedServer) -> tuple[LogReader, Flags]:
+    """Read a server's log, whose missing arguments are as the server was started; return its flags too."""
     reader = LogReader(Thresholds())
     for line in server.lines:
         reader.take(line)
@@ -252,7 +238,7 @@ def _read(server: EndedServer) -> _Reading:
     asked = {name.replace("-", "_"): value for name, value in server.args.items()}
     in_log = {name: value for name, value in logged.items() if value is not None}
     reader.facts.arguments = {**asked, **in_log}
-    return _Reading(reader.facts, reader.series, of_arguments(None, logged))
+    return reader, of_arguments(None, logged)
 
 
 def _shown(args: Mapping[str, Any], old: Mapping[str, float | None] = {}) -> str:

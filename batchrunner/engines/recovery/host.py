@@ -53,16 +53,14 @@ def _used(group: Path) -> int:
 
 
 def _groups(root: Path) -> list[Path]:
-    """Return the directories of our memory cgroup and its parents, v2 or v1, innermost first.
-
-    A namespace may hide the cgroup's own name.
-    """
+    """Return the directories of our memory cgroup and its parents, v2 or v1, innermost first."""
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)  # 4:memory:/slurm/job_7, or 0::/slurm/job_7
         if controllers in {"", "memory"}:
             top = root / "sys/fs/cgroup" / controllers
             inner = PurePosixPath(name.lstrip("/"))
+            # a namespace that hides the cgroup's own name shows `..` in its place
             found += [top / group for group in (inner, *inner.parents) if ".." not in group.parts]
     return found
 
