@@ -22,8 +22,7 @@ from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, Tok
 from batchrunner.engines.base import Engine
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
-from batchrunner.input.tokenize.truncate import TokenBudget
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog

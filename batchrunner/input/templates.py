@@ -179,8 +179,4 @@ def _printed(value: Any) -> Any:
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, default=_as_text)
-
-
-def _as_text(value: Any) -> str:
-    return str(_printed(value))
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=lambda item: str(_printed(item)))

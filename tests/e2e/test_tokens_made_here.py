@@ -12,8 +12,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineStartError, JobError, RowRefusedError
 from batchrunner.core.types import Request
-from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
-from batchrunner.input.tokenize.truncate import TokenBudget
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
 from batchrunner.output.events import read_events
 from tests.conftest import job_of, results_of, write_rows
 from tests.support.fake_sglang import FakeSGLang

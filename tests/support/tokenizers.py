@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchrunner.core.types import Request, RowRef
-from batchrunner.input.tokenize.encoder import Encoder, Tokenizer
-from batchrunner.input.tokenize.truncate import TokenBudget
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

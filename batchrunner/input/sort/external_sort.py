@@ -5,30 +5,111 @@ by position into buckets. So the columns, whatever their types, pass through Arr
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.types import Outcome, Request
+from batchrunner.core.types import Request
 from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
 from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
-from batchrunner.input.sort.key_sort import KeySort, SortKey
 from batchrunner.input.sort.sorted_copy import write_copy
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.columns import arrow_array
 from batchrunner.output.files import whole_file
 
+MEMORY = "128MB"
+"""Memory limit of duckdb. It takes more than that, but with Arrow's memory the process stays below 512 MB."""
+CHUNK_ROWS = 16_384
+"""Keys that are passed to or from duckdb at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
 """Upper bound of `max_new_tokens` in a sort key, more than any model generates."""
 MOST_GROUP_BYTES = 32 << 20
 """Approximate most bytes of a row group."""
 BUCKET_BYTES = 48 << 20
 """Approximate bytes of rows in a bucket; sorting one takes about three times as much memory."""
+
+
+class SortKey(NamedTuple):
+    """The sort key of a row: keys are compared field by field, except `size`."""
+
+    first: int
+    """Compared before everything else."""
+    key: bytes
+    """Checksums of the blocks of the prompt, see `prefixes.sort_key`."""
+    tail: int
+    """Checksum of the rest of the prompt."""
+    row: int
+    """Ordinal of the row."""
+    size: int
+    """Approximate bytes of the row."""
+
+
+_TYPES = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
+
+
+class KeySort:
+    """Sorts keys with duckdb, in bounded memory and on disk. All methods raise OSError where duckdb fails."""
+
+    def __init__(self, directory: Path) -> None:
+        """Start duckdb, which writes to `directory` what exceeds its memory."""
+        import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
+
+        self._error = duckdb.Error
+        with self._errors():
+            self._duckdb = duckdb.connect(
+                config={"memory_limit": MEMORY, "threads": 1, "temp_directory": str(directory / "spilled")}
+            )
+            self._duckdb.execute(
+                "CREATE TABLE keys (first BIGINT, key BLOB, tail BIGINT, row BIGINT, size BIGINT)"
+            )
+
+    def sort(self, keys: Iterator[SortKey]) -> None:
+        """Sort these keys."""
+        while chunk := list(islice(keys, CHUNK_ROWS)):
+            columns = zip(zip(*chunk, strict=True), _TYPES.values(), strict=True)
+            table = pa.table([arrow_array(values, kind) for values, kind in columns], names=list(_TYPES))
+            with self._errors():
+                self._duckdb.register("chunk", table)
+                self._duckdb.execute("INSERT INTO keys SELECT * FROM chunk")
+        with self._errors():
+            self._duckdb.execute(
+                "CREATE TABLE sorted AS SELECT key, row, size FROM keys ORDER BY first, key, tail, row"
+            )
+            self._duckdb.execute("DROP TABLE keys")
+
+    def in_order(self) -> Iterator[tuple[bytes, int]]:
+        """Yield `key` and `size` of each row in sorted order."""
+        for batch in self._batches("SELECT key, size FROM sorted"):
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+    def positions(self) -> Iterator[pa.Array]:
+        """Yield the sorted positions of the rows, counted from 0, in input order; deletes the keys."""
+        with self._errors():
+            self._duckdb.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
+            self._duckdb.execute("DROP TABLE sorted")
+        for batch in self._batches("SELECT position FROM positions ORDER BY row"):
+            yield batch.column(0)
+
+    def close(self) -> None:
+        """Close duckdb, which frees its memory and files."""
+        self._duckdb.close()
+
+    def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
+        with self._errors():
+            yield from self._duckdb.sql(query).to_arrow_reader(CHUNK_ROWS)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as failure:
+            raise OSError(str(failure).splitlines()[0]) from None
 
 
 def write_sorted(
@@ -43,9 +124,7 @@ def write_sorted(
     work.mkdir()
     try:
         with closing(KeySort(work)) as keys:
-            for key in _keys(job_input, rows, about["order"], check_stop):
-                keys.add(key)
-            keys.sort()
+            keys.sort(_keys(job_input, rows, about["order"], check_stop))
             check_stop()
             groups = list(cut_into_groups(keys.in_order(), lease_rows(len(rows))))
             buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
@@ -62,29 +141,22 @@ def write_sorted(
 def _keys(
     job_input: JobInput, rows: BitMap64, order: str, check_stop: Callable[[], None]
 ) -> Iterator[SortKey]:
+    """Yield the key of each row, also of a row that cannot be sent."""
+    longest_first = order == "longest_first"
     by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
         check_stop()
-        size = batch.data.nbytes // len(batch.rows)
+        size = batch.data.nbytes // len(batch.rows)  # of a row, without its prompt
         for item in job_input.renderer.render(batch):
-            yield _key(item, size, longest_first=order == "longest_first", by_column=by_column)
-
-
-def _key(item: Request | Outcome, size: int, *, longest_first: bool, by_column: bool) -> SortKey:
-    """Return the key of a row, also of a row that cannot be sent; `size` is its bytes without the prompt."""
-    if not isinstance(item, Request):
-        return SortKey(0, b"", 0, item.ref.row, size)
-    prompt = prompt_bytes(item)
-    first = 0
-    if longest_first:
-        first = -(_output_limit(item.sampling) if by_column else len(prompt))
-    return SortKey(first, *sort_key(prompt), item.ref.row, size + len(prompt))
-
-
-def _output_limit(sampling: Mapping[str, Any]) -> int:
-    """Return `max_new_tokens`, limited to what a sort key can hold."""
-    most: int = sampling["max_new_tokens"]
-    return max(0, min(most, MOST_OUTPUT_TOKENS))
+            if not isinstance(item, Request):
+                yield SortKey(0, b"", 0, item.ref.row, size)
+                continue
+            prompt = prompt_bytes(item)
+            length = len(prompt)
+            if by_column:
+                length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
+            first = -length if longest_first else 0
+            yield SortKey(first, *sort_key(prompt), item.ref.row, size + len(prompt))
 
 
 def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[tuple[int, int]]:
