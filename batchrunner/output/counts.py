@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -41,7 +41,7 @@ class Failures:
         self.rows[group] += 1
         self.examples.setdefault(group, (row, error))
 
-    def merged(self, other: Failures) -> Failures:
+    def __add__(self, other: Failures) -> Failures:
         """Return both together."""
         both = Failures(self.rows + other.rows, {**other.examples, **self.examples})
         return both if len(both.rows) <= MOST_GROUPS else both._folded()
@@ -122,15 +122,8 @@ class RowCounts:
 
     def include(self, other: RowCounts) -> None:
         """Add the counts of other rows."""
-        self.ok += other.ok
-        self.failed += other.failed
-        self.output_tokens += other.output_tokens
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.duplicates += other.duplicates
-        self.retries += other.retries
-        self.finish_reasons.update(other.finish_reasons)
-        self.failures = self.failures.merged(other.failures)
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 def each_sample(column: pa.ChunkedArray) -> pa.ChunkedArray:

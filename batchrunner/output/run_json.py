@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import orjson
 
@@ -24,49 +24,36 @@ _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
 
 
-class Fingerprint(TypedDict):
-    """What two attempts must have in common to belong to the same run."""
+def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, Any]:
+    """Return what two attempts must have in common to belong to the same run.
 
-    files: list[dict[str, Any]]
-    """Path, rows and digest of each input file, in input order."""
-    filter: str | None
-    limit: int | None
-    columns: list[str]
-    rename: dict[str, str]
-    prompt: dict[str, Any]
-    sampling: dict[str, Any]
-    model: str
-
-
-def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> Fingerprint:
-    """Return the fingerprint of an attempt; `model` is "" where it is not to be compared."""
-    return Fingerprint(
-        files=[{"path": file.path, "rows": file.rows, "digest": file.digest} for file in files],
-        filter=job.input.filter,
-        limit=job.input.limit,
-        columns=job.input.columns,
-        rename=job.input.rename,
-        prompt=job.prompt.model_dump(mode="json", exclude_none=True),
-        sampling=job.sampling.model_dump(mode="json", exclude_none=True),
-        model=model,
-    )
+    `files` are those of the input, in its order; `model` is "" where it is not to be compared.
+    """
+    return {
+        "files": [{"path": file.path, "rows": file.rows, "digest": file.digest} for file in files],
+        "filter": job.input.filter,
+        "limit": job.input.limit,
+        "columns": job.input.columns,
+        "rename": job.input.rename,
+        "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
+        "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
+        "model": model,
+    }
 
 
 def check_same_run(
-    old: Mapping[str, Any], new: Fingerprint, where: Path, *, model_known: bool = True
+    old: Mapping[str, Any], new: Mapping[str, Any], where: Path, *, model_known: bool = True
 ) -> None:
     """Raise ResumeError, naming the difference, where the fingerprints belong to different runs.
 
     `old` is that of the results at `where`. The limit may grow, and files may be added after the known ones.
     Without `model_known` the models are not compared.
     """
-    now: Mapping[str, Any] = new
-    difference = _files_difference(old["files"], now["files"]) or _limit_difference(
-        old["limit"], now["limit"]
-    )
+    difference = _files_difference(old["files"], new["files"])
+    difference = difference or _limit_difference(old["limit"], new["limit"])
     for name in ("filter", "columns", "rename", "prompt", "sampling", *(["model"] if model_known else [])):
-        if difference is None and old[name] != now[name]:
-            difference = _difference(name, old[name], now[name])
+        if difference is None and old[name] != new[name]:
+            difference = _difference(name, old[name], new[name])
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}; take another output.path, "

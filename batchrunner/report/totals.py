@@ -38,7 +38,7 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
         rows_deduplicated=earlier.duplicates + tally.duplicates,
         retries=tally.retries,
         finish_reasons=dict(tally.finish_reasons),
-        failures=earlier.failures.merged(tally.failures).summary(),
+        failures=(earlier.failures + tally.failures).summary(),
     )
 
 
