@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ def plan(source: Path, directory: Path) -> dict[str, Any]:
         "input_mb": round(source.stat().st_size / 1e6),
         "disk_peak_mb": round(max(disk) / 1e6),
         "copy_mb": round(path.stat().st_size / 1e6),
-        "choice": choice.as_dict(),
+        "choice": asdict(choice),
         "input_order_rows_per_s": reading_rate(prepared, open_order(prepared, None), rows),
         "prefix_order_rows_per_s": reading_rate(prepared, open_order(prepared, path), rows),
         "peak_at_end_mb": peak_mb(),

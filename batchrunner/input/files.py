@@ -30,10 +30,7 @@ def find_files(given: Sequence[str], run: Path | None = None) -> tuple[pafs.File
         try:
             local = isinstance(fs, pafs.LocalFileSystem)
             files = _local_files(name, Path(path)) if local else _remote_files(name, fs, path)
-        except (
-            OSError,
-            pa.ArrowException,
-        ) as failure:  # the name is too long, or a directory is not accessible
+        except (OSError, pa.ArrowException) as failure:  # a name is too long, a directory not accessible
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
         others = {real: file for real, file in files.items() if run not in Path(real).parents}
         for real, file in (others or files).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -38,34 +39,15 @@ class Renderer:
 
         Raises JobError for a bad template, InputError for a missing column or one of a wrong type.
         """
-        self.kind: PromptKind
-        self._prompt_of: Callable[[Row], Any]
+        self.kind, self._prompt_of, used = _prompt_source(prompt, dataset)
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self.predicate = None
-        available = dataset.schema.names
-        if prompt.user is not None:
-            self._prompt_of, used = _messages_from_templates(prompt, available)
-            self.kind = "messages"
-        elif prompt.messages is not None:
-            _check_messages(dataset.field(prompt.messages, where="prompt.messages"))
-            self._prompt_of, used = _Column(prompt.messages), [prompt.messages]
-            self.kind = "messages"
-        elif prompt.text is not None:
-            self._prompt_of, used = _text_prompt(prompt.text, dataset)
-            self.kind = "text"
-        else:
-            assert prompt.input_ids is not None
-            _check_input_ids(dataset.field(prompt.input_ids, where="prompt.input_ids"))
-            self._prompt_of, used = _Column(prompt.input_ids), [prompt.input_ids]
-            self.kind = "input_ids"
         self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset)
-        names = {
-            *used,
-            *self._per_row.values(),
-            *([self._lora.column] if isinstance(self._lora, FromColumn) else []),
-        }
+        names = {*used, *self._per_row.values()}
+        if isinstance(self._lora, FromColumn):
+            names.add(self._lora.column)
         if source.filter is not None:
-            self.predicate = Predicate(source.filter, where="input.filter", available=available)
+            self.predicate = Predicate(source.filter, where="input.filter", available=dataset.schema.names)
             names |= set(self.predicate.columns)
         self._used = sorted(names)
         self._carried = list(source.columns)
@@ -149,28 +131,40 @@ def _value_of(item: pa.Scalar[Any]) -> Any:
         return UnreadableValue(f"unreadable value: {failure}")
 
 
-class _Column:
-    """Takes the prompt of a row from a column."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, row: Row) -> Any:
-        value = row[self._name]
-        if value is None:
-            raise RowRefusedError(f"prompt: column {self._name!r} is null")
-        if not value:
-            raise RowRefusedError(f"prompt: column {self._name!r} is empty")
-        return value
+PromptSource = tuple[PromptKind, Callable[[Row], Any], list[str]]
+"""The kind of the prompts, the function that makes a row's prompt, and the columns that it reads."""
 
 
-def _messages_from_templates(
-    prompt: PromptSpec, available: list[str]
-) -> tuple[Callable[[Row], Any], list[str]]:
+def _prompt_source(prompt: PromptSpec, dataset: Dataset) -> PromptSource:
+    if prompt.user is not None:
+        return _messages_from_templates(prompt, dataset.schema.names)
+    if prompt.text is not None and is_template(prompt.text):
+        template = Template(prompt.text, where="prompt.text", available=dataset.schema.names)
+        return "text", template.render, template.columns
+    for kind, fits, wanted in _PROMPT_TYPES:
+        column = getattr(prompt, kind)
+        if column is not None:
+            found = dataset.field(column, where=f"prompt.{kind}").type
+            if not fits(found):
+                raise InputError(f"prompt.{kind}: column {column!r} must be {wanted} (got {found})")
+            return kind, partial(_prompt_in, column), [column]
+    raise AssertionError("a job has a prompt")
+
+
+def _prompt_in(column: str, row: Row) -> Any:
+    value = row[column]
+    if value is None:
+        raise RowRefusedError(f"prompt: column {column!r} is null")
+    if not value:
+        raise RowRefusedError(f"prompt: column {column!r} is empty")
+    return value
+
+
+def _messages_from_templates(prompt: PromptSpec, available: list[str]) -> PromptSource:
     assert prompt.user is not None
     user = Template(prompt.user, where="prompt.user", available=available)
     if prompt.system is None:
-        return lambda row: [{"role": "user", "content": user.render(row)}], user.columns
+        return "messages", lambda row: [{"role": "user", "content": user.render(row)}], user.columns
     system = Template(prompt.system, where="prompt.system", available=available)
 
     def both(row: Row) -> list[dict[str, str]]:
@@ -179,17 +173,7 @@ def _messages_from_templates(
             {"role": "user", "content": user.render(row)},
         ]
 
-    return both, sorted({*system.columns, *user.columns})
-
-
-def _text_prompt(source: str, dataset: Dataset) -> tuple[Callable[[Row], Any], list[str]]:
-    if is_template(source):
-        template = Template(source, where="prompt.text", available=dataset.schema.names)
-        return template.render, template.columns
-    kind = dataset.field(source, where="prompt.text").type
-    if not _is_text(kind):
-        raise InputError(f"prompt.text: column {source!r} must be a string (got {kind})")
-    return _Column(source), [source]
+    return "messages", both, sorted({*system.columns, *user.columns})
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -202,23 +186,21 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
-def _check_messages(field: pa.Field[Any]) -> None:
-    kind = field.type
-    if (
-        not _is_list(kind)
-        or not pt.is_struct(kind.value_type)
-        or not {"role", "content"} <= {f.name for f in kind.value_type}
-    ):
-        raise InputError(
-            f"prompt.messages: column {field.name!r} must be a list of {{role, content}} (got {kind})"
-        )
+def _is_messages(kind: pa.DataType) -> bool:
+    if not _is_list(kind) or not pt.is_struct(kind.value_type):
+        return False
+    return {"role", "content"} <= {field.name for field in kind.value_type}
 
 
-def _check_input_ids(field: pa.Field[Any]) -> None:
-    if not _is_list(field.type) or not pt.is_integer(field.type.value_type):
-        raise InputError(
-            f"prompt.input_ids: column {field.name!r} must be a list of integers (got {field.type})"
-        )
+def _is_ids(kind: pa.DataType) -> bool:
+    return _is_list(kind) and pt.is_integer(kind.value_type)
+
+
+_PROMPT_TYPES: tuple[tuple[PromptKind, Callable[[pa.DataType], bool], str], ...] = (
+    ("messages", _is_messages, "a list of {role, content}"),
+    ("text", _is_text, "a string"),
+    ("input_ids", _is_ids, "a list of integers"),
+)
 
 
 def _check_value(name: str, field: pa.Field[Any]) -> None:
@@ -240,7 +222,7 @@ _COLUMN_TYPES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] =
         {"stop", "stop_regex"},
         "texts or lists of texts",
     ),
-    (lambda kind: _is_list(kind) and pt.is_integer(kind.value_type), {"stop_token_ids"}, "lists of integers"),
+    (_is_ids, {"stop_token_ids"}, "lists of integers"),
     (pt.is_boolean, {"ignore_eos"}, "booleans"),
 )
 

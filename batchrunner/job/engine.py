@@ -6,25 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchrunner.job.fields import Duration, Spec
-
-
-class AttachEngine(Spec):
-    """One or more SGLang servers that already run."""
-
-    kind: Literal["attach"]
-    """`attach`: the servers already run."""
-    urls: Annotated[list[str], Field(min_length=1)]
-    """Addresses of the servers, which are replicas of one model; rows are balanced by their load."""
-    api_key_env: str = "SGLANG_API_KEY"
-    """Name of the environment variable with the servers' API key; if it is unset, no key is sent."""
-
-    @field_validator("urls")
-    @classmethod
-    def _http(cls, urls: list[str]) -> list[str]:
-        return [_checked_url(url) for url in urls]
 
 
 def _checked_url(url: str) -> str:
@@ -33,6 +17,20 @@ def _checked_url(url: str) -> str:
     if "@" in url.split("/")[2]:
         raise ValueError("an address has no user and password in it: name the key's variable in api_key_env")
     return url.rstrip("/")
+
+
+Url: TypeAlias = Annotated[str, AfterValidator(_checked_url)]
+
+
+class AttachEngine(Spec):
+    """One or more SGLang servers that already run."""
+
+    kind: Literal["attach"]
+    """`attach`: the servers already run."""
+    urls: Annotated[list[Url], Field(min_length=1)]
+    """Addresses of the servers, which are replicas of one model; rows are balanced by their load."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """Name of the environment variable with the servers' API key; if it is unset, no key is sent."""
 
 
 class _LocalEngine(Spec):
@@ -90,7 +88,7 @@ class GatewayEngine(LaunchedEngine):
     model: str | None = None
     """Model directory, or a model name that SGLang can load: the run starts and stops replicas and
     gateway."""
-    url: str | None = None
+    url: Url | None = None
     """Address of a gateway that already runs. Its workers must be reachable too, to read their load."""
     api_key_env: str = "SGLANG_API_KEY"
     """With `url`: name of the environment variable with the API key of gateway and workers."""
@@ -105,11 +103,6 @@ class GatewayEngine(LaunchedEngine):
     with one system prompt would fill one replica first.)"""
     gateway_args: dict[str, Any] = {}
     """Additional arguments of sglang_router, such as `{log-level: info}`."""
-
-    @field_validator("url")
-    @classmethod
-    def _http(cls, url: str | None) -> str | None:
-        return url if url is None else _checked_url(url)
 
     @field_validator("gateway_args")
     @classmethod

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -18,6 +18,7 @@ from batchrunner.core.errors import JobError
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
 
+T = TypeVar("T")
 ENV_PREFIX = "BATCHRUN__"
 """Prefix of environment variables that override the job."""
 _YAML_MARKS = tuple("\"'|>!&*")
@@ -72,7 +73,7 @@ def load_job(
         if not equals or not path:
             raise JobError(f"--set {override}: write it as a.b=value")
         _override(tree, path.strip().split("."), text, where=f"--set {path}")
-    return _validated(tree, name)
+    return _validated(TypeAdapter(Job), tree, name)
 
 
 def _steps_of(key: str) -> list[str]:
@@ -102,18 +103,14 @@ def parse_engine(source: Mapping[str, Any] | EngineSpec) -> EngineSpec:
     if not isinstance(source, Mapping):
         raise JobError(f"engine: give an open engine or the `engine` part of a job (got {_kind(source)})")
     adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
-    tree = _deep_copy(source)
+    return _validated(adapter, _deep_copy(source), "engine")
+
+
+def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:
     try:
         return adapter.validate_python(tree)
     except ValidationError as failure:
-        raise JobError(f"engine: {_explain(failure, adapter.json_schema(), tree)}") from None
-
-
-def _validated(tree: dict[str, Any], name: str) -> Job:
-    try:
-        return Job.model_validate(tree)
-    except ValidationError as failure:
-        raise JobError(f"{name}: {_explain(failure, Job.model_json_schema(), tree)}") from None
+        raise JobError(f"{name}: {_explain(failure, adapter.json_schema(), tree)}") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -7,8 +7,7 @@ that equal an earlier row, in input order and sorted. Bytes stand for tokens (se
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from pyroaring import BitMap64
 
@@ -48,10 +47,6 @@ class OrderDecision:
     """Fraction of rows that get the answer of an equal row in input order."""
     sorted_equal: float = 0.0
     """The same for sorted rows."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the values of the event `order`."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return f"order: {self.order} ({self.why})"

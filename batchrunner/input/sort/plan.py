@@ -97,28 +97,21 @@ def _sort(
     job_input: JobInput, rows: BitMap64, decision: OrderDecision, path: Path, check_stop: Callable[[], None]
 ) -> None:
     began = time.monotonic()
-    where, needed, free = path.parent, _disk_bytes(job_input, len(rows)), shutil.disk_usage(path.parent).free
+    where, free = path.parent, shutil.disk_usage(path.parent).free
+    size = job_input.dataset.bytes_of(job_input.renderer.columns)
+    needed = int(DISK_FACTOR * size * len(rows) / job_input.dataset.total_rows)  # an estimate
     takes = f"that takes about {needed >> 20} MiB there, {free >> 20} MiB are free"
     if needed > free and job_input.job.order == "auto":  # a user who sets the order may know better
         raise OutputError(
             f"{where}: not enough space to sort: {takes}: free some, or set order: {decision.order} to try"
         )
     log.info("sorting %d rows", len(rows))
-    about = {
-        "order": decision.order,
-        "fingerprint": fingerprint(job_input.job, job_input.dataset.files, ""),
-    }
+    run = fingerprint(job_input.job, job_input.dataset.files, "")
     try:
-        write_sorted(job_input, rows, path, about, check_stop)
+        write_sorted(job_input, rows, path, {"order": decision.order, "fingerprint": run}, check_stop)
     except (OSError, pa.ArrowException) as failure:
         raise OutputError(
             f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: free some, "
             "or set order: input"
         ) from None
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
-
-
-def _disk_bytes(job_input: JobInput, rows: int) -> int:
-    """Estimate the disk space of a sort, in bytes, from the size of the columns that the job reads."""
-    size = job_input.dataset.bytes_of(job_input.renderer.columns)
-    return int(DISK_FACTOR * size * rows / job_input.dataset.total_rows)

@@ -3,26 +3,22 @@
 The template comes with the model from strangers: the sandbox lets it compute a text and nothing else.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.core.jsonfile import read_json
-from batchrunner.input.tokenize.tokenizer_files import token_text, tokenizer_config
-
-if TYPE_CHECKING:
-    from jinja2.parser import Parser
+from batchrunner.input.tokenize.tokenizer_files import token_text
 
 RESERVED_ARGUMENTS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
@@ -64,7 +60,7 @@ def load_chat_template(directory: Path, name: str | None = None) -> ChatTemplate
 
     `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
     """
-    config = tokenizer_config(directory)
+    config = read_json(directory / "tokenizer_config.json")
     found = _templates(directory, config)
     if not found:
         raise CannotTokenizeError(f"{directory}: no chat template")

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import CannotTokenizeError
+from batchrunner.core.jsonfile import read_json
 from batchrunner.core.types import Request
-from batchrunner.input.tokenize.tokenizer_files import load_tokenizer, token_text, tokenizer_config
+from batchrunner.input.tokenize.tokenizer_files import load_tokenizer, token_text
 
 PROMPT_TOKENS = 5
 """Last tokens of the prompt that are decoded together with the answer, so that a space before its first word
@@ -25,7 +26,7 @@ class Detokenizer:
         tokens of tokenizer.json: transformers would apply these changes.
         """
         self._tokenizer = load_tokenizer(directory)
-        config = tokenizer_config(directory)
+        config = read_json(directory / "tokenizer_config.json")
         known = self._tokenizer.get_added_tokens_decoder()
         for number, token in (config.get("added_tokens_decoder") or {}).items():
             ours = known.get(int(number))

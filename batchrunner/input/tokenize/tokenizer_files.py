@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import CannotTokenizeError
-from batchrunner.core.jsonfile import read_json
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -24,11 +23,6 @@ def load_tokenizer(directory: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json; {} where it is missing or broken."""
-    return read_json(directory / "tokenizer_config.json")
 
 
 def token_text(token: Any) -> Any:

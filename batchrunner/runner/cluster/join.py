@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 
 from pyroaring import BitMap64
@@ -123,7 +124,7 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
             else:
                 cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
             new = fingerprint(prepared.job, prepared.dataset.files, "")
-            leases.make_plan(LeasePlan(rows, cuts, len(selected), {**new}, name, choice.as_dict()))
+            leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
         else:
             remove_sorted_copies(leases.directory)
 

@@ -45,7 +45,7 @@ class LeasePlan:
     order: str | None
     """Name of the sorted copy in whose order the rows are sent; None for input order."""
     choice: dict[str, Any]
-    """The order decision, as `OrderDecision.as_dict` returns it."""
+    """The order decision, as a mapping."""
 
     def count(self, positions: range) -> int:
         """Return the number of rows at these positions; in a sorted copy every position has a row."""
