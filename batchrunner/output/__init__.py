@@ -2,6 +2,6 @@
 
 Layout: run_dir (`RunDir`), files (atomic writes), run_json (the job and the fingerprint of a run).
 Results: writer (`ResultWriter`), journal, parts, columns; resume (`read_done`: which rows are done); counts;
-merge; buckets (external bucket sort). Others: events (`EventLog`), task_lock (`hold_task`),
+merge; buckets (external bucket sort); disk_wait. Others: events (`EventLog`), task_lock (`hold_task`),
 task_holder (`LivenessMonitor`: whether the holder of a task runs).
 """

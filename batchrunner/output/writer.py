@@ -6,18 +6,18 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 from pyroaring import BitMap64
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_fixed
 
 from batchrunner.core.row_set import from_column
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome
 from batchrunner.output.columns import table_of
-from batchrunner.output.files import cannot_write, make_directory, writing
+from batchrunner.output.disk_wait import DiskWait
+from batchrunner.output.files import make_directory, writing
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.run_dir import RunDir, number_of
@@ -29,8 +29,20 @@ FLUSH_FRACTION = 0.7
 """Fraction of `output.durable` to wait before rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
 """Most bytes of rows in memory before they are written."""
-DISK_RETRY_S = 1.0
-"""Seconds between two tries of a write."""
+
+
+class CommitListener(Protocol):
+    """Learns which rows are in a part, and so need no journal or input any more."""
+
+    def committed(self, rows: BitMap64) -> None:
+        """Note that these rows are in a part. Called in a thread; may block and raise OSError."""
+
+
+class OutcomeCounter(Protocol):
+    """Counts outcomes."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
 
 
 class ResultWriter:
@@ -49,17 +61,14 @@ class ResultWriter:
         samples: int,
         durable_s: float,
         lock: TaskLock,
-        count: Callable[[Outcome], None],
-        committed: Callable[[BitMap64], None],
-        disk_wait_s: float,
-        stops_at_once: Callable[[], bool],
+        counter: OutcomeCounter,
+        listener: CommitListener,
+        disk: DiskWait,
     ) -> None:
         """Create the directory of the parts; raises StorageError.
 
         `samples` is the number of answers per row, `durable_s` the seconds within which a row is on disk,
-        `lock` the lock of the task, which the caller holds. `count` is called with each outcome. `committed`
-        is called with the rows of each part once it is written, in a thread; it may block and raise OSError.
-        A failing write is repeated for `disk_wait_s` seconds, or until `stops_at_once` returns True.
+        `lock` the lock of the task, which the caller holds.
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
@@ -67,12 +76,11 @@ class ResultWriter:
         self._schema = schema
         self._part_rows = part_rows
         self._samples = samples
+        self._disk = disk
         self._durable_s = durable_s
         self._lock = lock
-        self._count = count
-        self._committed = committed
-        self._disk_wait_s = disk_wait_s
-        self._stops_at_once = stops_at_once
+        self._counter = counter
+        self._listener = listener
         self._buffer: list[Outcome] = []
         self._bytes = 0
         self._part = _PendingPart(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), lock)
@@ -86,7 +94,7 @@ class ResultWriter:
 
         Raises StorageError where earlier rows could not be written within `limits.disk_wait`.
         """
-        self._count(outcome)  # first: the row is in a part even if a stop comes while we wait
+        self._counter.add(outcome)  # first: the row is in a part even if a stop comes while we wait
         self._buffer.append(outcome)
         self._bytes += _text_bytes(outcome)
         if len(self._buffer) == 1:
@@ -144,52 +152,20 @@ class ResultWriter:
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= TIMING.part):
             if outcomes and self._publishing is not None and not self._publishing.done():
-                await self._repeat(part.path, part.append_journal)  # the wait below may take long
+                await self._disk.write(part.path, part.append_journal)  # the wait below may take long
             await self._wait_for_part()  # so that at most two parts are in memory
             self._publishing = asyncio.ensure_future(self._publish(part))
             self._part = _PendingPart(self._run_dir, part.number + 1, self._lock)
         elif outcomes:
-            await self._repeat(part.path, part.append_journal)
+            await self._disk.write(part.path, part.append_journal)
         self._set_timer()
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part; rows that finish meanwhile go into the journal of the next part."""
-        await self._repeat(part.path, part.publish)
+        await self._disk.write(part.path, part.publish)
         self._part.number = max(self._part.number, part.number + 1)
-        await self._repeat(part.path, functools.partial(self._committed, part.row_set()))
+        await self._disk.write(part.path, functools.partial(self._listener.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
-
-    async def _repeat(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`, in a thread until it succeeds; raises StorageError at the end.
-
-        After an OSError it is called again: a full disk may get space, a mount may come back.
-        """
-        failed_at: float | None = None
-
-        def gives_up(_: RetryCallState) -> bool:
-            waited = failed_at is not None and time.monotonic() - failed_at > self._disk_wait_s
-            return waited or self._stops_at_once()
-
-        def note_failure(state: RetryCallState) -> None:
-            nonlocal failed_at
-            if failed_at is None:
-                failed_at = time.monotonic()
-                why = getattr(state.outcome and state.outcome.exception(), "strerror", None)
-                log.warning("%s: %s: the run pauses until it can be written", path, why)
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(OSError),
-            wait=wait_fixed(DISK_RETRY_S),
-            stop=gives_up,
-            before_sleep=note_failure,
-            reraise=True,
-        )
-        try:
-            await retrying(asyncio.to_thread, write)
-        except OSError as failure:
-            raise cannot_write(path, failure) from None
-        if failed_at is not None:
-            log.warning("%s: written after %.0f s", path, time.monotonic() - failed_at)
 
     async def _wait_for_part(self) -> None:
         if self._publishing is not None:
@@ -204,8 +180,10 @@ class ResultWriter:
         at = time.monotonic() + wait_s
         if self._timer is None or at < self._timer_at:
             self._drop_timer()
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._start_writing)
-            self._timer_at = at
+            self._timer, self._timer_at = (
+                asyncio.get_running_loop().call_later(wait_s, self._start_writing),
+                at,
+            )
 
     def _drop_timer(self) -> None:
         if self._timer is not None:

@@ -37,6 +37,7 @@ from batchrunner.job.queue_band import QueueBand
 from batchrunner.job.spec import Job
 from batchrunner.output.columns import result_schema
 from batchrunner.output.counts import RowCounts
+from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.events import EventLog, attempts_in
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_json import fingerprint, without_secrets, write_run_json
@@ -86,10 +87,9 @@ async def build_run(
         samples=job.sampling.n,
         durable_s=job.output.durable,
         lock=lock,
-        count=FailureLimit(counts, control, job.limits.abort_failed_share).add,
-        committed=rows.committed,
-        disk_wait_s=job.limits.disk_wait,
-        stops_at_once=lambda: control.at_once,
+        counter=FailureLimit(counts, control, job.limits.abort_failed_share),
+        listener=rows,
+        disk=DiskWait(job.limits.disk_wait, control),
     )
     _write_start(prepared, attempt, info, events)
     tokenizer = PromptTokenizer(job, prepared.renderer.kind, engine, info, events)
