@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ from batchrunner.engines.base import Engine, IncidentQueue
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
-from batchrunner.engines.http.failures import FailureClassifier
+from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.status import (
     KEY_REFUSED,
@@ -58,14 +58,14 @@ class SGLangClient:
         api_key: str | None,
         request_timeout_s: float,
         detokenizer: Detokenizer | None = None,
-        excuses: Callable[[str, float], Awaitable[bool]] | None = None,
+        verdicts: DeathVerdicts | None = None,
     ) -> None:
-        """Take a `detokenizer` if the replicas have no tokenizer, and `excuses` of `FailureClassifier`."""
+        """Take a `detokenizer` if the replicas have no tokenizer, and `verdicts` if we started them."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.replicas: list[str] = []
         """URLs of the servers that are polled."""
-        self.failures = FailureClassifier(self.is_alive, excuses)
+        self.failures = FailureClassifier(self, verdicts)
         self._detokenizer = detokenizer
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = request_timeout_s

@@ -3,26 +3,32 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from batchrunner.core.errors import AttemptFailedError, EngineDiedError, EngineDownError, RequestError
+
+
+class Probe(Protocol):
+    """Asks servers whether they are alive."""
+
+    async def is_alive(self, url: str) -> bool:
+        """Tell whether a server answers."""
+
+
+class DeathVerdicts(Protocol):
+    """Knows why servers ended that this run started."""
+
+    async def excuses(self, url: str, sent_at: float) -> bool:
+        """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""
 
 
 class FailureClassifier:
     """Records which servers are alive, and judges rows that were cut off by that."""
 
-    def __init__(
-        self,
-        is_alive: Callable[[str], Awaitable[bool]],
-        excuses: Callable[[str, float], Awaitable[bool]] | None,
-    ) -> None:
-        """Take `is_alive(url)`, which asks a server, and `excuses(url, sent_at)`.
-
-        The latter tells whether a server ended since then for a reason that is no row's fault. It is None
-        for servers that others started: none of their deaths is excused.
-        """
-        self._ask = is_alive
-        self._excuses = excuses
+    def __init__(self, probe: Probe, verdicts: DeathVerdicts | None) -> None:
+        """Take `verdicts` None for servers that others started: none of their deaths is excused."""
+        self._probe = probe
+        self._verdicts = verdicts
         self._questions: dict[str, asyncio.Future[bool]] = {}
         self._dead: set[str] = set()  # servers that did not answer when last asked
         self._died_at: dict[str, float] = {}
@@ -44,7 +50,7 @@ class FailureClassifier:
         """
         alive = await self._is_alive(url)
         if sent_at < self._died_at.get(url, -math.inf):
-            excused = self._excuses is not None and await self._excuses(url, sent_at)
+            excused = self._verdicts is not None and await self._verdicts.excuses(url, sent_at)
             return EngineDownError(what) if excused else EngineDiedError(what)
         return AttemptFailedError(what) if alive else EngineDownError(what)
 
@@ -52,7 +58,7 @@ class FailureClassifier:
         """Ask a server, once for all rows that were cut off together."""
         question = self._questions.get(url)
         if question is None:
-            question = self._questions[url] = asyncio.ensure_future(self._ask(url))
+            question = self._questions[url] = asyncio.ensure_future(self._probe.is_alive(url))
             question.add_done_callback(lambda _: self._questions.pop(url, None))
         alive = await asyncio.shield(question)
         self.record(url, alive=alive)

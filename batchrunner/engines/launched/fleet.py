@@ -110,7 +110,7 @@ class LaunchedFleet(HttpEngine):
         timeout_s = limits.request_timeout
         super().__init__(
             SGLangClient(
-                api_key=self._key, request_timeout_s=timeout_s, detokenizer=detokenizer, excuses=self._excuses
+                api_key=self._key, request_timeout_s=timeout_s, detokenizer=detokenizer, verdicts=self
             )
         )
         self._spec = spec
@@ -187,7 +187,8 @@ class LaunchedFleet(HttpEngine):
                 self._gateway.poll(loads, endpoint, now, idle=idle)
         return loads
 
-    async def _excuses(self, url: str, sent_at: float) -> bool:
+    async def excuses(self, url: str, sent_at: float) -> bool:
+        """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""
         return await self._replicas[url].supervisor.excuses(sent_at)
 
     async def close(self) -> None:
