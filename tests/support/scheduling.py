@@ -12,6 +12,7 @@ GROUPS = {
     "test_page_in_browser.py": "browser",
     "test_real_engine.py": "engine",
     "test_real_engine_out_of_memory.py": "replicas",
+    "test_real_engine_starts.py": "engine starts",
     "test_real_replicas.py": "replicas",
     "test_slurm.py": "slurm",
 }
