@@ -40,7 +40,7 @@ class Feeder:
         """Read until the source ends or the run stops; raises what reading raises, and StorageError."""
         items = self._reorderer.reorder(self._source)
         with contextlib.suppress(asyncio.CancelledError):
-            while not self._backlog.is_stopping:
+            while not self._backlog.is_over:
                 batch = await asyncio.to_thread(next, items, None)
                 if batch is None:
                     break

@@ -133,11 +133,6 @@ class Backlog:
         return max(0, unread + self._reorderer.held + self._unended - self._slots.in_flight)
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether no row is to be sent any more."""
-        return self._stopping
-
-    @property
     def is_over(self) -> bool:
         """Whether the dispatcher has nothing left to send."""
         return self._stopping or (self._all_read and self._unended == 0)

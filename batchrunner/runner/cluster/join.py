@@ -22,8 +22,9 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, fingerprint
 from batchrunner.output.task_holder import DEAD_AFTER_S, POLL_S, is_held
 from batchrunner.output.task_lock import hold_task
+from batchrunner.runner.cluster.lease_files import LeasePlan
 from batchrunner.runner.cluster.leased_rows import LeasedRows
-from batchrunner.runner.cluster.leases import LeasePlan, Leases
+from batchrunner.runner.cluster.leases import Leases
 from batchrunner.runner.control import Sleeper
 from batchrunner.runner.prepare import PreparedJob
 

@@ -22,7 +22,8 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import cannot_write
 from batchrunner.output.task_holder import POLL_S, SHORT_POLL_S
-from batchrunner.runner.cluster.leases import LeasePlan, Leases, next_lease
+from batchrunner.runner.cluster.lease_files import LeasePlan
+from batchrunner.runner.cluster.leases import Leases, next_lease
 from batchrunner.runner.cluster.takeover import Takeover
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.task_rows import TaskRows

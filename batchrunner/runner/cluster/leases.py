@@ -1,55 +1,16 @@
 """Leases: ranges of rows that the tasks of a run take one after the other; each is free, held or done.
 
-No file is ever changed, and each is made once, by a hard link. So neither an old directory listing nor a
-lost reply of a file server gives two tasks the same rows:
-
-    plan-000000      the rows of the run and where its leases begin; plan-000001 has rows added later
-    order-….parquet  the rows in the order in which they are sent, if it is not the input's
-    000012.0         lease 12 was taken by the task named in it
-    000012.0.end     it has ended; the file holds the rows that are left, and is empty if none are
-    000012.1         it was taken again
-
 A task holds its leases as long as it holds its task lock.
 """
 
-import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import orjson
 from pyroaring import BitMap64
 
-from batchrunner.core.row_set import from_text, to_text
 from batchrunner.core.types import Lease
-from batchrunner.input.sort.sorted_copy import SortedCopy
-from batchrunner.output.files import create_file, make_directory
-
-_NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
-_PLAN = re.compile(r"plan-(\d{6})")
-
-
-@dataclass(frozen=True, slots=True)
-class LeasePlan:
-    """Rows that the tasks do together, and how they are cut into leases."""
-
-    rows: BitMap64
-    cuts: list[int]
-    """Places at which leases begin, and the end of the last one; sorted."""
-    rows_total: int
-    """Rows of the whole run, including those that were done before."""
-    fingerprint: dict[str, Any]
-    order: str | None
-    """Name of the sorted copy in whose order the rows are sent; None for input order."""
-    choice: dict[str, Any]
-    """The order decision, as a mapping."""
-
-    def count(self, positions: range) -> int:
-        """Return the number of rows at these positions; in a sorted copy every position has a row."""
-        return len(positions) if self.order else self.rows.range_cardinality(positions.start, positions.stop)
+from batchrunner.runner.cluster.lease_files import LeaseFiles, LeasePlan, plans_in, turns_in
 
 
 class Leases:
@@ -58,25 +19,19 @@ class Leases:
     def __init__(self, directory: Path, task: str = "") -> None:
         self.directory = directory
         self.plans: list[LeasePlan] = []
-        self._task = task
+        self._files = LeaseFiles(directory, task)
         self._joined = False
         self._planned: list[tuple[LeasePlan, range]] = []  # the positions of each lease
-        self._copies: dict[str, SortedCopy] = {}
         self._turns: dict[int, tuple[int, bool]] = {}  # last turn of each taken lease, and whether it ended
-        self._lefts: dict[tuple[int, int], BitMap64] = {}  # rows left, by lease and turn
-        self._holders: dict[tuple[int, int], str] = {}  # task, by lease and turn
 
     def refresh(self) -> None:
         """Read which leases others have taken and ended since the last call."""
-        try:
-            names = sorted(entry.name for entry in os.scandir(self.directory))
-        except FileNotFoundError:
-            return
-        for plan in filter(None, map(_PLAN.fullmatch, () if self._joined else names)):
-            self._read_plan(int(plan[1]))
-        for file in filter(None, map(_NAME.fullmatch, names)):
-            if int(file[1]) < len(self):
-                self._note(int(file[1]), int(file[2]), ended=bool(file[3]))
+        names = self._files.names()
+        for number in () if self._joined else plans_in(names):
+            self._read_plan(number)
+        for number, turn, ended in turns_in(names):
+            if number < len(self):
+                self._note(number, turn, ended=ended)
 
     @property
     def plan(self) -> LeasePlan | None:
@@ -93,17 +48,8 @@ class Leases:
 
     def make_plan(self, plan: LeasePlan) -> None:
         """Write a plan, unless another task has just written one."""
-        make_directory(self.directory)
-        text = {
-            "rows": to_text(plan.rows),
-            "cuts": plan.cuts,
-            "rows_total": plan.rows_total,
-            "fingerprint": plan.fingerprint,
-            "order": plan.order,
-            "choice": plan.choice,
-        }
         number = len(self.plans)
-        create_file(self._plan_path(number), orjson.dumps(text), self._task)
+        self._files.write_plan(number, plan)
         self._read_plan(number)  # ours, or the other's: its directory may be slow to show it
 
     def free(self) -> list[int]:
@@ -113,7 +59,9 @@ class Leases:
     def held(self) -> dict[int, str]:
         """Return the task that holds each held lease, by the lease's number."""
         return {
-            number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
+            number: self._files.holder(number, turn)
+            for number, (turn, ended) in self._turns.items()
+            if not ended
         }
 
     def rows_free(self) -> int:
@@ -132,16 +80,13 @@ class Leases:
     def take(self, number: int) -> Lease | None:
         """Take a free lease; None if another task was faster."""
         turn = self._next_turn(number)
-        mine = create_file(self._path(number, turn), orjson.dumps({"task": self._task}), self._task)
-        # an earlier try may have created the file and then failed
-        mine = mine or self._holder(number, turn) == self._task
+        mine = self._files.take(number, turn)
         self._note(number, turn, ended=False)
         return self._lease(number, turn) if mine else None
 
     def end(self, lease: Lease, left: BitMap64) -> None:
         """End a lease of this task, or of a dead one; the rows in `left` are still to be done."""
-        content = orjson.dumps({"left": to_text(left)}) if left else b""
-        create_file(self._end_path(lease.number, lease.turn), content, self._task)
+        self._files.end(lease.number, lease.turn, left)
         self._note(lease.number, lease.turn, ended=True)
 
     def leave_out(self, done: BitMap64) -> None:
@@ -175,47 +120,18 @@ class Leases:
             plan, positions = self._planned[number]
             if plan.order is None:
                 return plan.rows & BitMap64(positions)
-            return self._copy(plan.order).rows(positions)
-        key = number, turn - 1
-        if key not in self._lefts:
-            self._lefts[key] = _left_in(self._end_path(*key))
-        return self._lefts[key]
-
-    def _copy(self, name: str) -> SortedCopy:
-        if name not in self._copies:
-            self._copies[name] = SortedCopy(self.directory / name, leased=True)
-        return self._copies[name]
-
-    def _holder(self, number: int, turn: int) -> str:
-        key = number, turn
-        if key not in self._holders:
-            self._holders[key] = orjson.loads(self._path(number, turn).read_bytes())["task"]
-        return self._holders[key]
+            return self._files.sorted_copy(plan.order).rows(positions)
+        return self._files.left_by(number, turn - 1)
 
     def _note(self, number: int, turn: int, *, ended: bool) -> None:
         self._turns[number] = max(self._turns.get(number, (-1, True)), (turn, ended))
 
-    def _path(self, number: int, turn: int) -> Path:
-        return self.directory / f"{number:06d}.{turn}"
-
-    def _end_path(self, number: int, turn: int) -> Path:
-        return self.directory / f"{number:06d}.{turn}.end"
-
-    def _plan_path(self, number: int) -> Path:
-        return self.directory / f"plan-{number:06d}"
-
     def _read_plan(self, number: int) -> None:
         if number < len(self.plans):
             return
-        found = orjson.loads(self._plan_path(number).read_bytes())
-        plan = LeasePlan(**{**found, "rows": from_text(found["rows"])})
+        plan = self._files.read_plan(number)
         self.plans.append(plan)
         self._planned += [(plan, range(start, stop)) for start, stop in pairwise(plan.cuts)]
-
-
-def _left_in(end: Path) -> BitMap64:
-    """Return the rows that an ended lease left; empty files are not opened, which would take time on NFS."""
-    return from_text(orjson.loads(end.read_bytes())["left"]) if end.stat().st_size else BitMap64()
 
 
 def next_lease(free: Sequence[int], last: int | None) -> int | None:
