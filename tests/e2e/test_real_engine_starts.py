@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +23,7 @@ import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.device import has_gpu
 from batchrunner.job.load import load_job
+from batchrunner.output.events import read_events
 from batchrunner.runner.prepare import prepare
 from batchrunner.tune.measurement import Incumbent
 from batchrunner.tune.sample import write_sample
@@ -29,12 +33,13 @@ from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import ROOT, SMALL_MODEL, require_engine
 from tests.support.tiny_model import make_tiny_llama
 
-if TYPE_CHECKING:
-    pass
-
 JOBS = ROOT / "jobs"
 START_S = 600
 """A start takes half a minute on a quiet machine, and minutes on a busy one."""
+
+STRUCK_ROWS = 500
+OTHER_PYTHON = shutil.which("python3", path=str(Path(sys.executable).parent))
+"""Another name of this interpreter: what it starts is told by its command line."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -88,6 +93,12 @@ def _engine_processes(marker: str) -> list[int]:
     return found
 
 
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
 def _scheduler(tmp_path: Path) -> int:
     """Return the scheduler's process of the engine whose environment bears this mark."""
     return next(
@@ -97,65 +108,102 @@ def _scheduler(tmp_path: Path) -> int:
     )
 
 
-def test_killed_runner_takes_its_server_along_and_resumes(tmp_path: Path, tiny: Path) -> None:
-    """SIGKILL of the runner ends the server; the next start sends what is missing; no file has the key."""
-    command = _tiny_job(tmp_path, tiny, rows=200, tokens=100)
-    marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
-    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
-    parts = tmp_path / "run" / "parts"
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        _wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2, process)
-        assert len(_engine_processes(marker)) >= 4  # runner, launcher, server, scheduler
-        process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while _engine_processes(marker):
-        assert time.monotonic() < deadline, "the server outlived the runner"
-        time.sleep(0.1)
+@dataclass(frozen=True)
+class StruckRun:
+    """A run whose engine is killed, then hangs, whose runner is killed, and the start that ends it."""
 
+    directory: Path
+    errors: str
+    """Standard error of the first start."""
+    tree: list[str]
+    """Command lines of the runner, the launcher, the server and its children when the runner was killed."""
+    kept: int
+    """Rows in parts when the runner was killed."""
+    outlived_s: float
+    """Seconds until the last process of the engine was gone."""
+    report: dict[str, Any]
+    """What the second start wrote to standard output."""
+
+    @property
+    def events(self) -> list[str]:
+        """Names of the events of both starts."""
+        return [event["event"] for event in read_events(self.directory / "run" / "events.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
+    """One run takes every blow: a start of the engine costs half a minute.
+
+    Its engine has an interpreter of its own.
+    """
+    directory = tmp_path_factory.mktemp("struck")
+    command = _tiny_job(directory, tiny, rows=STRUCK_ROWS, tokens=60)
+    command += ["--set", "limits.hang=5", "--set", f"engine.python={OTHER_PYTHON}"]
+    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(directory)}
+    marker = f"BATCHRUNNER_TEST_MARK={directory}"
+    parts = directory / "run" / "parts"
+    lines: list[str] = []
+
+    def written() -> int:
+        return len(list(parts.glob("part-*.parquet")))
+
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        reader = threading.Thread(target=lines.extend, args=(process.stderr,))
+        reader.start()
+        for strike in (signal.SIGKILL, signal.SIGSTOP):
+            before = written()
+            _wait_for(lambda before=before: written() > before, process)
+            os.kill(_scheduler(directory), strike)
+            backs = sum("the engine is back" in line for line in lines)
+            _wait_for(
+                lambda backs=backs: sum("the engine is back" in line for line in lines) > backs, process
+            )
+        before = written()
+        _wait_for(lambda: written() > before, process)
+        tree = [_command_line(pid) for pid in _engine_processes(marker)]
+        process.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        reader.join()
     kept = pq.read_table(parts).num_rows
+    while _engine_processes(marker) and time.monotonic() < killed + 60:
+        time.sleep(0.1)
+    outlived_s = time.monotonic() - killed
     done = subprocess.run(
         [*command, "--json"], env=environ, capture_output=True, text=True, timeout=START_S, check=True
     )
-    report = json.loads(done.stdout)
-    assert (report["rows_ok"], report["starts"]) == (200, 2)
-    assert kept <= report["rows_resumed"] < 200  # those in the journal too
-    rows = pq.read_table(parts)["row"].to_pylist()
-    assert sorted(rows) == list(range(200))
-    log = (tmp_path / "run" / "engine-server.log").read_text(errors="replace")
+    return StruckRun(directory, "".join(lines), tree, kept, outlived_s, json.loads(done.stdout))
+
+
+def test_killed_runner_takes_its_server_along(struck: StruckRun) -> None:
+    """SIGKILL of the runner ends the server; no file has the key."""
+    assert len(struck.tree) >= 4  # runner, launcher, server, scheduler
+    assert struck.outlived_s < 30
+    log = (struck.directory / "run" / "engine-server.log").read_text(errors="replace")
     assert "api_key='***'" in log or '"***"' in log or "***" in log
 
 
-def test_engine_that_dies_is_started_again(tmp_path: Path, tiny: Path) -> None:
-    """A scheduler that is killed in mid-run takes its server along; both come back, and no row is lost."""
-    command = _tiny_job(tmp_path, tiny, rows=120, tokens=100)
-    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
-    parts = tmp_path / "run" / "parts"
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        _wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 1, process)
-        os.kill(_scheduler(tmp_path), signal.SIGKILL)
-        _, errors = process.communicate(timeout=START_S)
-    assert process.returncode == 0, errors[-2000:]
-    assert "the engine died" in errors
-    assert "the engine is back" in errors
-    assert sorted(pq.read_table(parts)["row"].to_pylist()) == list(range(120))
-    assert set(pq.read_table(parts)["error"].to_pylist()) == {None}
+def test_killed_runner_resumes(struck: StruckRun) -> None:
+    """The next start sends what is missing: every row is there once, with an answer."""
+    assert (struck.report["rows_ok"], struck.report["starts"]) == (STRUCK_ROWS, 2)
+    assert struck.kept <= struck.report["rows_resumed"] < STRUCK_ROWS  # those in the journal too
+    table = pq.read_table(struck.directory / "run" / "parts")
+    assert sorted(table["row"].to_pylist()) == list(range(STRUCK_ROWS))
+    assert set(table["error"].to_pylist()) == {None}
 
 
-def test_engine_that_hangs_is_started_again(tmp_path: Path, tiny: Path) -> None:
-    """A scheduler that stands still, behind an HTTP side that answers, is found out; no row is lost."""
-    command = [*_tiny_job(tmp_path, tiny, rows=200, tokens=60), "--set", "limits.hang=5"]
-    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
-    parts = tmp_path / "run" / "parts"
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        _wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 1, process)
-        os.kill(_scheduler(tmp_path), signal.SIGSTOP)
-        _, errors = process.communicate(timeout=START_S)
-    assert process.returncode == 0, errors[-2000:]
-    assert "the engine did nothing for" in errors
-    assert "the engine is back" in errors
-    assert sorted(pq.read_table(parts)["row"].to_pylist()) == list(range(200))
-    assert set(pq.read_table(parts)["error"].to_pylist()) == {None}
-    assert '"engine_hangs"' in (tmp_path / "run" / "events.jsonl").read_text()
+def test_engine_that_dies_is_started_again(struck: StruckRun) -> None:
+    """A scheduler that is killed in mid-run takes its server along; both come back."""
+    assert "the engine died" in struck.errors
+    assert struck.errors.index("the engine died") < struck.errors.index("the engine is back")
+    assert "engine_died" in struck.events
+
+
+def test_engine_that_hangs_is_started_again(struck: StruckRun) -> None:
+    """A scheduler that stands still, behind an HTTP side that answers, is found out and started again."""
+    hung = struck.errors.index("the engine did nothing for")
+    assert "the engine is back" in struck.errors[hung:]
+    assert "engine_hangs" in struck.events
 
 
 @pytest.mark.parametrize(
@@ -188,13 +236,9 @@ def test_interpreter_without_sglang(tmp_path: Path, tiny: Path) -> None:
     assert f"{bare}/bin/python has no SGLang" in done.stderr
 
 
-def test_another_interpreter_with_sglang(tmp_path: Path, tiny: Path) -> None:
+def test_another_interpreter_with_sglang(struck: StruckRun) -> None:
     """`engine.python` runs the server in an environment of its own, which needs no batchrunner."""
-    python = shutil.which("python3", path=str(Path(sys.executable).parent))
-    command = [*_tiny_job(tmp_path, tiny, rows=3, tokens=4), "--set", f"engine.python={python}", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows_ok"] == 3
+    assert any(line.startswith(f"{OTHER_PYTHON} ") and "launcher.py" in line for line in struck.tree)
 
 
 @pytest.mark.gpu
