@@ -43,6 +43,10 @@ class ResumeError(BatchrunError):
     exit_code = 2
 
 
+class InputChangedError(ResumeError):
+    """An input file was replaced or written to during the run: its results would be of two inputs."""
+
+
 class EngineStartError(BatchrunError):
     """The engine cannot be started or reached, or it is not SGLang."""
 

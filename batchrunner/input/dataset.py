@@ -7,33 +7,34 @@ ID column, and is the same in every attempt.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyarrow.types as pt
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.types import InputFile
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
+from batchrunner.input.schemas import normalize, normalized
+from batchrunner.input.source_file import SPAN_BYTES, SPAN_ROWS, FooterBudget, SourceFile, Span, spans
 from batchrunner.input.templates import unknown_column
 
-BATCH_ROWS = 256
+BATCH_ROWS = SPAN_ROWS
 """Most rows in a batch."""
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = SPAN_BYTES
 """Approximate most bytes in a batch, unless a single row has more."""
-READ_BUFFER_BYTES = 1 << 20
-"""Bytes of the buffers through which column chunks are streamed, instead of being loaded whole."""
-SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
-"""A digest reads this many blocks of this many bytes; a file of up to their sum (1 MiB) is read whole."""
+READERS = 8
+"""Files that are looked at at once. On a network file system most of the time is waiting."""
+SIZED_FILES = 32
+"""Files from whose footers the size of a column over all files is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +55,45 @@ class Dataset:
 
         Raises InputError where a file is missing, unreadable or not Parquet.
         """
-        self._fs, paths = find_files([path] if isinstance(path, str) else path, run)
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            footers = list(pool.map(self._footer, paths))
-        starts = [0, *accumulate(metadata.num_rows for metadata, _, _ in footers)]
-        self._bytes = Counter[str]()
-        for metadata, _, _ in footers:
-            for group in range(metadata.num_row_groups):
-                self._bytes.update(_leaves(metadata.row_group(group)))
-        self.total_rows = starts[-1]
+        self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run)
+        fs, paths = self._find()
+        with ThreadPoolExecutor(READERS) as pool:
+            self._sources = list(pool.map(SourceFile, repeat(fs), paths, repeat(FooterBudget())))
+        self._starts = [0, *accumulate(source.rows for source in self._sources)]
+        self.total_rows = self._starts[-1]
         self.files = [
             InputFile(
-                path=name,
+                path=source.path,
                 first_row=start,
-                row_groups=tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)),
-                partitions=hive_partitions(name),
-                digest=digest,
+                row_groups=source.row_groups,
+                partitions=hive_partitions(source.path),
+                digest=source.digest,
             )
-            for name, start, (metadata, _, digest) in zip(paths, starts, footers, strict=False)
+            for source, start in zip(self._sources, self._starts, strict=False)
         ]
-        self._schemas = [schema for _, schema, _ in footers]
-        stored = {name for schema in self._schemas for name in schema.names}
+        self._schemas = dict(_distinct_schemas(self._sources))
+        stored = {name for schema in self._schemas.values() for name in schema.names}
         in_paths = partition_types([file.partitions for file in self.files])
         # some writers also store a partition column, and any directory name may contain "="
         self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
-        self.schema = pa.schema(
-            [*self._schemas[0], *(pa.field(*item) for item in self.partition_types.items())]
-        )
+        first = next(iter(self._schemas.values()))
+        self.schema = pa.schema([*first, *(pa.field(*item) for item in self.partition_types.items())])
 
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""
         return list(accumulate(rows for file in self.files for rows in file.row_groups))
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError where a file has other content now than when it was found."""
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(SourceFile.check_unchanged, self._sources))
+
+    def added_files(self) -> list[str]:
+        """Return the files that `input.path` names now and did not name before."""
+        with contextlib.suppress(InputError):
+            known = {source.path for source in self._sources}
+            return [path for path in self._find()[1] if path not in known]
+        return []
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; `where` names the job's key in errors.
@@ -97,18 +106,18 @@ class Dataset:
         field = self.schema.field(self.schema.names.index(name))
         if name in self.partition_types:
             return field
-        for file, schema in zip(self.files, self._schemas, strict=True):
+        for path, schema in self._schemas.items():
             found = schema.get_all_field_indices(name)
             if not found:
                 raise InputError(
-                    f"{file.path}: has no column {name!r}, which {self.files[0].path} has: "
+                    f"{path}: has no column {name!r}, which {self.files[0].path} has: "
                     f"files of one input need the columns that the job uses"
                 )
             if len(found) > 1:
-                raise InputError(f"{file.path}: has {len(found)} columns {name!r}: {where} can mean one only")
+                raise InputError(f"{path}: has {len(found)} columns {name!r}: {where} can mean one only")
             if schema.field(found[0]).type != field.type:
                 raise InputError(
-                    f"{file.path}: column {name!r} is {schema.field(found[0]).type}, "
+                    f"{path}: column {name!r} is {schema.field(found[0]).type}, "
                     f"but {field.type} in {self.files[0].path}: write both with one type"
                 )
         try:
@@ -120,8 +129,11 @@ class Dataset:
         return field
 
     def bytes_of(self, columns: Iterable[str]) -> int:
-        """Return the uncompressed bytes of these columns over all files."""
-        return _bytes_of(columns, self._bytes)
+        """Return the uncompressed bytes of these columns over all files, estimated where these are many."""
+        names = list(columns)
+        sampled = self._sources[:: -(-len(self._sources) // SIZED_FILES)]
+        rows = sum(source.rows for source in sampled)
+        return sum(source.bytes_of(names) for source in sampled) * self.total_rows // max(rows, 1)
 
     def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
         """Yield the wanted rows in input order with these columns, a bounded batch at a time.
@@ -131,24 +143,29 @@ class Dataset:
         with contextlib.closing(DatasetReader(self, columns)) as reader:
             yield from reader.read(wanted)
 
-    def open_group(
-        self, file: InputFile, group: int, columns: Sequence[str]
-    ) -> tuple[pq.ParquetFile, Iterator[pa.RecordBatch]]:
-        """Open a row group; return the open file, for the caller to close, and a stream of its batches.
+    def sources_of(self, wanted: BitMap64) -> Iterator[tuple[SourceFile, InputFile]]:
+        """Yield the files that have wanted rows, in order."""
+        if not wanted:
+            return
+        first = bisect_right(self._starts, wanted.min()) - 1
+        for number in range(first, bisect_right(self._starts, wanted.max())):
+            if wanted.range_cardinality(self._starts[number], self._starts[number + 1]):
+                yield self._sources[number], self.files[number]
 
-        The batches have those of the columns that are stored in the file. Raises OSError or ArrowException.
+    def open_span(
+        self, parquet: pq.ParquetFile, span: Span, columns: Sequence[str]
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of a span of an open file, with those of the columns that are stored in it.
+
+        Raises OSError or ArrowException.
         """
-        parquet = pq.ParquetFile(
-            self._fs.open_input_file(file.path), pre_buffer=False, buffer_size=READ_BUFFER_BYTES
-        )
-        metadata = parquet.metadata.row_group(group)
         batches = parquet.iter_batches(
-            batch_size=batch_rows(metadata.num_rows, _bytes_of(columns, _leaves(metadata))),
-            row_groups=[group],
+            batch_size=batch_rows(span.rows, span.size),
+            row_groups=list(span.groups),
             columns=[name for name in columns if name not in self.partition_types],
             use_threads=False,
         )
-        return parquet, map(_normalize, batches)
+        return map(normalize, batches)
 
     def with_partitions(self, batch: RowBatch, file: InputFile, columns: Sequence[str]) -> RowBatch:
         """Return the batch with those of the columns added that are partition columns of the file's path."""
@@ -160,19 +177,6 @@ class Dataset:
             value = pa.scalar(file.partitions[name]).cast(self.partition_types[name])
             data = data.append_column(name, pa.repeat(value, data.num_rows))
         return RowBatch(batch.rows, data)
-
-    def _footer(self, path: str) -> tuple[pq.FileMetaData, pa.Schema, str]:
-        try:
-            info = self._fs.get_file_info(path)
-            if info.size == 0:
-                raise InputError(f"{path}: is empty (0 bytes): not a Parquet file")
-            with self._fs.open_input_file(path) as source:
-                digest = _digest(source, info.size)
-                source.seek(0)
-                parquet = pq.ParquetFile(source)
-                return parquet.metadata, _normalized(parquet.schema_arrow), digest
-        except (OSError, pa.ArrowException) as failure:
-            raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
 
 
 class RowReader(Protocol):
@@ -192,114 +196,103 @@ class RowReader(Protocol):
 
 
 class DatasetReader:
-    """Reads rows of a dataset repeatedly, and continues in the open row group where the next rows lie ahead.
+    """Reads rows of a dataset repeatedly. A file stays open, and so its footer is parsed once.
 
-    So small consecutive ranges are decoded only once.
+    Where the next rows lie ahead in the span that was read last, it continues there. So small consecutive
+    ranges are decoded only once.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
         self._columns = columns
+        self._source: SourceFile | None = None  # the open file
         self._parquet: pq.ParquetFile | None = None
+        self._spans: list[Span] = []  # of the open file
+        self._span: Span | None = None  # the one that was read last
         self._batches: Iterator[pa.RecordBatch] = iter(())
-        self._group: tuple[str, int] | None = None
         self._start = 0  # ordinal of the first row in `_data`
         self._data: pa.RecordBatch | None = None  # the batch that was decoded last
 
     def read(self, wanted: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the wanted rows in input order, as `Dataset.read` does; `positions` are not needed."""
+        """Yield the wanted rows in input order, as `Dataset.read` does; `positions` are not needed.
+
+        Raises InputError where a file cannot be read, InputChangedError where it is not the same any more.
+        """
         del positions
-        for file in self._dataset.files:
-            if not wanted.range_cardinality(file.first_row, file.first_row + file.rows):
-                continue
+        for source, file in self._dataset.sources_of(wanted):
             try:
-                start = file.first_row
-                for group, rows in enumerate(file.row_groups):
-                    if in_group := wanted & BitMap64(range(start, start + rows)):
-                        yield from self._read_group(file, group, start, in_group)
-                    start += rows
-            # IndexError: the file was replaced by one with fewer row groups
-            except (OSError, IndexError, pa.ArrowException) as failure:
+                for batch in self._read_file(source, file, wanted):
+                    yield self._dataset.with_partitions(batch, file, self._columns)
+            except (OSError, pa.ArrowException) as failure:
+                source.check_unchanged()
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
     def close(self) -> None:
         """Close the open file."""
-        self._group = None
+        self._source = self._span = None
         if self._parquet is not None:
-            self._parquet.close()
+            self._parquet.close(force=True)
+            self._parquet = None
 
-    def _read_group(self, file: InputFile, group: int, start: int, wanted: BitMap64) -> Iterator[RowBatch]:
-        last = wanted.max()
-        if self._group != (file.path, group) or wanted.min() < self._start:
+    def _read_file(self, source: SourceFile, file: InputFile, wanted: BitMap64) -> Iterator[RowBatch]:
+        if self._source is not source:
             self.close()
-            self._parquet, self._batches = self._dataset.open_group(file, group, self._columns)
-            self._start, self._data = start, self._next()
-            self._group = file.path, group
+            self._parquet = source.open()
+            self._spans = list(spans(self._parquet.metadata, self._columns))
+            self._source = source
+        in_file = wanted & BitMap64(range(file.first_row, file.first_row + source.rows))
+        first = bisect_right(self._spans, in_file.min() - file.first_row, key=_first_row) - 1
+        last = bisect_right(self._spans, in_file.max() - file.first_row, key=_first_row)
+        for span in self._spans[first:last]:
+            start = file.first_row + span.first_row
+            if in_span := in_file & BitMap64(range(start, start + span.rows)):
+                yield from self._read_span(source, span, start, in_span)
+
+    def _read_span(self, source: SourceFile, span: Span, start: int, wanted: BitMap64) -> Iterator[RowBatch]:
+        last = wanted.max()
+        if self._span is not span or wanted.min() < self._start:
+            assert self._parquet is not None
+            self._span = None
+            source.check_unchanged()
+            self._batches = self._dataset.open_span(self._parquet, span, self._columns)
+            self._start, self._data = start, self._next(source)
+            self._span = span
         while True:
             assert self._data is not None
             batch = _pick(self._start, self._data, wanted)
             if batch:
-                yield self._dataset.with_partitions(batch, file, self._columns)
+                yield batch
             if last < self._start + self._data.num_rows:
                 return
             self._start += self._data.num_rows
-            self._data = self._next()
+            self._data = self._next(source)
 
-    def _next(self) -> pa.RecordBatch:
+    def _next(self, source: SourceFile) -> pa.RecordBatch:
+        """Return the next batch of the span, which was read from the right file."""
         for data in self._batches:
+            if source.is_local:  # a store would be asked over the network
+                source.check_unchanged()
             return data
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
 
-def _leaves(group: pq.RowGroupMetaData) -> dict[str, int]:
-    """Return the uncompressed bytes of each leaf column, by its path (`column.field.element`)."""
-    chunks = map(group.column, range(group.num_columns))
-    return {chunk.path_in_schema: chunk.total_uncompressed_size for chunk in chunks}
+def _first_row(span: Span) -> int:
+    return span.first_row
 
 
-def _bytes_of(columns: Iterable[str], leaves: Mapping[str, int]) -> int:
-    tops = tuple(f"{name}." for name in columns)
-    return sum(size for leaf, size in leaves.items() if f"{leaf}.".startswith(tops))
+def _distinct_schemas(sources: Iterable[SourceFile]) -> Iterator[tuple[str, pa.Schema]]:
+    """Yield each normalized schema once, with the path of the first file that has it."""
+    seen = set()
+    for source in sources:
+        stored = source.schema.serialize().to_pybytes()
+        if stored not in seen:
+            seen.add(stored)
+            yield source.path, normalized(source.schema)
 
 
 def batch_rows(rows: int, size: int) -> int:
     """Return the rows per batch for a row group of `rows` rows and `size` bytes."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
-
-
-def _normalize(data: pa.RecordBatch) -> pa.RecordBatch:
-    schema = _normalized(data.schema)
-    return data if data.schema.equals(schema) else data.cast(schema)
-
-
-def _normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with all fields nullable, and with types that Arrow can select and sort.
-
-    Files of one input may differ in which fields are nullable. `string_view` cannot be sorted yet.
-    """
-    return pa.schema([_normalized_field(field) for field in schema])
-
-
-_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-
-
-def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
-    return field.with_type(_normalized_type(field.type)).with_nullable(True)
-
-
-def _normalized_type(kind: pa.DataType) -> pa.DataType:
-    if pt.is_list(kind):
-        return pa.list_(_normalized_field(kind.value_field))
-    if pt.is_large_list(kind):
-        return pa.large_list(_normalized_field(kind.value_field))
-    if pt.is_fixed_size_list(kind):
-        return pa.list_(_normalized_field(kind.value_field), kind.list_size)
-    if pt.is_map(kind):
-        key = _normalized_field(kind.key_field).with_nullable(False)  # as Arrow requires of a map
-        return pa.map_(key, _normalized_field(kind.item_field), kind.keys_sorted)
-    if pt.is_struct(kind):
-        return pa.struct([_normalized_field(field) for field in kind])
-    return _VIEWS.get(kind, kind)
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None:
@@ -309,15 +302,3 @@ def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None
     if len(rows) == data.num_rows:
         return RowBatch(rows, data)
     return RowBatch(rows, data.take(pa.array([row - start for row in rows])))
-
-
-def _digest(source: pa.NativeFile, size: int) -> str:
-    digest = hashlib.sha256(str(size).encode())
-    if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
-        digest.update(source.read())
-    else:
-        for block in range(SAMPLE_BLOCKS):
-            # evenly spread; the last block is the end of the file, with the footer
-            source.seek((size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
-            digest.update(source.read(SAMPLE_BYTES))
-    return digest.hexdigest()

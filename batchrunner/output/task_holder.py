@@ -33,6 +33,10 @@ SHORT_POLL_S = 0.2
 """Pause where a change is expected at once."""
 ABANDONED_PID = 0
 """Process ID in `owner` of a task that its holder gave up without finishing it."""
+FRESH_S = 15.0
+"""Seconds after its last heartbeat during which a holder on another machine is known to run."""
+_ENDED_STATES = {"Z", "X", "x"}
+"""States in /proc/PID/stat of a process that has ended: a zombie, or about to be removed."""
 SILENT_S = 300.0
 """A task on another machine counts as ended when its last sample is older than this, by this machine's clock.
 A sample that is older although the task is running is from an earlier attempt."""
@@ -123,7 +127,8 @@ class LivenessMonitor:
             return not dead
         if now - self._changed_at > (DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S):
             return False
-        return True if self._has_beaten else None
+        # between its last heartbeat and the time when it counts as dead nobody knows
+        return True if self._has_beaten and now - self._changed_at <= FRESH_S else None
 
 
 def read_holder(directory: Path) -> LockHolder | None:
@@ -172,11 +177,18 @@ def read_bytes(path: Path, *, strict: bool = False) -> bytes:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process, "" where there is none (field 22 of /proc/PID/stat)."""
+    """Return the start time of a process that runs, "" where there is none (field 22 of /proc/PID/stat).
+
+    A process that has ended stays in /proc as a zombie until its parent asks for its exit status, which the
+    first process of a container may never do. Where only its main thread has ended, the others still run.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        # after the name in brackets: field 3 is the state, field 20 the number of threads
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, threads, started = fields[0], int(fields[17]), fields[19]
+    except (OSError, IndexError, ValueError):
         return ""
+    return "" if state in _ENDED_STATES and threads <= 1 else started
 
 
 def _text(path: str) -> str:

@@ -8,6 +8,7 @@ import functools
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ from batchrunner.output.resume import read_done
 from batchrunner.output.run_json import fingerprint, without_secrets, write_run_json
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import ResultWriter
-from batchrunner.report.report import Report
+from batchrunner.report.report import EXIT_STOPPED, Report
 from batchrunner.report.totals import make_report, verdict_of_done, versions
 from batchrunner.runner.attempt import Attempt
 from batchrunner.runner.cluster.leased_rows import LeasedRows
@@ -251,6 +252,7 @@ class Run:
         self._write_run_json()  # not before: a job that was refused is not the one that is to go on
         failure: BatchrunError | None = None
         rows_on_disk = True
+        added: list[str] = []
         sending = asyncio.ensure_future(self.dispatcher.run(self.feeder))
         polling = asyncio.ensure_future(self.load_loop.run())
         self.control.listen(functools.partial(self._stop, sending))
@@ -259,6 +261,7 @@ class Run:
             if not sending.done():
                 polling.result()  # it failed: that ends the run
             await sending
+            added = await asyncio.to_thread(self._look_at_input)
         except BatchrunError as error:
             failure = error
         except asyncio.CancelledError:
@@ -279,7 +282,7 @@ class Run:
                     raise
                 failure = failure or error
             await give_back(self.attempt.rows, self.lock)
-            report = self._finish(failure, rows_on_disk=rows_on_disk)
+            report = self._finish(failure, added, rows_on_disk=rows_on_disk)
         if failure is not None:
             failure.report = report
             raise failure
@@ -292,6 +295,15 @@ class Run:
         if self.control.at_once:
             sending.cancel()
 
+    def _look_at_input(self) -> list[str]:
+        """Return the files that were added since the start and that the job's limit does not exclude.
+
+        Raises InputChangedError where a file is not the same any more.
+        """
+        dataset, limit = self.prepared.dataset, self.prepared.job.input.limit
+        dataset.check_unchanged()
+        return [] if limit is not None and self.attempt.rows_of_run >= limit else dataset.added_files()
+
     def _write_run_json(self) -> None:
         job = self.prepared.job
         write_run_json(
@@ -303,21 +315,23 @@ class Run:
             versions=versions(self.info),
         )
 
-    def _finish(self, failure: BatchrunError | None, *, rows_on_disk: bool) -> Report:
+    def _finish(self, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool) -> Report:
         """Make the report, and write the end of the event log."""
         now = time.monotonic()
         self.incidents.update()
-        report = self._report(failure, now - self.began, rows_on_disk=rows_on_disk)
+        report = self._report(failure, added, now - self.began, rows_on_disk=rows_on_disk)
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
             self.progress.finish(now)
             self.events.write("end", exit_code=report.exit_code, reason=report.reason)
             report.save(self.prepared.run_dir.report_json)
         return report
 
-    def _report(self, failure: BatchrunError | None, wall_s: float, *, rows_on_disk: bool) -> Report:
+    def _report(
+        self, failure: BatchrunError | None, added: Sequence[str], wall_s: float, *, rows_on_disk: bool
+    ) -> Report:
         attempt, counts, run_dir = self.attempt, self.counts, self.prepared.run_dir
         report = make_report(run_dir, attempt.done, attempt.rows.total, counts)
-        exit_code, reason = self._verdict(report, failure)
+        exit_code, reason = self._verdict(report, failure, added)
         if not rows_on_disk:
             with contextlib.suppress(BatchrunError):  # count what is there
                 done = read_done(run_dir)
@@ -340,9 +354,16 @@ class Run:
             versions=versions(self.info),
         )
 
-    def _verdict(self, report: Report, failure: BatchrunError | None) -> tuple[int, str]:
+    def _verdict(
+        self, report: Report, failure: BatchrunError | None, added: Sequence[str]
+    ) -> tuple[int, str]:
         if failure is not None:
             return failure.exit_code, str(failure)
         if report.rows_left:
             return self.control.exit_code, self.control.reason or "stopped"
+        if added:
+            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
+            return EXIT_STOPPED, (
+                f"{added[0]}{more} came into the input during the run: run the same command again"
+            )
         return verdict_of_done(report, self.prepared.job.limits.max_failed_rows)

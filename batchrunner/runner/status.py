@@ -14,10 +14,6 @@ from batchrunner.output.task_holder import holder_of, is_recent
 from batchrunner.report.report import duration
 from batchrunner.runner.cluster.leases import Leases
 
-SILENT_S = 300.0
-"""Age of the last sample, in seconds of this machine's clock, above which a task on another machine is shown
-as ended. The older sample of a task that is at work is one of an earlier attempt."""
-
 
 def status(run: str | Path) -> dict[str, Any]:
     """Return the state of a run; raises OutputError if the path holds none."""

@@ -126,7 +126,7 @@ def test_a_partition_that_becomes_another_type(tmp_path: Path, server: FakeSGLan
 
 
 READS = [
-    ("batchrunner.input.dataset.Dataset.open_group", "input"),
+    ("batchrunner.input.dataset.Dataset.open_span", "input"),
     ("batchrunner.input.sort.sorted_copy.SortedCopy._read_group", "prefix"),
 ]
 
@@ -151,23 +151,23 @@ def test_input_that_cannot_be_read_for_a_while(
 ) -> None:
     """What a mount or a store denies in mid-run is asked for again, from where it was."""
     fail(monkeypatch, read, range(1, 3))
-    job = job_of(tmp_path, order=order)
-    assert batchrunner.run(job).rows_ok == 10
-    assert rows_in(job) == list(range(10))
+    job = job_of(tmp_path, order=order, rows=900)
+    assert batchrunner.run(job).rows_ok == 900
+    assert rows_in(job) == list(range(900))
     assert caplog.text.count("cannot be read: [Errno 5] Input/output error: tried again in") == 2
 
 
 @pytest.mark.parametrize(("read", "order"), READS)
 def test_input_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, order: str) -> None:
     """Where it stays away the run stops, and goes on when it is there again."""
-    job = job_of(tmp_path, order=order)
+    job = job_of(tmp_path, order=order, rows=900)
     with monkeypatch.context() as lost:
         fail(lost, read, range(1, 1000))
         result = batchrun(write_job(job, tmp_path), "-q")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].endswith("Input/output error: run the same command again")
     assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    assert rows_in(job) == list(range(10))
+    assert rows_in(job) == list(range(900))
 
 
 def test_fresh_starts_again(tmp_path: Path, server: FakeSGLang) -> None:

@@ -15,7 +15,14 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import OutputError, TaskLockLostError
-from batchrunner.output.task_holder import DEAD_AFTER_S, LockHolder, is_held, this_process
+from batchrunner.output.task_holder import (
+    DEAD_AFTER_S,
+    FRESH_S,
+    LivenessMonitor,
+    LockHolder,
+    is_held,
+    this_process,
+)
 from batchrunner.output.task_lock import TaskLock
 from tests.conftest import job_of, results_of, started, write_job
 
@@ -59,6 +66,21 @@ def test_the_living_are_left_alone(tmp_path: Path) -> None:
         lock_of(tmp_path, on_host("b"), clock).acquire()
     assert clock.now < 15
     first.verify()
+
+
+def test_a_silent_holder_is_not_known_to_run(tmp_path: Path) -> None:
+    """One that was seen to run runs for a few heartbeats more; then nobody knows, until it counts as dead."""
+    first, clock = lock_of(tmp_path, on_host("a")), Clock()
+    first.acquire()
+    monitor = LivenessMonitor(tmp_path, on_host("b"), clock=lambda: clock.now)
+    assert monitor.poll() is None
+    first.beat()
+    clock.sleep(5)
+    assert monitor.poll() is True
+    clock.sleep(FRESH_S + 1)
+    assert monitor.poll() is None
+    clock.sleep(DEAD_AFTER_S)
+    assert monitor.poll() is False
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 0.0, 1e9])

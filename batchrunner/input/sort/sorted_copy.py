@@ -18,8 +18,9 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.row_set import from_column
-from batchrunner.input.dataset import READ_BUFFER_BYTES, RowBatch, batch_rows
+from batchrunner.input.dataset import RowBatch, batch_rows
 from batchrunner.input.files import first_line
+from batchrunner.input.source_file import READ_BUFFER_BYTES
 
 _ABOUT = b"batchrunner"
 """Key of `about` in the Parquet metadata."""

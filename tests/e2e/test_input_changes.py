@@ -1,0 +1,188 @@
+"""An input file that changes during a run: no row of the new content is sent, and the run says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import InputChangedError
+from batchrunner.input.dataset import Dataset
+from batchrunner.input.source_file import SourceFile
+from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+ROWS = 6000
+
+
+def another(path: Path) -> Path:
+    """Write a file beside the input that has as many rows, and other texts."""
+    return write_rows(path.with_name("another.pq"), ROWS, first=ROWS)
+
+
+def replace(path: Path) -> None:
+    another(path).replace(path)
+
+
+def rewrite_in_place(path: Path) -> None:
+    path.write_bytes(another(path).read_bytes())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def change_at(path: Path, change: Callable[[Path], object], prompt: str) -> Callable[[Sent], Behaviour]:
+    """Return a script that changes the file when this prompt is asked."""
+
+    def answer(sent: Sent) -> Behaviour:
+        if sent.prompt == prompt and sent.tries == 1:
+            change(path)
+        return "answer"
+
+    return answer
+
+
+def carried_right(job: dict[str, Any]) -> list[int]:
+    """Return the rows of the results, which are all of the first content."""
+    results = results_of(job)
+    assert all(row["text"] == f"row {row['row']}" for row in results)
+    return [row["row"] for row in results]
+
+
+@pytest.mark.parametrize("change", [replace, rewrite_in_place, truncate, append, empty])
+@pytest.mark.parametrize("join", [[], ["--join"]])
+@pytest.mark.parametrize("order", ["input", "prefix"])
+def test_a_file_that_changes(
+    tmp_path: Path, server: FakeSGLang, change: Callable[[Path], object], join: list[str], order: str
+) -> None:
+    """The run ends with exit code 2 and one line; what it wrote is of the first content."""
+    job = job_of(tmp_path, server, rows=ROWS, input={"columns": ["text"]}, order=order, window=8)
+    path = tmp_path / "input.parquet"
+    kept = path.read_bytes()
+    server.script = change_at(path, change, "row 3")
+    file = write_job(job, tmp_path)
+    result = batchrun(file, "-q", *join)
+    assert result.exit_code == 2
+    assert f"the input file {path} changed during the run" in result.stderr.splitlines()[-1]
+    carried_right(job)
+    assert {int(prompt.split()[1]) for prompt in server.prompts} <= set(range(ROWS))
+    path.write_bytes(kept)  # as the line says
+    assert batchrun(file, "-q", *join).exit_code == 0
+    assert carried_right(job) == list(range(ROWS))
+
+
+def test_a_file_that_was_not_opened_yet(tmp_path: Path, server: FakeSGLang) -> None:
+    """The second file is replaced while the first one is read: none of its rows is sent."""
+    source = tmp_path / "in"
+    write_rows(source / "a.parquet", ROWS)
+    second = write_rows(source / "b.parquet", 10, first=ROWS)
+    job = job_of(tmp_path, server, input={"path": str(source), "columns": ["text"]}, order="input", window=8)
+    server.script = change_at(second, lambda path: write_rows(path, 10, first=9 * ROWS), "row 3")
+    with pytest.raises(InputChangedError, match=f"{second} changed during the run"):
+        batchrunner.run(job)
+    assert f"row {9 * ROWS}" not in server.prompts
+    assert report_of(job)["exit_code"] == 2
+
+
+def test_a_change_after_the_last_row_was_read(tmp_path: Path, server: FakeSGLang) -> None:
+    """The results are complete, but the input that they belong to is gone: no exit code 0."""
+    job = job_of(tmp_path, server, rows=10, input={"columns": ["text"]}, window=1)
+    server.script = change_at(tmp_path / "input.parquet", replace, "row 9")
+    assert batchrun(write_job(job, tmp_path), "-q").exit_code == 2
+    assert carried_right(job) == list(range(10))
+
+
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.touch()])
+def test_what_is_no_change(tmp_path: Path, server: FakeSGLang, change: Callable[[Path], object]) -> None:
+    """A file that was opened is read to its end though its name is gone, or its time is another."""
+    job = job_of(tmp_path, server, rows=ROWS, input={"columns": ["text"]}, order="input", window=8)
+    server.script = change_at(tmp_path / "input.parquet", change, "row 3")
+    assert batchrunner.run(job).exit_code == 0
+    assert carried_right(job) == list(range(ROWS))
+
+
+def test_a_copy_of_itself(tmp_path: Path, server: FakeSGLang) -> None:
+    """A file that is replaced by a copy of itself has not changed."""
+    job = job_of(tmp_path, server, rows=ROWS, input={"columns": ["text"]}, window=8)
+    path = tmp_path / "input.parquet"
+    copy = tmp_path / "copy.pq"
+    shutil.copy(path, copy)
+    server.script = change_at(path, copy.replace, "row 3")
+    assert batchrunner.run(job).exit_code == 0
+    assert carried_right(job) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("join", [[], ["--join"]])
+def test_a_file_that_is_added(tmp_path: Path, server: FakeSGLang, join: list[str]) -> None:
+    """A run ends with exit code 1 if the input has more files at its end than at its start."""
+    source = tmp_path / "in"
+    first = write_rows(source / "a.parquet", 10)
+    job = job_of(tmp_path, server, input={"path": str(source), "columns": ["text"]})
+    server.script = change_at(first.with_name("b.parquet"), lambda path: write_rows(path, 5, 10), "row 3")
+    file = write_job(job, tmp_path)
+    result = batchrun(file, *join)
+    assert result.exit_code == 1
+    assert "b.parquet came into the input during the run: run the same command again" in result.stderr
+    assert batchrun(file, *join).exit_code == 0
+    assert carried_right(job) == list(range(15))
+
+
+def test_a_file_beyond_the_limit(tmp_path: Path, server: FakeSGLang) -> None:
+    """A file that the job's limit leaves out does not matter."""
+    source = tmp_path / "in"
+    first = write_rows(source / "a.parquet", 10)
+    job = job_of(tmp_path, server, input={"path": str(source), "limit": 10})
+    server.script = change_at(first.with_name("b.parquet"), lambda path: write_rows(path, 5, 10), "row 3")
+    assert batchrunner.run(job).exit_code == 0
+
+
+@pytest.mark.parametrize("row_groups", [1, 500])
+def test_a_file_is_opened_once_for_each_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_groups: int
+) -> None:
+    """A run opens a file and parses its footer as often with many row groups as with one."""
+    opened: list[str] = []
+    parsed: list[object] = []
+    real_open, real_file = SourceFile.open, pq.ParquetFile
+
+    def open_file(file: SourceFile) -> pq.ParquetFile:
+        opened.append(file.path)
+        return real_open(file)
+
+    def parquet_file(source: object, **options: Any) -> pq.ParquetFile:
+        if options.get("metadata") is None and not isinstance(source, Path):  # not a part of the results
+            parsed.append(source)
+        return real_file(source, **options)
+
+    monkeypatch.setattr(SourceFile, "open", open_file)
+    monkeypatch.setattr("batchrunner.input.source_file.pq.ParquetFile", parquet_file)
+    path = write_rows(tmp_path / "rows.parquet", 500)
+    pq.write_table(pq.read_table(path), path, row_group_size=500 // row_groups)
+    job = job_of(tmp_path, INSTANT, input={"path": str(path)}, order="input")
+    assert batchrunner.run(job).rows_ok == 500
+    assert (len(opened), len(parsed)) == (1, 1)
+
+
+def test_the_size_of_columns(tmp_path: Path) -> None:
+    """The size of a column is that of all row groups; with many files it is estimated from some."""
+    for number in range(70):
+        write_rows(tmp_path / f"{number:02d}.parquet", 12)
+    one = Dataset(str(tmp_path / "00.parquet")).bytes_of(["text"])
+    assert Dataset(str(tmp_path)).bytes_of(["text"]) == pytest.approx(70 * one, rel=0.05)

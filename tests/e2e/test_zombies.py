@@ -1,0 +1,49 @@
+"""A killed process whose parent has not asked for its exit status is dead, though the kernel lists it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.conftest import Started, batchrun, eventually, job_of, started, write_job
+from tests.support.rows import rows_once, status_of
+
+if TYPE_CHECKING:
+    from tests.support.fake_sglang import FakeSGLang
+
+
+def leave_a_zombie(task: Started) -> None:
+    """Kill a process and do not ask for its exit status, as the first process of many containers."""
+    task.process.kill()
+    stat = Path(f"/proc/{task.process.pid}/stat")
+    eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_the_next_start_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
+    """A start on the output path of a zombie is not refused, and `status` does not call it running."""
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 20 else "hold"
+    job = job_of(tmp_path, server, rows=60, window=8, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    with started(file) as killed:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 20)
+        assert status_of(tmp_path / "run")["running"]
+        leave_a_zombie(killed)
+        assert status_of(tmp_path / "run")["running"] is None
+        server.answer_held()
+        assert batchrun(file).exit_code == 0
+    rows_once(job, 60)
+
+
+def test_a_task_takes_over_from_it(tmp_path: Path, server: FakeSGLang) -> None:
+    """A task that joined does the rows of a zombie before it ends."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=40, window=40)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as killed:
+        eventually(lambda: len(server.sent) == 40)
+        leave_a_zombie(killed)
+        server.answer_held()
+        result = batchrun(file, "--join")
+        assert result.exit_code == 0
+        assert "took over from" in result.stderr
+    rows_once(job, 40)
