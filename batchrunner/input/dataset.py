@@ -23,8 +23,8 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.types import InputFile
+from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
-from batchrunner.input.templates import unknown_column
 
 BATCH_ROWS = 256
 """Most rows in a batch."""
