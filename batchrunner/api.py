@@ -17,6 +17,7 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.errors import BatchrunError, InputError, JobError
+from batchrunner.core.standard_streams import open_missing_descriptors
 from batchrunner.core.types import EngineInfo
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
@@ -272,5 +273,6 @@ async def _execute(job: Job, **options: Any) -> Report:
 @contextmanager
 def _portal() -> Iterator[BlockingPortal]:
     """Start an event loop in a thread of its own; an interrupt in the caller cancels what runs there."""
+    open_missing_descriptors()
     with start_blocking_portal("asyncio", backend_options={"use_uvloop": True}) as portal:
         yield portal

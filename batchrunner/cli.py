@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -329,11 +330,34 @@ def schema() -> None:
 
 def main() -> None:
     """Entry point of `batchrun`."""
+    from batchrunner.core.standard_streams import lost_output, open_standard_streams  # noqa: PLC0415
+
+    open_standard_streams()
+    code = _run_command()
+    if lost := lost_output():
+        _tell(f"batchrun: standard output: cannot be written: {lost}")
+        code = code or 1
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    if code and any(not thread.daemon for thread in others):
+        os._exit(code)  # stopped at once: a thread that still works is not waited for
+    sys.exit(code)
+
+
+def _run_command() -> int:
+    """Run the command of `sys.argv`; return its exit code, whatever happens."""
     try:
         app(standalone_mode=True)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt:  # before the run had its own way with it
         _tell("batchrun: interrupted")
-        sys.exit(130)
+        return 130
+    except Exception as failure:  # noqa: BLE001 - nobody foresaw it
+        from batchrunner.core.unforeseen import leave_traceback  # noqa: PLC0415
+
+        _tell(f"batchrun: {leave_traceback(failure)}")
+        return 1
+    return 0
 
 
 def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
@@ -359,11 +383,8 @@ def _print_report(report: Report, *, quiet: bool, as_json: bool) -> None:
 
 
 def _tell(text: str) -> None:
-    """Print to standard error; a failure to print changes no exit code."""
-    try:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
-    except OSError:  # a full disk, a closed pipe: Python would end with 120, whatever became of the rows
-        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    """Print to standard error, see `StandardStream`: a failure to print changes no exit code."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _print(found: list[str] | dict[str, Any]) -> None:

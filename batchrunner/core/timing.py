@@ -21,6 +21,8 @@ class Timing:
     """Longest pause after any attempt of a row."""
     read_retries: tuple[float, ...] = (1.0, 5.0, 20.0)
     """Pauses before each new try to read rows, for a mount to come back or a store to answer."""
+    stop_at_once: float = 10.0
+    """Longest time from the second Ctrl-C to the end of the process, whatever its threads do."""
     part: float = 30.0
     """Time from a part's first row until it is written, even if it is not full."""
     launch_poll: float = 0.25

@@ -22,10 +22,10 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.types import InputFile
+from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
 from batchrunner.input.schemas import normalize, normalized
 from batchrunner.input.source_file import SPAN_BYTES, SPAN_ROWS, FooterBudget, SourceFile, Span, spans
-from batchrunner.input.templates import unknown_column
 
 BATCH_ROWS = SPAN_ROWS
 """Most rows in a batch."""

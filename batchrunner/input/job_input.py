@@ -31,18 +31,23 @@ class JobInput:
     dataset: Dataset
     renderer: Renderer
 
-    def batches(self, rows: BitMap64) -> Iterator[list[Request | Outcome]]:
-        """Read and render rows in input order, a bounded batch at a time; raises InputError."""
+    def batches(
+        self, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
+    ) -> Iterator[list[Request | Outcome]]:
+        """Read and render rows in input order, a bounded batch at a time; raises InputError.
+
+        `check_stop` is called before each row; what it raises ends the reading.
+        """
         for batch in self.dataset.read(rows, self.renderer.columns):
-            yield self.renderer.render(batch)
+            yield self.renderer.render(batch, check_stop)
 
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
         """Return the first `input.limit` rows for which `input.filter` is true.
 
-        A row on which the filter fails (null compared with a number, for example) is selected too, and ends
-        as a failed row with that error. Only the filter's columns are read, and no row after the limit.
-        `check_stop` is called after each batch; what it raises ends the search. Raises InputError where no
-        row is selected.
+        A filter that fails on a null is false. A row on which it fails otherwise (a text compared with a
+        number, for example) is selected too, and ends as a failed row with that error. Only the filter's
+        columns are read, and no row after the limit. `check_stop` is called before each row; what it raises
+        ends the search. Raises InputError where no row is selected.
         """
         predicate, limit = self.renderer.predicate, self.job.input.limit
         total = self.dataset.total_rows
@@ -50,8 +55,8 @@ class JobInput:
             return BitMap64(range(min(limit or total, total)))
         selected = BitMap64()
         for batch in self.dataset.read(BitMap64(range(total)), predicate.columns):
-            check_stop()
             for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
+                check_stop()
                 if _selects(predicate, values):
                     selected.add(row)
                     if len(selected) == limit:

@@ -15,6 +15,7 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, PromptKind, Request, RowRef
 from batchrunner.input.dataset import Dataset, RowBatch
+from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec, PromptSpec
@@ -33,13 +34,20 @@ class Renderer:
     """Renders the rows of a job. `columns` are the input columns that it reads, `kind` is its prompt kind."""
 
     def __init__(
-        self, dataset: Dataset, source: InputSpec, prompt: PromptSpec, sampling: SamplingSpec
+        self,
+        dataset: Dataset,
+        source: InputSpec,
+        prompt: PromptSpec,
+        sampling: SamplingSpec,
+        *,
+        render_s: float = LIMIT_S,
     ) -> None:
-        """Compile the templates and check the columns.
+        """Compile the templates and check the columns; a row is rendered in `render_s` of CPU time.
 
         Raises JobError for a bad template, InputError for a missing column or one of a wrong type.
         """
-        self.kind, self._prompt_of, used = _prompt_source(prompt, dataset)
+        limit = RenderLimit(render_s)
+        self.kind, self._prompt_of, used = _prompt_source(prompt, dataset, limit)
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self.predicate = None
         self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset)
@@ -47,7 +55,9 @@ class Renderer:
         if isinstance(self._lora, FromColumn):
             names.add(self._lora.column)
         if source.filter is not None:
-            self.predicate = Predicate(source.filter, where="input.filter", available=dataset.schema.names)
+            self.predicate = Predicate(
+                source.filter, where="input.filter", available=dataset.schema.names, limit=limit
+            )
             names |= set(self.predicate.columns)
         self._used = sorted(names)
         self._carried = list(source.columns)
@@ -62,11 +72,18 @@ class Renderer:
             ]
         )
 
-    def render(self, batch: RowBatch) -> list[Request | Outcome]:
-        """Return a request for each row of a batch, in order, or an Outcome where it cannot be rendered."""
+    def render(
+        self, batch: RowBatch, is_stopped: Callable[[], object] = lambda: False
+    ) -> list[Request | Outcome]:
+        """Return a request for each row of a batch, in order, or an Outcome where it cannot be rendered.
+
+        Once `is_stopped`, which may raise, returns true, the rest of the batch is left out.
+        """
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
         items: list[Request | Outcome] = []
         for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
+            if is_stopped():
+                break
             ref = RowRef(row, carried, position)
             try:
                 items.append(self._request(ref, values))
@@ -135,11 +152,11 @@ PromptSource = tuple[PromptKind, Callable[[Row], Any], list[str]]
 """The kind of the prompts, the function that makes a row's prompt, and the columns that it reads."""
 
 
-def _prompt_source(prompt: PromptSpec, dataset: Dataset) -> PromptSource:
+def _prompt_source(prompt: PromptSpec, dataset: Dataset, limit: RenderLimit) -> PromptSource:
     if prompt.user is not None:
-        return _messages_from_templates(prompt, dataset.schema.names)
+        return _messages_from_templates(prompt, dataset.schema.names, limit)
     if prompt.text is not None and is_template(prompt.text):
-        template = Template(prompt.text, where="prompt.text", available=dataset.schema.names)
+        template = Template(prompt.text, where="prompt.text", available=dataset.schema.names, limit=limit)
         return "text", template.render, template.columns
     for kind, fits, wanted in _PROMPT_TYPES:
         column = getattr(prompt, kind)
@@ -160,12 +177,12 @@ def _prompt_in(column: str, row: Row) -> Any:
     return value
 
 
-def _messages_from_templates(prompt: PromptSpec, available: list[str]) -> PromptSource:
+def _messages_from_templates(prompt: PromptSpec, available: list[str], limit: RenderLimit) -> PromptSource:
     assert prompt.user is not None
-    user = Template(prompt.user, where="prompt.user", available=available)
+    user = Template(prompt.user, where="prompt.user", available=available, limit=limit)
     if prompt.system is None:
         return "messages", lambda row: [{"role": "user", "content": user.render(row)}], user.columns
-    system = Template(prompt.system, where="prompt.system", available=available)
+    system = Template(prompt.system, where="prompt.system", available=available, limit=limit)
 
     def both(row: Row) -> list[dict[str, str]]:
         return [

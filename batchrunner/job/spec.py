@@ -107,6 +107,8 @@ class LimitsSpec(Spec):
     """The run stops (exit code 1) when more than this fraction of at least 100 finished rows failed."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
     """Most tries of a row whose tries fail possibly because of the row itself."""
+    render: Duration = 5.0
+    """CPU time in which the templates of a row are rendered. A row that takes more fails."""
     request_timeout: Duration = 3600.0
     """Longest wait for the answer to one request."""
     engine_wait: Duration = 300.0

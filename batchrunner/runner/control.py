@@ -67,7 +67,8 @@ class Sleeper:
 
     def check(self) -> None:
         """Raise BatchrunError if the run is stopped."""
-        self.sleep(0)
+        if self._stopped.is_set():  # it is called for each row
+            self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run blocking `work` in a thread; if cancelled, wait for its end."""

@@ -5,11 +5,15 @@ import contextlib
 import logging
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Sequence
 
 import uvloop
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP, Report
 from batchrunner.runner.control import Control
@@ -45,9 +49,9 @@ def run_in_foreground(
     """Run a job file; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError."""
     loaded = load_job(job, overrides=overrides)
     part = _part_of(shard, join=join)
+    control = Control()
 
     async def supervised() -> Report:
-        control = Control()
         loop = asyncio.get_running_loop()
         for number in before:
             loop.add_signal_handler(number, _on_signal, control, number, bounds.get(number))
@@ -65,10 +69,13 @@ def run_in_foreground(
     bounds = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(supervised())
-    finally:  # uvloop leaves its own handlers behind, which would ignore a Ctrl-C
+        return runner.run(supervised())
+    finally:
+        if not control.at_once:  # else it would wait for threads, such as one that renders a row
+            runner.close()
+        # uvloop leaves its own handlers behind, which would ignore a Ctrl-C
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -90,15 +97,29 @@ def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
     return logging_redirect_tqdm([logging.getLogger("batchrunner")])
 
 
+def _stop_at_once(control: Control, reason: str) -> None:
+    """Stop the run without its rows in flight, and end the process in any case some seconds later."""
+    if not control.at_once:
+        threading.Thread(target=_end_process, args=[control.exit_code], daemon=True).start()
+    control.stop(reason)
+
+
+def _end_process(exit_code: int) -> None:
+    """End the process if it has not ended by itself, whatever its threads do; journals need no end."""
+    time.sleep(TIMING.stop_at_once)
+    print("batchrun: interrupted: ended without waiting for its threads", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(exit_code)
+
+
 def _on_signal(control: Control, number: signal.Signals, within_s: float | None) -> None:
     """Drain; a second SIGINT stops at once. Slurm may send other signals twice."""
     reason, exit_code = _SIGNALS[number]
     again = control.reason is not None
     control.drain(reason, exit_code)
     if number == signal.SIGINT and again:
-        control.stop(reason)
+        _stop_at_once(control, reason)
     elif within_s is not None:
-        asyncio.get_running_loop().call_later(within_s, control.stop, reason)
+        asyncio.get_running_loop().call_later(within_s, _stop_at_once, control, reason)
     if not again:
         limit = "; once more stops now" if within_s is None else f", for {within_s:g} s at most"
         log.warning("%s: waiting for the rows in flight%s", reason, limit)

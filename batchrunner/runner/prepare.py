@@ -42,7 +42,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
     dataset = _open_dataset(job.input.path, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
-    renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
+    renderer = Renderer(dataset, job.input, job.prompt, job.sampling, render_s=job.limits.render)
     run_dir.check_writable()
     return PreparedJob(job, dataset, renderer, run_dir, part)
 

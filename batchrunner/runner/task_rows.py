@@ -65,7 +65,7 @@ class TaskRows(ABC):
         with contextlib.closing(_PatientReader(self._prepared, self._copy, self._stopped)) as reader:
             while lease is not None:
                 for batch in reader.read(lease):
-                    yield self._prepared.renderer.render(batch)
+                    yield self._prepared.renderer.render(batch, self._stopped.is_set)
                     self.record_read(len(batch.rows))
                 lease = self.take(wait=False)
                 if lease is None:

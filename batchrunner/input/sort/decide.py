@@ -4,9 +4,10 @@ Compared are the fraction of prompt bytes that the engine's prefix cache would h
 that equal an earlier row, in input order and sorted. Bytes stand for tokens (see `prefixes`).
 """
 
+import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pyroaring import BitMap64
@@ -20,6 +21,8 @@ WINDOW_ROWS = 1024
 within a stretch in any order."""
 STRETCHES = 8
 """Stretches of the sample. With fewer, groups of eight rows in ten million would hardly be seen."""
+SAMPLE_S = 60.0
+"""Seconds after which the sample ends: templates may take long to render."""
 STRETCH_BYTES = 16 << 20
 """Bytes of prompts after which a stretch ends."""
 ALIKE_BYTES = 256
@@ -52,9 +55,18 @@ class OrderDecision:
         return f"order: {self.order} ({self.why})"
 
 
-def decide_by_sample(job_input: JobInput, rows: BitMap64) -> OrderDecision:
-    """Decide on the order of these rows from a sample, which is read and rendered; raises InputError."""
-    sample = [_prompts(job_input, stretch) for stretch in stretches(rows, job_input.dataset.row_group_ends())]
+def decide_by_sample(
+    job_input: JobInput, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
+) -> OrderDecision:
+    """Decide on the order of these rows from a sample, which is read and rendered; raises InputError.
+
+    `check_stop` is called before each row, and may raise.
+    """
+    ends_at = time.monotonic() + SAMPLE_S
+    sample = [
+        _prompts(job_input, stretch, ends_at, check_stop)
+        for stretch in stretches(rows, job_input.dataset.row_group_ends())
+    ]
     job = job_input.job
     return decide(sample, len(rows), dedupe=job.dedupe and job.sampling.temperature == 0)
 
@@ -168,13 +180,15 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
         before, stretch_before = prompt, stretch
 
 
-def _prompts(job_input: JobInput, rows: BitMap64) -> list[bytes]:
+def _prompts(
+    job_input: JobInput, rows: BitMap64, ends_at: float, check_stop: Callable[[], None]
+) -> list[bytes]:
     found: list[bytes] = []
     size = 0
-    for batch in job_input.batches(rows):
+    for batch in job_input.batches(rows, check_stop):
         for item in batch:
             found.append(prompt_bytes(item) if isinstance(item, Request) else b"")
             size += len(found[-1])
-        if size >= STRETCH_BYTES:
+        if size >= STRETCH_BYTES or time.monotonic() > ends_at:
             break
     return found

@@ -117,7 +117,7 @@ def write_sorted(
 ) -> None:
     """Write a sorted copy of these rows; `about["order"]` is "prefix" or "longest_first".
 
-    Each row is rendered once and read twice. `check_stop` is called after each batch, and may raise to end
+    Each row is rendered once and read twice. `check_stop` is called before each row, and may raise to end
     the sort. Raises OSError where the disk is full. Nothing is left of a sort that fails.
     """
     work = path.with_suffix(".work")
@@ -145,9 +145,8 @@ def _keys(
     longest_first = order == "longest_first"
     by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
-        check_stop()
         size = batch.data.nbytes // len(batch.rows)  # of a row, without its prompt
-        for item in job_input.renderer.render(batch):
+        for item in job_input.renderer.render(batch, check_stop):
             if not isinstance(item, Request):
                 yield SortKey(0, b"", 0, item.ref.row, size)
                 continue

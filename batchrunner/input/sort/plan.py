@@ -24,10 +24,17 @@ DISK_FACTOR = 2
 """A sort takes the bytes of the rows this many times on disk: in buckets, and in the sorted copy."""
 
 
-def decide_order(job_input: JobInput, rows: BitMap64) -> OrderDecision:
-    """Return the order for these rows: the job's `order`, or with `auto` by a sample. Raises InputError."""
+def decide_order(
+    job_input: JobInput, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
+) -> OrderDecision:
+    """Return the order for these rows: the job's `order`, or with `auto` by a sample. Raises InputError.
+
+    `check_stop` is called before each row of the sample, and may raise.
+    """
     asked = job_input.job.order
-    return decide_by_sample(job_input, rows) if asked == "auto" else OrderDecision(asked, "set by the job")
+    if asked != "auto":
+        return OrderDecision(asked, "set by the job")
+    return decide_by_sample(job_input, rows, check_stop)
 
 
 def prepare_order(
@@ -40,7 +47,7 @@ def prepare_order(
     InputError, or OutputError where the disk has no space for the sort and `order` is not `auto`.
     """
     remove_sorted_copies(directory)
-    decision = decide_order(job_input, rows)
+    decision = decide_order(job_input, rows, check_stop)
     if not rows:
         return None, decision
     path = None

@@ -1,0 +1,41 @@
+"""What the command leaves of an error that nobody foresaw: one line, and a file with the traceback."""
+
+import os
+import tempfile
+import traceback
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def leave_traceback(failure: BaseException) -> str:
+    """Write the traceback of an error to a new file; return a line for the user that says where it lies."""
+    what = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+    try:
+        path = _write(failure)
+    except OSError as lost:
+        last = traceback.extract_tb(failure.__traceback__)[-1:]
+        at = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
+        return f"unforeseen error{at}: {what}: its traceback cannot be written ({lost.strerror or lost})"
+    return (
+        f"unforeseen error: {what}: its traceback is in {path}: report it with that file; "
+        "what is on disk is kept, run the same command again"
+    )
+
+
+def _write(failure: BaseException) -> Path:
+    """Write the traceback to a file of the user's temporary directory that only the user can read."""
+    descriptor, name = tempfile.mkstemp(
+        prefix=f"batchrun-error-{datetime.now(UTC):%Y%m%d-%H%M%S}-", suffix=".txt"
+    )
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"batchrunner {_version()}\n")
+        file.writelines(traceback.format_exception(failure))
+    return Path(name)
+
+
+def _version() -> str:
+    try:
+        return version("batchrunner")
+    except PackageNotFoundError:  # run from a source tree
+        return "from a source tree"

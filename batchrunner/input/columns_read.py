@@ -1,0 +1,134 @@
+"""Which columns a template reads: by their names, or through `row`, the mapping of all columns."""
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jinja2.meta
+import jinja2.nodes as tree_of
+from jinja2.sandbox import SandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from batchrunner.core.errors import JobError
+
+ROW = "row"
+"""Name of the mapping of all columns in a template, unless a column has this name."""
+_ALL_COLUMNS = "_batchrunner_columns"
+"""Name that stands for the mapping where a column is called `row`."""
+_METHODS = {"items", "keys", "values", "get"}
+"""Methods of a mapping, by which a template may read any column."""
+
+
+class ColumnsRead:
+    """The columns that a template reads, `names`, and the variables that it gets for a row."""
+
+    def __init__(
+        self,
+        tree: tree_of.Template,
+        environment: SandboxedEnvironment,
+        where: str,
+        available: Collection[str],
+    ) -> None:
+        """Look through a template; raises JobError, naming `where`, for an unknown column."""
+        if any(name.name == "self" for name in tree.find_all(tree_of.Name)):
+            hint = ': write row["self"]' if "self" in available else ""
+            raise JobError(f"{where}: `self` is a template's own name: no column can be read by it{hint}")
+        self._where = where
+        self._available = available
+        own_row = ROW in available
+        stored = any(name.name == ROW and name.ctx != "load" for name in tree.find_all(tree_of.Name))
+        if own_row and not stored:
+            tree = _RowOfColumns(available).visit(tree)
+        self.tree = tree
+        found = _free_names(tree, environment, available)
+        self._mapping = next((name for name in (_ALL_COLUMNS, ROW) if name in found), None)
+        if self._mapping == ROW and own_row:
+            self._mapping = None
+        if self._mapping:
+            found = found - {self._mapping} | self._through_row(self._mapping, every=stored)
+        for name in sorted(found):
+            if name not in available:
+                raise JobError(f"{where}: {unknown_column(name, available, in_template=True)}")
+        self.names = sorted(found)
+
+    def variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the template gets for a row: its columns, and the mapping of them where it is read."""
+        if self._mapping is None:
+            return row
+        if self._mapping == _ALL_COLUMNS and isinstance(row.get(ROW), dict):
+            return {**row, self._mapping: {**row, **row[ROW]}}  # a field of the struct `row` comes first
+        return {**row, self._mapping: row}
+
+    def _through_row(self, mapping: str, *, every: bool) -> set[str]:
+        """Return the columns that are read through `row`: all of them unless each is named."""
+        reads: list[tree_of.Getitem | tree_of.Getattr] = []
+        for kind in (tree_of.Getitem, tree_of.Getattr):
+            for node in self.tree.find_all(kind):
+                assert isinstance(node, tree_of.Getitem | tree_of.Getattr)
+                if isinstance(node.node, tree_of.Name) and node.node.name == mapping:
+                    reads.append(node)
+        uses = sum(name.name == mapping for name in self.tree.find_all(tree_of.Name))
+        names: set[str] = set()
+        for node in reads:
+            name = node.attr if isinstance(node, tree_of.Getattr) else _constant(node.arg)
+            if name is None or (name in _METHODS and name not in self._available):
+                every = True
+            else:
+                names.add(name)
+        return set(self._available) if every or len(reads) < uses else names
+
+
+class _RowOfColumns(NodeTransformer):
+    """Lets `row["name"]` mean a column where another column is called `row`."""
+
+    def __init__(self, available: Collection[str]) -> None:
+        self._available = available
+
+    def visit_Getitem(self, node: tree_of.Getitem) -> tree_of.Node:  # noqa: N802 - jinja2 calls it so
+        """Read the column of this name from all columns."""
+        self.generic_visit(node)
+        is_row = isinstance(node.node, tree_of.Name) and node.node.name == ROW
+        if is_row and _constant(node.arg) in self._available:
+            node.node = tree_of.Name(_ALL_COLUMNS, "load", lineno=node.lineno)
+        return node
+
+
+def _constant(node: tree_of.Expr) -> str | None:
+    return node.value if isinstance(node, tree_of.Const) and isinstance(node.value, str) else None
+
+
+def _free_names(
+    tree: tree_of.Template, environment: SandboxedEnvironment, available: Collection[str]
+) -> set[str]:
+    """Return the names that are neither the template's own nor jinja2's: a column wins over the latter."""
+    bare = environment.overlay()
+    bare.globals = {}
+    tree.set_environment(bare)
+    names = jinja2.meta.find_undeclared_variables(tree)
+    tree.set_environment(environment)
+    return names - (set(environment.globals) - set(available))
+
+
+def unknown_column(name: str, available: Collection[str], *, in_template: bool = False) -> str:
+    """Return the error text for a missing column, with the most similar existing one."""
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
+    hint = f"; did you mean {_written(near[0], in_template=in_template)}?" if near else ""
+    how = odd_names(available) if in_template else ""
+    return f"unknown column {name!r}{hint} (the input has: {', '.join(available)}){how}"
+
+
+def odd_names(available: Collection[str]) -> str:
+    """Return how a template reads columns whose names are no identifiers; empty where there are none."""
+    odd = next((name for name in available if not name.isidentifier()), None)
+    if odd is None:
+        return ""
+    return f"; a column whose name is not an identifier is written {_written(odd, in_template=True)}"
+
+
+def _written(name: str, *, in_template: bool) -> str:
+    """Return a column as a job names it; in a template some names can only be read through `row`."""
+    if in_template and not name.isidentifier():
+        return f"row[{json.dumps(name, ensure_ascii=False)}]"
+    return repr(name)

@@ -1,0 +1,88 @@
+"""Standard input, output and error may be closed, full, or read by nobody: exit codes hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, job_of, results_of, write_job
+
+COMMAND = f"{sys.executable} -m batchrunner"
+
+
+def shell(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash."""
+    return subprocess.run(
+        ["bash", "-c", line], cwd=directory, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path: Path, closed: str) -> None:
+    """Sockets would get their descriptors, which libuv does not close: it would end the process."""
+    job = job_of(tmp_path, rows=20)
+    write_job(job, tmp_path)
+    done = shell(f"{COMMAND} job.yaml --json {closed}", tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert [row["row"] for row in results_of(job)] == list(range(20))
+    assert shell(f"{COMMAND} job.yaml --set limits=7 {closed}", tmp_path).returncode == 2
+    assert shell(f"{COMMAND} status run {closed}", tmp_path).returncode == 0
+
+
+def test_closed_streams_in_the_library(tmp_path: Path) -> None:
+    """A daemon that calls the library has none of them either."""
+    file = write_job(job_of(tmp_path), tmp_path)
+    code = f"import batchrunner, os; r = batchrunner.run({str(file)!r}); os._exit(r.rows_ok)"
+    assert shell(f'{sys.executable} -c "{code}" <&- >&- 2>&-', tmp_path).returncode == 10
+
+
+def test_standard_output_that_is_full(tmp_path: Path) -> None:
+    """Who asked for JSON and did not get it is told so, in one line, by exit code 1; the rows are done."""
+    job = job_of(tmp_path)
+    write_job(job, tmp_path)
+    done = shell(f"{COMMAND} job.yaml --json --quiet > /dev/full", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "batchrun: standard output: cannot be written: No space left on device\n"
+    assert len(results_of(job)) == 10
+    for command in ("schema", "--help", "check job.yaml", "status run --json"):
+        done = shell(f"{COMMAND} {command} > /dev/full", tmp_path)
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), command
+    # what was wrong before stays the more important news
+    assert shell(f"{COMMAND} check nothing.yaml > /dev/full", tmp_path).returncode == 2
+    assert shell(f"{COMMAND} run --nonsense 2> /dev/full", tmp_path).returncode == 2
+
+
+def test_a_reader_that_closes_the_pipe(tmp_path: Path) -> None:
+    """`batchrun … | head -1` has what it wants: that is no failure."""
+    write_job(job_of(tmp_path), tmp_path)
+    for command in ("schema", "job.yaml --json --quiet"):
+        done = shell(f"set -o pipefail; {COMMAND} {command} | true", tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), command
+
+
+def test_an_error_that_nobody_foresaw(tmp_path: Path) -> None:
+    """It is one line that says where its traceback lies; the exit code is 1."""
+    code = (
+        "import sys, batchrunner.cli, batchrunner.runner.check as check\n"
+        "def fails(*_): raise LookupError('no such\\nthing')\n"
+        "check.check = fails\n"
+        "sys.argv = ['batchrun', 'check', 'job.yaml']\n"
+        "batchrunner.cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    (file,) = tmp_path.glob("batchrun-error-*.txt")
+    assert f"LookupError: no such thing: its traceback is in {file}: report it with that file" in line
+    assert "Traceback (most recent call last)" in file.read_text()
+    assert "in fails" in file.read_text()

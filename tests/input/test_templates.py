@@ -1,0 +1,276 @@
+"""Templates and filters of any kind: columns of any name, nulls, and templates that never end."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
+from tests.support.refusals import refusal, told
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
+
+SPIN = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LIPSUM = "lipsum(n=1000000000)|length"
+NEVER_ENDING = {
+    "loops": ("", SPIN),
+    "recursion": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}",
+        "{{ f(90) }}",
+    ),
+    "filters": ("", "{% for i in range(99999) %}{{ range(99999)|map('string')|join|length }}{% endfor %}"),
+    "a function": ("", f"{{{{ {LIPSUM} }}}}"),
+}
+"""Templates by what never ends in them: what comes before a condition, and what stands in it."""
+ONE, NINE, LONG = (
+    "{% set n = namespace(x='x') %}",
+    "{% set n = namespace(x=9) %}",
+    "{% set x = 'x' * 9999999 %}",
+)
+TOO_LARGE = {
+    "times": ("", "{{ 'x' * 99999999999 }}"),
+    "list": ("", "{{ ([1] * 9999999999)|length }}"),
+    "doubled": (ONE, "{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"),
+    "added": (ONE, "{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"),
+    "power": ("", "{{ 9 ** (9 ** 9) }}"),
+    "squared": (NINE, "{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}"),
+    "width": ("", "{{ text|center(9999999999) }}"),
+    "method": ("", "{{ text.ljust(9999999999) }}"),
+    "format": ("", "{{ '%9999999999s' % text }}"),
+    "format filter": ("", "{{ '%9999999999s'|format(text) }}"),
+    "format method": ("", "{{ '{:>9999999999}'.format(text) }}"),
+    "format width apart": ("", "{{ '{:>{}}'.format(text, 9999999999) }}"),
+    "joined": (LONG, "{{ [x, x, x, x, x, x, x]|join }}"),
+    "replaced": ("{% set x = 'x' * 9999 %}", "{{ x|replace('x', x) }}"),
+    "printed": (LONG, "{% for i in range(99) %}{{ x }}{% endfor %}"),
+}
+
+
+def in_row_1(parts: tuple[str, str]) -> str:
+    """Return a template that has the second part for row 1 only."""
+    return f"{parts[0]}{{% if id == 1 %}}{parts[1]}{{% endif %}}{{{{ text }}}}"
+
+
+@pytest.mark.parametrize("kind", NEVER_ENDING)
+def test_a_template_that_never_ends_fails_its_row(tmp_path: Path, server: FakeSGLang, kind: str) -> None:
+    """The row fails by name, and the run goes on with the others."""
+    text = in_row_1(NEVER_ENDING[kind])
+    job = job_of(tmp_path, server, rows=3, prompt={"text": text}, limits={"render": 0.3})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed, report.exit_code) == (2, 1, 3)
+    error = results_of(job)[1]["error"]
+    assert error == "template: rendering took more than 0.3 s of CPU time (limits.render)"
+    assert sorted(server.prompts) == ["row 0", "row 2"]
+
+
+@pytest.mark.parametrize("kind", TOO_LARGE)
+def test_a_template_that_makes_a_huge_value_fails_its_row(tmp_path: Path, kind: str) -> None:
+    """It would fill the memory in one call that cannot be interrupted."""
+    text = in_row_1(TOO_LARGE[kind])
+    job = job_of(tmp_path, rows=3, prompt={"text": text})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed) == (2, 1)
+    assert results_of(job)[1]["error"].startswith("template: not allowed: ")
+    assert "too large" in results_of(job)[1]["error"]
+
+
+def test_a_filter_that_never_ends_fails_its_row(tmp_path: Path) -> None:
+    """A filter is an expression of the same language, with the same limit."""
+    job = job_of(tmp_path, rows=3, input={"filter": f"id != 1 or {LIPSUM} > 0"}, limits={"render": 0.3})
+    batchrunner.run(job)
+    assert results_of(job)[1]["error"] == "filter: rendering took more than 0.3 s of CPU time (limits.render)"
+
+
+@pytest.mark.parametrize("where", ["prompt", "filter"])
+def test_two_interrupts_end_a_template_that_never_ends(tmp_path: Path, where: str) -> None:
+    """The process ends at once, though a thread still renders."""
+    spin: dict[str, Any] = {"prompt": {"text": SPIN}} if where == "prompt" else {"input": {"filter": LIPSUM}}
+    job = job_of(tmp_path, limits={"render": 1000.0}, order="input", **spin)
+    with started(write_job(job, tmp_path)) as process:
+        if where == "prompt":
+            process.wait_for_line("rows/s")
+        else:
+            eventually((tmp_path / "run" / "tasks" / "main" / "owner").exists)
+        process.process.send_signal(signal.SIGINT)
+        process.wait_for_line("interrupted: waiting for the rows in flight")
+        process.process.send_signal(signal.SIGINT)
+        assert process.end() == 130
+    assert "Traceback" not in "".join(process.lines)
+
+
+ODD = {
+    "max tok": ["a", "b"],
+    "Description-en": ["c", "d"],
+    "2024": ["e", "f"],
+    "row": ["g", "h"],
+    "self": ["i", "j"],
+    "range": ["k", "l"],
+    "loop": ["m", "n"],
+    "items": ["o", "p"],
+    "in": ["q", "r"],
+    'a"b': ["s", "t"],
+    "größe": ["u", "v"],
+}
+
+
+def odd_columns(directory: Path, *without: str) -> dict[str, Any]:
+    columns = {name: values for name, values in ODD.items() if name not in without}
+    pq.write_table(pa.table(columns), directory / "input.parquet")
+    return {"path": str(directory / "input.parquet")}
+
+
+@pytest.mark.parametrize(
+    ("name", "without"), [(name, []) for name in ODD] + [(name, ["row"]) for name in ODD if name != "row"]
+)
+def test_columns_of_any_name(tmp_path: Path, server: FakeSGLang, name: str, without: list[str]) -> None:
+    """`row["name"]` reads any column, in templates and in filters, also one that is called `row`."""
+    written = f"row[{name!r}]"
+    source = {**odd_columns(tmp_path, *without), "filter": f"{written} != {ODD[name][0]!r}"}
+    job = job_of(tmp_path, server, input=source, prompt={"user": f"{{{{ {written} }}}}"})
+    report = batchrunner.run(job)
+    assert (report.rows_total, report.rows_ok) == (1, 1)
+    assert server.prompts == [ODD[name][1]]
+
+
+def test_columns_of_any_name_elsewhere_in_the_job(tmp_path: Path, server: FakeSGLang) -> None:
+    """The prompt's column, carried columns, and values by row take any name as it is."""
+    table = pa.table({"the prompt": ["a", "b"], "2024": ["c", "d"], "max tok": [3, 4], "row": ["x", "y"]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    job = job_of(
+        tmp_path,
+        server,
+        input={"columns": ["2024", "max tok", "row"], "rename": {"row": "line"}},
+        prompt={"text": "the prompt"},
+        sampling={"max_new_tokens": {"column": "max tok"}},
+        order="longest_first",
+    )
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert [(row["2024"], row["max tok"], row["line"]) for row in results_of(job)] == [
+        ("c", 3, "x"),
+        ("d", 4, "y"),
+    ]
+    assert [sent.body["sampling_params"]["max_new_tokens"] for sent in server.sent] == [4, 3]
+    assert sorted(server.prompts) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{{ row|tojson }}", '{"id": 0, "text": "row 0"}'),
+        ("{% for name, value in row.items() %}{{ name }}={{ value }} {% endfor %}", "id=0 text=row 0 "),
+        ("{% for name in ['text', 'id'] %}{{ row[name] }} {% endfor %}", "row 0 0 "),
+        ("{{ row.text }} {{ row.get('id') }}", "row 0 0"),
+        ("{% for row in [{'text': 1}] %}{{ row['text'] }}{% endfor %}", "1"),
+        ("{% set row = 'mine' %}{{ row }}", "mine"),
+    ],
+)
+def test_row_is_a_mapping(tmp_path: Path, server: FakeSGLang, template: str, prompt: str) -> None:
+    """It may be read whole or by a name that is computed; a template's own variable `row` hides it."""
+    batchrunner.run(job_of(tmp_path, server, rows=1, prompt={"text": template}))
+    assert server.prompts == [prompt]
+
+
+def test_a_column_called_row_is_itself(tmp_path: Path, server: FakeSGLang) -> None:
+    """A job that reads its column `row` goes on to do so, also where it is a struct."""
+    table = pa.table({"row": [{"text": "inner", "n": 1}], "text": ["outer"], "max tok": [7]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    text = "{{ row.text }} {{ row['text'] }} {{ row['n'] }} {{ text }} {{ row['max tok'] }}"
+    batchrunner.run(job_of(tmp_path, server, prompt={"text": text}))
+    assert server.prompts == ["inner inner 1 outer 7"]
+
+
+@pytest.mark.parametrize(
+    ("template", "hints"),
+    [
+        ("{{ max_tok }}", ['did you mean row["max tok"]?']),
+        ("{{ max tok }}", ["line 1: ", 'is written row["max tok"]']),
+        ("{{ Description-en }}", ['did you mean row["Description-en"]?']),
+        ('{{ row["max tk"] }}', ["unknown column 'max tk'", 'did you mean row["max tok"]?']),
+        ("{{ row.rnge }}", ["unknown column 'rnge'", "did you mean 'range'?"]),
+        ("{{ self }}", ['write row["self"]']),
+    ],
+)
+def test_the_nearest_column_is_named(tmp_path: Path, template: str, hints: list[str]) -> None:
+    """An unknown name is refused with the nearest column, written as a template has to write it."""
+    source = odd_columns(tmp_path, "row")
+    told(refusal(job_of(tmp_path, input=source, prompt={"user": template}), tmp_path), "prompt.user", *hints)
+    if "self" not in template and "row." not in template and "{{ max tok" not in template:
+        filtered = {**source, "filter": template.strip("{} ")}
+        told(
+            refusal(job_of(tmp_path, input=filtered, prompt={"text": "2024"}), tmp_path),
+            "input.filter",
+            hints[-1],
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+        ("{{ " + "9" * 6000 + " }}", "4300"),
+        ("{{ " + "[" * 150 + "]" * 150 + " }}", ""),
+        ("{% if 1 %}" * 300 + "{% endif %}" * 300, ""),
+        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "nested"),
+        ("{{ 1" + " + 1" * 20000 + " }}", ""),
+        ("{{ 'a'" + " ~ 'a'|upper" * 3000 + "|b }}", "b"),
+        ("{{ \ud800 }}", ""),
+    ],
+)
+def test_templates_that_cannot_be_compiled(tmp_path: Path, text: str, problem: str) -> None:
+    """What jinja2 or Python cannot compile is refused in one line, in templates and in filters."""
+    with pytest.raises(batchrunner.JobError) as refused:
+        batchrunner.run(job_of(tmp_path, prompt={"text": text}))
+    told(str(refused.value), "prompt.text", problem)
+    assert len(str(refused.value).splitlines()) == 1
+    if text.startswith("{{"):
+        with pytest.raises(batchrunner.JobError, match=r"input\.filter"):
+            batchrunner.run(job_of(tmp_path, input={"filter": text[2:-2]}))
+
+
+NULLS = {"id": [1, None, 3, 4], "lang": ["en", "en", None, "de"]}
+
+
+@pytest.mark.parametrize(
+    ("expression", "rows"),
+    [
+        ("id > 2", [2, 3]),
+        ("not id > 2", [0]),
+        ("id > 2 or lang == 'en'", [0, 1, 2, 3]),
+        ("lang == 'en' or id > 2", [0, 1, 2, 3]),
+        ("id > 2 and lang|length == 2", [3]),
+        ("lang.startswith('e') and id < 2", [0]),
+        ("not (id > 2 and lang == 'fr')", [0, 1, 2, 3]),
+        ("meta.score > 1", [0]),
+        ("'e' in lang", [0, 1, 3]),
+        ("id is none", [1]),
+        ("lang != 'en'", [2, 3]),
+        ("row['id'] > 2", [2, 3]),
+    ],
+)
+def test_a_filter_takes_a_null_as_no(tmp_path: Path, expression: str, rows: list[int]) -> None:
+    """A part of it that fails on a null is unknown, as in SQL; nulls may still be compared by name."""
+    meta = [{"score": 5}, {"score": None}, None, {"score": 1}]
+    pq.write_table(pa.table({**NULLS, "meta": meta, "text": ["a"] * 4}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, input={"filter": expression})
+    report = batchrunner.run(job)
+    assert report.exit_code == 0
+    assert [row["row"] for row in results_of(job)] == rows
+
+
+def test_a_filter_that_fails_on_a_value_fails_its_row(tmp_path: Path) -> None:
+    """Only a null is no answer: a text that is compared with a number is a mistake that is told."""
+    write_rows(tmp_path / "input.parquet", 2, mixed=["1", None])
+    job = job_of(tmp_path, input={"filter": "mixed > 3 or id == 1"})
+    batchrunner.run(job)
+    errors = [row["error"] for row in results_of(job)]
+    assert errors[1] is None
+    assert errors[0].startswith("filter: TypeError")
+    assert report_of(job)["rows_total"] == 2
