@@ -108,6 +108,8 @@ class FakeSGLang:
         self.metrics: Callable[[], str] | None = None
         """What /metrics answers; None for a server without --enable-metrics."""
         self.most_in_flight = 0
+        self.weights = "default"
+        """Version of the weights, which the description and the answers tell."""
         self.polls: Literal["answer", "hang", "gone"] = "answer"
         self.polled = 0
         """How often the load was asked for."""
@@ -201,7 +203,7 @@ class FakeSGLang:
                 "tokenizer_path": self.model,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": "default",
+                "weight_version": self.weights,
                 "model_type": "llama",
                 **self.arguments,
             }
@@ -306,7 +308,8 @@ class FakeSGLang:
             return web.json_response(aborted(sent, *ABORTS[what]))
         if what in REFUSALS:
             return self._error(sent, *REFUSALS[what])
-        reply = answer(sent, text="" if what in {"empty", "thought"} else None)
+        text = "" if what in {"empty", "thought"} else None
+        reply = answer(sent, text, weights=self.weights)
         if what == "thought":
             reply["choices"][0]["message"]["reasoning_content"] = "The user asks"
             reply["choices"][0]["finish_reason"] = "length"
@@ -327,11 +330,11 @@ class FakeSGLang:
         return web.json_response(body, status=status, headers=wait)
 
 
-def answer(sent: Sent, text: str | None = None) -> Any:
+def answer(sent: Sent, text: str | None = None, *, weights: str = "default") -> Any:
     """Return a success as the real server words it."""
     sampling = sent.body.get("sampling_params", sent.body)
     samples = [
-        _sample(sent, text if text is not None else f"answer {i} to {sent.prompt}")
+        _sample(sent, text if text is not None else f"answer {i} to {sent.prompt}", weights)
         for i in range(sampling.get("n") or 1)
     ]
     if sent.path == "/generate":
@@ -351,7 +354,7 @@ def aborted(sent: Sent, status: int, message: str) -> Any:
     return sample if sent.path == "/generate" else _chat(sent, [sample])
 
 
-def _sample(sent: Sent, text: str) -> dict[str, Any]:
+def _sample(sent: Sent, text: str, weights: str = "default") -> dict[str, Any]:
     return {
         "text": text,
         "output_ids": list(range(len(text.split()))),
@@ -359,7 +362,7 @@ def _sample(sent: Sent, text: str) -> dict[str, Any]:
             "id": f"{sent.prompt}-{sent.tries}",
             "finish_reason": {"type": "stop", "matched": 2},
             "prompt_tokens": len(sent.prompt.split()),
-            "weight_version": "default",
+            "weight_version": weights,
             "num_retractions": 0,
             "completion_tokens": len(text.split()),
             "cached_tokens": 1,

@@ -49,7 +49,11 @@ class WorkerList:
             raise EngineStartError(f"{self.url}: refuses the API key ({status}): see engine.api_key_env")
         if status != 200 or not isinstance(reply.get("workers"), list):  # noqa: PLR2004
             raise EngineStartError(f"{self.url}: is not SGLang's Model Gateway (GET /workers gave {status})")
-        urls = [_RANK.sub("", str(w["url"])) for w in reply["workers"] if w.get("connection_mode") != "GRPC"]
+        urls = [
+            _RANK.sub("", str(worker.get("url")))
+            for worker in reply["workers"]
+            if isinstance(worker, dict) and worker.get("connection_mode") != "GRPC"
+        ]
         return list(dict.fromkeys(url.rstrip("/") for url in urls if url.startswith("http")))
 
     async def bring_to(self, wanted: set[str]) -> bool:

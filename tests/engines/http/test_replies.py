@@ -9,7 +9,7 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDownError,
 )
-from batchrunner.engines.http import wire
+from batchrunner.engines.http import replies
 
 
 def _error_body(code: str) -> bytes:
@@ -20,9 +20,10 @@ def _error_body(code: str) -> bytes:
 def test_what_the_gateway_says() -> None:
     """A worker out of reach is nobody's fault and no sign of load; other errors mean what they always do."""
     for status, code in [(500, "call_upstream_request_error"), (503, "no_available_workers")]:
-        assert type(wire.error_of(status, _error_body(code))) is EngineDownError
-    assert type(wire.error_of(500, _error_body("internal_error"))) is AttemptFailedError
+        assert type(replies.error_of(status, _error_body(code))) is EngineDownError
+    assert type(replies.error_of(500, _error_body("internal_error"))) is AttemptFailedError
     assert (
-        type(wire.error_of(503, b'{"error": {"message": "The request queue is full."}}')) is EngineBusyError
+        type(replies.error_of(503, b'{"error": {"message": "The request queue is full."}}'))
+        is EngineBusyError
     )
-    assert type(wire.error_of(500, b"[]")) is AttemptFailedError
+    assert type(replies.error_of(500, b"[]")) is AttemptFailedError
