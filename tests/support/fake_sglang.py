@@ -48,7 +48,21 @@ class Sent:
     """How often this prompt has been sent, this one included."""
 
 
-Script: TypeAlias = Callable[[Sent], Behaviour]
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of an answer with status 200."""
+
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OnWire:
+    """All bytes of an HTTP answer, after which the connection ends."""
+
+    content: bytes
+
+
+Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire]
 
 
 # what the real server says: in an answer with 200 whose finish reason is an abort, or as an HTTP error
@@ -108,6 +122,8 @@ class FakeSGLang:
         self.metrics: Callable[[], str] | None = None
         """What /metrics answers; None for a server without --enable-metrics."""
         self.most_in_flight = 0
+        self.load: Callable[[], bytes] | None = None
+        """What /v1/loads answers in place of the load."""
         self.weights = "default"
         """Version of the weights, which the description and the answers tell."""
         self.polls: Literal["answer", "hang", "gone"] = "answer"
@@ -243,6 +259,8 @@ class FakeSGLang:
         if self.polls == "gone":
             return web.Response(status=404)
         self.polled += 1
+        if self.load is not None:
+            return web.Response(body=self.load(), content_type="application/json")
         requests = self._in_flight + self.others
         load = {
             "timestamp": self.polled,
@@ -270,6 +288,8 @@ class FakeSGLang:
                     await asyncio.sleep(self.delay_s)
             elif what in REFUSALS:
                 await asyncio.sleep(self.refusal_s)
+            if isinstance(what, (Body, OnWire)):
+                return self._write(request, what)
             return await self._react(request, sent, what)
         finally:
             self._in_flight -= 1
@@ -287,6 +307,14 @@ class FakeSGLang:
             self.sent.append(sent)
             self._news.notify_all()
         return sent
+
+    def _write(self, request: web.Request, what: Body | OnWire) -> web.Response:
+        if isinstance(what, Body):
+            return web.Response(body=what.content, content_type="application/json")
+        assert request.transport is not None
+        request.transport.write(what.content)
+        request.transport.close()
+        return web.Response()
 
     async def _react(self, request: web.Request, sent: Sent, what: Behaviour) -> web.StreamResponse:
         match what:
