@@ -65,14 +65,17 @@ class ServerStatus:
     async def load(self, path: str, timeout_s: float, route: str | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there."""
         status, body = await self.get(path, timeout_s)
-        if status != 200:  # noqa: PLR2004
-            return []
-        try:
-            if path == METRICS:
-                return from_metrics(body.decode(errors="replace"), self.url, route)
-            return from_loads(orjson.loads(body), self.url, route)
-        except Exception as failure:
-            raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
+        return load_in(path, body, self.url, route) if status == 200 else []  # noqa: PLR2004
+
+
+def load_in(path: str, body: bytes, url: str, route: str | None = None) -> list[SchedulerLoad]:
+    """Read the reply of LOADS or METRICS; raises ValueError for anything else."""
+    try:
+        if path == METRICS:
+            return from_metrics(body.decode(errors="replace"), url, route)
+        return from_loads(orjson.loads(body), url, route)
+    except Exception as failure:
+        raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
 
 
 def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[SchedulerLoad]:
