@@ -36,8 +36,9 @@ test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/conf
 test-fast: .venv/.dev ## Run the tests that need no engine, gateway, Slurm or browser
 	$(PYTEST) -m "not engine and not gateway and not slurm and not browser"
 
-torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; try properties 20 times as long
+torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; fuzz; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture
+	.venv/bin/python -m benchmarks.fuzz
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 
 clean: ## Delete the virtual environment, the prepared data and all results

@@ -67,6 +67,10 @@ class EngineLostError(BatchrunError):
     """The engine died or stayed unreachable during a run; the run can be resumed."""
 
 
+class AnotherModelError(BatchrunError):
+    """A server serves another model than when the run began; the run can be resumed with the first one."""
+
+
 class InputLostError(BatchrunError):
     """The input became unreadable during a run (a file was moved, for example); the run can be resumed."""
 

@@ -15,6 +15,11 @@ class Timing:
     """Time without a fresh load sample after which a scheduler's window is held."""
     worker_list: float = 15.0
     """Pause between two reads of a gateway's list of workers, which may change."""
+    model_check: float = 1.0
+    """Pause between two questions to an attached server for its model, which a proxy may change unseen."""
+    worker_check: float = 0.02
+    """Pause, for each worker of a gateway, between two questions to all of them for their models. Answers
+    wait for the next question."""
     first_retry: float = 0.25
     """Longest pause after the first attempt of a row; it doubles with each further attempt."""
     longest_retry: float = 30.0

@@ -77,6 +77,8 @@ class Completion(NamedTuple):
     cached_tokens: int | None
     retractions: int = 0
     """Times that the scheduler preempted the request because the KV pool was full."""
+    weights: str | None = None
+    """Version of the weights that made the answer (`weight_version`); None where the engine does not tell."""
 
     @property
     def output_tokens(self) -> int:
@@ -131,6 +133,8 @@ class EngineInfo:
     """Identity of the model as the engine names it; a run cannot be resumed with another one."""
     version: str | None = None
     """Version of SGLang."""
+    weights: str | None = None
+    """Version of the model's weights (`weight_version`), which an attached server keeps during a run."""
     max_running: int | None = None
     """Most requests that decode at once (`max_running_requests`), summed over schedulers."""
     max_total_tokens: int | None = None

@@ -1,20 +1,48 @@
 """Engines that run already: servers, or a gateway and its workers. Others restart them if they fail."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Sequence
 
-from batchrunner.core.errors import EngineStartError
+from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import EngineInfo, Incident, SchedulerLoad
 from batchrunner.engines.hang_detector import HangDetector, progress_of
 from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine, SGLangClient
+from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec
 
 log = logging.getLogger(__name__)
+
+
+class ModelWatcher:
+    """Asks a server for its model now and then: behind a proxy it may become another one unseen."""
+
+    def __init__(self, guard: ModelGuard, url: str) -> None:
+        self._guard = guard
+        self._url = url
+        self._question: asyncio.Future[None] | None = None
+        self._asked_at = time.monotonic()
+
+    def look(self) -> None:
+        """Raise the AnotherModelError of the last question, and put the next one if it is due."""
+        if self._question is not None and self._question.done():
+            question, self._question = self._question, None
+            with contextlib.suppress(EngineDownError):  # it is away: rows find out
+                question.result()
+        if self._question is None and time.monotonic() - self._asked_at >= TIMING.model_check:
+            self._asked_at = time.monotonic()
+            self._question = asyncio.ensure_future(self._guard.confirm(self._url))
+
+    async def close(self) -> None:
+        """End a question that is not answered."""
+        if self._question is not None:
+            self._question.cancel()
+            await asyncio.gather(self._question, return_exceptions=True)
 
 
 class AttachedServers(HttpEngine):
@@ -27,13 +55,18 @@ class AttachedServers(HttpEngine):
         self._closed_s = limits.hang
         self._closed: dict[str, tuple[float, object]] = {}
         """By server that hangs: the time until which it gets no rows, and its load when it was found."""
+        self._watchers: list[ModelWatcher] = []
 
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
-        return await self._client.open(self._urls)
+        info = await self._client.open(self._urls)
+        self._watchers = [ModelWatcher(self._client.guard, url) for url in self._urls]
+        return info
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now."""
+        for watcher in self._watchers:
+            watcher.look()
         loads = await self._client.loads()
         now = time.monotonic()
         for url in self._client.endpoints:
@@ -45,6 +78,12 @@ class AttachedServers(HttpEngine):
                 if now > until or (own and progress_of(own) != last):
                     self._reopen(url)
         return loads
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for watcher in self._watchers:
+            await watcher.close()
+        await super().close()
 
     def _watch(self, url: str, loads: Sequence[SchedulerLoad], now: float) -> None:
         endpoint = self._client.endpoints[url]
@@ -84,7 +123,7 @@ class AttachedGateway(HttpEngine):
         self._read_at = time.monotonic()
         if not urls:
             raise EngineStartError(f"{self._url}: the gateway has no workers that speak HTTP")
-        info = await self._client.open(urls, gateway=self._url)
+        info = await self._client.open(urls, gateway=self._url, workers=self._workers)
         notes = (f"{len(urls)} workers behind the gateway {self._url}: {', '.join(urls)}", *info.notes)
         return dataclasses.replace(info, kind="gateway", notes=notes)
 

@@ -24,7 +24,7 @@ from batchrunner.core.errors import EngineLostError, EngineStartError, NoAnswerE
 from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
 from batchrunner.engines.base import Engine
 from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, card_name, cpu_environment, on_cpu, server_args
-from batchrunner.engines.http import wire
+from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.server_info import prefill_tokens, tokenizer_info
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
 from batchrunner.job.engine import InprocessEngine
@@ -94,12 +94,12 @@ class InprocessSGLang(Engine):
             raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
         except (ValueError, TypeError) as failure:  # SGLang's server answers these with 400
             raise RowRefusedError(str(failure)) from None
-        return wire.completion_of(request, reply)
+        return replies.completion_of(request, reply)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask SGLang's own `/v1/tokenize`; see `Engine.tokens_of`."""
         try:
-            return wire.tokens_in(await self._in_thread(self._tokenize, request))
+            return replies.tokens_in(await self._in_thread(self._tokenize, request))
         except (ValueError, TypeError) as failure:  # as in `generate`
             raise RowRefusedError(str(failure)) from None
 
@@ -185,7 +185,7 @@ class InprocessSGLang(Engine):
         if hasattr(reply, "model_dump_json"):
             return reply.model_dump_json().encode()
         if reply.status_code != 200:  # noqa: PLR2004
-            raise wire.error_of(reply.status_code, reply.body)
+            raise replies.error_of(reply.status_code, reply.body)
         return reply.body
 
     async def _tokenize(self, request: Request) -> Any:
@@ -196,7 +196,7 @@ class InprocessSGLang(Engine):
         reply = await serving.handle_request(TokenizeRequest(**wire.tokenize_body(request)), None)
         if hasattr(reply, "model_dump"):
             return reply.model_dump()
-        raise wire.error_of(reply.status_code, reply.body)
+        raise replies.error_of(reply.status_code, reply.body)
 
     def _watch_for_death(self) -> None:
         """Handle SIGQUIT, with which a dying scheduler ends its parent; only the main thread can."""

@@ -18,8 +18,17 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def model_identity(model: str) -> str:
     """Return the model's full path if it is a directory, else its name as it is."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
+    path = _local(model)
+    return str(path.resolve()) if path else model
+
+
+def _local(model: str) -> Path | None:
+    """Return the path of a model that is on this machine; None for other names, and for no path at all."""
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long; no such user as in ~name; a NUL
+        return None
 
 
 def model_directory(model: str, revision: str | None = None) -> Path:
@@ -27,14 +36,13 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 
     The cache is that of huggingface_hub, the snapshot that of the revision, which is `main` by default.
     """
-    path = Path(model).expanduser()
-    if path.exists():
+    if path := _local(model):
         return path
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
-    with contextlib.suppress(OSError):  # it is a commit itself, or the model is not there
+    with contextlib.suppress(OSError, ValueError):  # it is a commit itself, or the model is not there
         commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
     return repository / "snapshots" / commit
 
@@ -66,7 +74,7 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
 def vocabulary_of(model: str) -> int | None:
     """Return the number of token ids that a model knows, or None where its files are not on this machine."""
     size = read_config(model).get("vocab_size")
-    return size if isinstance(size, int) else None
+    return size if type(size) is int and size > 0 else None
 
 
 def weights_dtype(config: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
-from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
+from batchrunner.runner.prepare import PreparedJob, check_resumes, check_same_weights, prepare
 from batchrunner.runner.progress import Display, NoDisplay
 from batchrunner.runner.run import build_run, give_back
 from batchrunner.runner.shard import JoinTask, Shard
@@ -81,6 +81,8 @@ async def execute(
             info = await _open(engine, control)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
+        if model_of(job.engine) is None and not fresh:
+            await asyncio.to_thread(check_same_weights, prepared, info.weights)
         if fresh:
             await sleeper.run(lambda: check_nobody_works(run_dir, sleeper))
             with writing(run_dir.path):

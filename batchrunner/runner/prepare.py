@@ -109,6 +109,17 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
     return True
 
 
+def check_same_weights(prepared: PreparedJob, weights: str | None) -> None:
+    """Raise ResumeError if earlier attempts had other weights of the model, where both versions are known."""
+    old = read_run_json(prepared.run_dir)
+    before = old["engine"].get("weights") if old else None
+    if None not in {before, weights} and before != weights:
+        raise ResumeError(
+            f"{prepared.run_dir.path} holds another run: weight_version was {before!r} "
+            f"and is {weights!r}; take another output.path, or discard what is there with {DISCARD}"
+        )
+
+
 def _check_partitions(prepared: PreparedJob) -> None:
     """Refuse added files whose paths give a carried partition column another type: no merge takes both."""
     carried = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)

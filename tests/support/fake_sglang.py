@@ -48,7 +48,21 @@ class Sent:
     """How often this prompt has been sent, this one included."""
 
 
-Script: TypeAlias = Callable[[Sent], Behaviour]
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of an answer with status 200."""
+
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OnWire:
+    """All bytes of an HTTP answer, after which the connection ends."""
+
+    content: bytes
+
+
+Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire]
 
 
 # what the real server says: in an answer with 200 whose finish reason is an abort, or as an HTTP error
@@ -108,6 +122,10 @@ class FakeSGLang:
         self.metrics: Callable[[], str] | None = None
         """What /metrics answers; None for a server without --enable-metrics."""
         self.most_in_flight = 0
+        self.load: Callable[[], bytes] | None = None
+        """What /v1/loads answers in place of the load."""
+        self.weights = "default"
+        """Version of the weights, which the description and the answers tell."""
         self.polls: Literal["answer", "hang", "gone"] = "answer"
         self.polled = 0
         """How often the load was asked for."""
@@ -201,7 +219,7 @@ class FakeSGLang:
                 "tokenizer_path": self.model,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": "default",
+                "weight_version": self.weights,
                 "model_type": "llama",
                 **self.arguments,
             }
@@ -241,6 +259,8 @@ class FakeSGLang:
         if self.polls == "gone":
             return web.Response(status=404)
         self.polled += 1
+        if self.load is not None:
+            return web.Response(body=self.load(), content_type="application/json")
         requests = self._in_flight + self.others
         load = {
             "timestamp": self.polled,
@@ -268,6 +288,8 @@ class FakeSGLang:
                     await asyncio.sleep(self.delay_s)
             elif what in REFUSALS:
                 await asyncio.sleep(self.refusal_s)
+            if isinstance(what, (Body, OnWire)):
+                return self._write(request, what)
             return await self._react(request, sent, what)
         finally:
             self._in_flight -= 1
@@ -285,6 +307,14 @@ class FakeSGLang:
             self.sent.append(sent)
             self._news.notify_all()
         return sent
+
+    def _write(self, request: web.Request, what: Body | OnWire) -> web.Response:
+        if isinstance(what, Body):
+            return web.Response(body=what.content, content_type="application/json")
+        assert request.transport is not None
+        request.transport.write(what.content)
+        request.transport.close()
+        return web.Response()
 
     async def _react(self, request: web.Request, sent: Sent, what: Behaviour) -> web.StreamResponse:
         match what:
@@ -306,7 +336,8 @@ class FakeSGLang:
             return web.json_response(aborted(sent, *ABORTS[what]))
         if what in REFUSALS:
             return self._error(sent, *REFUSALS[what])
-        reply = answer(sent, text="" if what in {"empty", "thought"} else None)
+        text = "" if what in {"empty", "thought"} else None
+        reply = answer(sent, text, weights=self.weights)
         if what == "thought":
             reply["choices"][0]["message"]["reasoning_content"] = "The user asks"
             reply["choices"][0]["finish_reason"] = "length"
@@ -327,11 +358,11 @@ class FakeSGLang:
         return web.json_response(body, status=status, headers=wait)
 
 
-def answer(sent: Sent, text: str | None = None) -> Any:
+def answer(sent: Sent, text: str | None = None, *, weights: str = "default") -> Any:
     """Return a success as the real server words it."""
     sampling = sent.body.get("sampling_params", sent.body)
     samples = [
-        _sample(sent, text if text is not None else f"answer {i} to {sent.prompt}")
+        _sample(sent, text if text is not None else f"answer {i} to {sent.prompt}", weights)
         for i in range(sampling.get("n") or 1)
     ]
     if sent.path == "/generate":
@@ -351,7 +382,7 @@ def aborted(sent: Sent, status: int, message: str) -> Any:
     return sample if sent.path == "/generate" else _chat(sent, [sample])
 
 
-def _sample(sent: Sent, text: str) -> dict[str, Any]:
+def _sample(sent: Sent, text: str, weights: str = "default") -> dict[str, Any]:
     return {
         "text": text,
         "output_ids": list(range(len(text.split()))),
@@ -359,7 +390,7 @@ def _sample(sent: Sent, text: str) -> dict[str, Any]:
             "id": f"{sent.prompt}-{sent.tries}",
             "finish_reason": {"type": "stop", "matched": 2},
             "prompt_tokens": len(sent.prompt.split()),
-            "weight_version": "default",
+            "weight_version": weights,
             "num_retractions": 0,
             "completion_tokens": len(text.split()),
             "cached_tokens": 1,

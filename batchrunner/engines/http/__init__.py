@@ -1,5 +1,5 @@
 """HTTP: requests to SGLang servers and gateways, and what their replies and failures mean.
 
-Others import `wire` (bodies and replies), `status` (ServerStatus) and `server_info` (what a server says of
-itself). `client`, `endpoint`, `failures`, `connections` and `worker_list` are for engines.
+Others import `wire` (requests), `replies` (answers, errors), `status` (ServerStatus) and `server_info` (how a
+server describes itself). The other files are for engines.
 """

@@ -5,30 +5,36 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from batchrunner.core.errors import EngineDownError, EngineStartError, NoAnswerError
+from batchrunner.core.errors import (
+    EngineBusyError,
+    EngineDownError,
+    NoAnswerError,
+)
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 from batchrunner.engines.base import Engine, IncidentQueue
-from batchrunner.engines.http import wire
+from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier
+from batchrunner.engines.http.model_guard import GuardedConnector, Model, ModelGuard, common_model, model_in
+from batchrunner.engines.http.poster import CONNECT_TIMEOUT_S, RowPoster, content_of
+from batchrunner.engines.http.questions import OPEN_TIMEOUT_S, ModelOfServer, ModelsOfWorkers, ServerQuestions
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.status import (
-    KEY_REFUSED,
     LOADS,
     METRICS,
     MODEL_INFO,
     NOT_REACHED,
     NOT_SGLANG,
-    SERVER_INFO,
     ServerStatus,
 )
+from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 
@@ -36,8 +42,6 @@ log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
-OPEN_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 30.0
 _JSON = {"Content-Type": "application/json"}
 _NO_SUCH_PATH = {404, 405}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
@@ -69,15 +73,23 @@ class SGLangClient:
         self._detokenizer = detokenizer
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = request_timeout_s
+        self.guard = ModelGuard()
         self._session: aiohttp.ClientSession | None = None
+        self._status_session: aiohttp.ClientSession | None = None
+        self._poster: RowPoster | None = None
         self._gateway: str | None = None
+        self._checks_answers = False
         self._load_path: str | None = None
         self._vocabulary: int | None = None
 
-    async def open(self, urls: Sequence[str], gateway: str | None = None) -> EngineInfo:
+    async def open(
+        self, urls: Sequence[str], gateway: str | None = None, workers: WorkerList | None = None
+    ) -> EngineInfo:
         """Connect to the replicas, and to their gateway; read the description of every replica.
 
-        Raises EngineStartError where one cannot be reached or cannot do the work.
+        With the list of `workers` of a gateway that others started, no answer counts before all of them have
+        said that they serve the run's model. Raises EngineStartError where a replica cannot be reached or
+        cannot do the work.
         """
         self._gateway = gateway
         self.replace_replicas(urls)
@@ -90,15 +102,40 @@ class SGLangClient:
             near = urlsplit(gateway).hostname in _LOOPBACK
             addresses, files_each = (len(urls), 2) if near else (1, 1)
         connections, limited_by = open_connections(addresses, files_each)
-        self._session = self._make_session(addresses if gateway else 1)
-        models = [await self._model_info(url) for url in urls]
-        servers = [await self._server_info(url) for url in urls]
+        self._status_session = self._make_session(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        )
+        self._session = self._make_session(
+            GuardedConnector(
+                self.guard,
+                limit=0,
+                keepalive_timeout=KEEPALIVE_S,
+                socket_factory=loopback_sources(addresses) if gateway and addresses > 1 else None,
+            )
+        )
+        self._poster = RowPoster(
+            self._session,
+            self.guard,
+            self.failures,
+            behind_gateway=gateway is not None,
+            timeout_s=self._timeout_s,
+        )
+        questions = ServerQuestions(
+            self._status_session,
+            behind_gateway=gateway is not None,
+            has_detokenizer=self._detokenizer is not None,
+        )
+        models = [await questions.model_info(url) for url in urls]
+        servers = [await questions.server_info(url) for url in urls]
         source = await self._find_load_path(urls[0])
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
+        model = common_model([*map(model_in, models, servers)])
+        self._guard_model(model, questions, workers)
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
         return dataclasses.replace(
             info,
+            weights=model.get("weight_version"),
             routes=tuple(self.endpoints),
             connections=connections,
             keeps_together=gateway is not None,
@@ -121,9 +158,14 @@ class SGLangClient:
         payload = aiohttp.BytesPayload(body, content_type="application/json")
         key = {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
         reply = await self._post(self.endpoints[route], wire.path_of(request), payload, key)
-        if self._detokenizer is not None:
-            return wire.completion_in_ids(request, reply, self._detokenizer)
-        return wire.completion_of(request, reply)
+        completion = replies.completion_of(request, reply, self._detokenizer)
+        url = self.endpoints[route].url
+        if self._checks_answers:
+            await self.guard.confirm(url)
+        else:
+            await self.guard.settle(url)
+        await self.guard.check_answer(url, completion.weights)
+        return completion
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
@@ -132,20 +174,20 @@ class SGLangClient:
         timeout = aiohttp.ClientTimeout(total=OPEN_TIMEOUT_S)
         try:
             async with self._session.post(url, data=body, headers=_JSON, timeout=timeout) as response:
-                content = await response.read()
+                content = await content_of(response)
         except TimeoutError:
             raise NoAnswerError(f"no answer within {OPEN_TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError) as failure:
             raise EngineDownError(f"connection lost: {failure or type(failure).__name__}") from None
         if response.status in _NO_SUCH_PATH:
             return None
-        if response.status != 200:  # noqa: PLR2004
-            raise wire.error_of(response.status, content)
-        return wire.tokens_in(content)
+        if response.status != HTTPStatus.OK:
+            raise replies.error_of(response.status, content)
+        return replies.tokens_in(content)
 
     async def loads(self) -> list[SchedulerLoad]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
-        if self._session is None or self._load_path is None:
+        if self._status_session is None or self._load_path is None:
             return []
         polls = await asyncio.gather(*(self._poll(url, self._load_path) for url in self.replicas))
         return [load for loads in polls for load in loads]
@@ -165,19 +207,25 @@ class SGLangClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        session, self._session = self._session, None
-        if session is not None:
+        sessions = self._session, self._status_session
+        self._session = self._status_session = None
+        for session in filter(None, sessions):
             await session.close()
 
-    def _make_session(self, sources: int) -> aiohttp.ClientSession:
-        """Make a session that connects from so many loopback addresses."""
+    def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
+        """Guard the model of every address that takes rows; that of replicas that we started too."""
+        self.guard.begin(model)
+        self._checks_answers = workers is not None
+        if workers is not None:
+            pause_s = TIMING.worker_check * len(self.replicas)
+            self.guard.watch(workers.url, ModelsOfWorkers(questions, workers, model), pause_s=pause_s)
+        for url in self.replicas if self._gateway is None else ():
+            self.guard.watch(url, ModelOfServer(questions, url, model))
+
+    def _make_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         hosts = {urlsplit(url).hostname for url in [*self.replicas, self._gateway or self.replicas[0]]}
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=KEEPALIVE_S,
-                socket_factory=loopback_sources(sources) if sources > 1 else None,
-            ),
+            connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
@@ -188,41 +236,26 @@ class SGLangClient:
         self, endpoint: Endpoint, path: str, payload: aiohttp.BytesPayload, headers: dict[str, str] | None
     ) -> bytes:
         """Send a body and return the whole reply; raises what a refusal or a failure means."""
-        assert self._session is not None
+        assert self._poster is not None
         if endpoint.closed:
             raise EngineDownError(endpoint.closed)
         sent_at = time.monotonic()
-        try:
-            with endpoint.deadline:
-                sending = self._session.post(endpoint.paths[path], data=payload, headers=headers)
-                async with sending as response:
-                    content = await response.read()
-        except aiohttp.ClientConnectorError as failure:
-            raise EngineDownError(f"no connection to {endpoint.url}: {failure.os_error}") from None
-        except aiohttp.ConnectionTimeoutError:  # a host that is gone: no row is why
-            raise EngineDownError(f"no connection to {endpoint.url} within {CONNECT_TIMEOUT_S:g} s") from None
-        except TimeoutError:
-            if endpoint.closed:
-                raise EngineDownError(endpoint.closed) from None
-            raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as failure:
-            what = f"connection lost: {failure or type(failure).__name__}"
-            if self._gateway:  # it only passes rows on: none of them is why it ended
-                raise EngineDownError(what) from None
-            raise await self.failures.classify(endpoint.url, sent_at, what) from None
+        answer = await self._poster.post(endpoint, path, payload, headers, sent_at)
         endpoint.answers += 1
         self.failures.record(endpoint.url, alive=True)
-        if response.status == 200:  # noqa: PLR2004
-            return content
-        error = wire.error_of(response.status, content, response.headers.get("Retry-After"))
+        if answer.status == HTTPStatus.OK:
+            return answer.content
+        error = replies.error_of(*answer)
+        if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
+            self.guard.doubt(endpoint.url)
         named = next((url for url in self.replicas if f"{url}/" in str(error)), None)
         if named is not None and isinstance(error, EngineDownError):
             raise await self.failures.classify(named, sent_at, str(error))
         raise error
 
     def _status(self, url: str) -> ServerStatus:
-        assert self._session is not None
-        return ServerStatus(self._session, url)
+        assert self._status_session is not None
+        return ServerStatus(self._status_session, url)
 
     async def _poll(self, url: str, path: str) -> list[SchedulerLoad]:
         """Return the loads that one replica reports; empty if it does not answer."""
@@ -231,47 +264,11 @@ class SGLangClient:
             loads = await self._status(url).load(path, TIMING.status_timeout, route)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
+            if isinstance(failure, NOT_REACHED):
+                self.guard.doubt(url)
             return []
         self.failures.record(url, alive=True)
         return loads
-
-    async def _ask(self, url: str, paths: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
-        """Ask a replica what it is; raises EngineStartError where it does not answer or refuses the key."""
-        try:
-            status, reply = await self._status(url).mapping(paths, OPEN_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineStartError(
-                f"{url}: no answer to GET {paths[0]} within {OPEN_TIMEOUT_S:g} s"
-            ) from None
-        except (aiohttp.ClientError, OSError) as failure:
-            reason = getattr(failure, "os_error", None) or failure
-            remedy = (
-                "the gateway's workers must be within reach from here too, for their load"
-                if self._gateway
-                else "start the server, or correct engine.urls"
-            )
-            raise EngineStartError(f"{url}: no connection ({reason}): {remedy}") from None
-        if status in KEY_REFUSED:
-            raise EngineStartError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
-        return status, reply
-
-    async def _model_info(self, url: str) -> dict[str, Any]:
-        status, model = await self._ask(url, MODEL_INFO)
-        if "model_path" not in model:
-            raise EngineStartError(
-                f"{url}: something answers, but it is not SGLang (GET {MODEL_INFO[0]} gave {status})"
-            )
-        if model.get("is_generation") is False:
-            raise EngineStartError(f"{url}: serves {model['model_path']}, which does not generate text")
-        return model
-
-    async def _server_info(self, url: str) -> dict[str, Any]:
-        _, server = await self._ask(url, SERVER_INFO)
-        if server.get("skip_tokenizer_init") and self._detokenizer is None:
-            raise EngineStartError(
-                f"{url}: runs with --skip-tokenizer-init and returns no text: start it without"
-            )
-        return server
 
     async def _find_load_path(self, url: str) -> str:
         """Find the path at which a replica reports its load; return a note for the log."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import EngineInfo, SchedulerLoad, TokenizerInfo
+from batchrunner.engines.http.status import MOST
 from batchrunner.engines.model_files import model_identity
 
 # Server arguments that change the tokens of a chat, or its answer. Where all are unset, the chat endpoint
@@ -29,15 +30,16 @@ def describe(
     if len(names) > 1:
         raise EngineStartError(f"the replicas serve different models: {', '.join(sorted(names))}")
     first = servers[0]
+    version = first.get("version")
     return EngineInfo(
         kind="attach",
         model=model_identity(names.pop()),
-        version=first.get("version"),
+        version=version if isinstance(version, str) else None,
         max_running=_sum(load.max_running for load in loads)
         or _sum(_resolved(server, "max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
         or _sum(_resolved(server, "max_total_num_tokens") for server in servers),
-        context_length=first.get("context_length") or first.get("max_req_input_len"),
+        context_length=limit_of(first.get("context_length")) or limit_of(first.get("max_req_input_len")),
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
@@ -47,8 +49,13 @@ def describe(
 
 def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
     """Return the most prompt tokens that one prefill pass takes, by a server's resolved arguments."""
-    limits = (arguments.get("chunked_prefill_size"), arguments.get("max_prefill_tokens"))
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+    limits = (limit_of(arguments.get(name)) for name in ("chunked_prefill_size", "max_prefill_tokens"))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def limit_of(value: Any) -> int | None:
+    """Return a limit that a server tells, from 1 on; None for anything else."""
+    return value if type(value) is int and 0 < value <= MOST else None
 
 
 def scheduler_states(server: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -65,15 +72,16 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
     """Describe how a server makes tokens of prompts."""
+    template = server.get("hf_chat_template_name")
     return TokenizerInfo(
         tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
         model=str(model["model_path"]),
         own=_own(model, server),
         own_chat=_own_chat(model, server),
         model_sampling=server.get("sampling_defaults") == "model",
-        template=server.get("hf_chat_template_name"),
+        template=template if isinstance(template, str) else None,
         cuts=bool(server.get("allow_auto_truncate")),
-        longest_prompt=server.get("max_req_input_len"),
+        longest_prompt=limit_of(server.get("max_req_input_len")),
         absent=bool(server.get("skip_tokenizer_init")),
     )
 
@@ -81,13 +89,17 @@ def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> Token
 def _sum(limits: Iterable[Any]) -> int | None:
     """Return the sum over all schedulers; None where one of them does not say."""
     found = list(limits)
-    return sum(found) if found and all(isinstance(limit, int) for limit in found) else None
+    return (
+        sum(limits)
+        if (limits := [n for n in map(limit_of, found) if n]) and len(limits) == len(found)
+        else None
+    )
 
 
 def _resolved(server: Mapping[str, Any], argument: str) -> Any:
     """Return a server's limit as its schedulers have it in effect: the argument itself may be null."""
     limits = [limit_in_effect(state, argument) for state in scheduler_states(server)]
-    return sum(filter(None, limits)) or server.get(argument)
+    return sum(filter(None, map(limit_of, limits))) or server.get(argument)
 
 
 def _common_to(found: Sequence[TokenizerInfo]) -> TokenizerInfo:
@@ -115,6 +127,6 @@ def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None
     for name in _CHAT_ARGUMENTS:
         if server.get(name):
             return f"the server runs with --{name.replace('_', '-')}"
-    if model.get("model_type") in _OWN_CHAT_MODELS:
+    if str(model.get("model_type")) in _OWN_CHAT_MODELS:
         return f"SGLang has chat rules of its own for {model['model_type']}"
     return None

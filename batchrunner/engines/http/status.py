@@ -21,6 +21,10 @@ PREFIX = "sglang:"
 """Beginning of the names of SGLang's metrics."""
 MOST_BYTES = 8 << 20
 """Most bytes of a body that are read; `/metrics` of a large server has a tenth of them."""
+MOST = 1 << 53
+"""Largest value of a gauge or counter: up to there a double holds every integer."""
+MOST_USAGE = 10.0
+"""Largest share of the KV pool; SGLang's is 1, or a little more while requests are moved."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
 """Errors that every request here raises where the server does not answer in time."""
 NOT_SGLANG = (ValueError, KeyError, TypeError)
@@ -61,11 +65,17 @@ class ServerStatus:
     async def load(self, path: str, timeout_s: float, route: str | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there."""
         status, body = await self.get(path, timeout_s)
-        if status != 200:  # noqa: PLR2004
-            return []
+        return load_in(path, body, self.url, route) if status == 200 else []  # noqa: PLR2004
+
+
+def load_in(path: str, body: bytes, url: str, route: str | None = None) -> list[SchedulerLoad]:
+    """Read the reply of LOADS or METRICS; raises ValueError for anything else."""
+    try:
         if path == METRICS:
-            return from_metrics(body.decode(errors="replace"), self.url, route)
-        return from_loads(orjson.loads(body), self.url, route)
+            return from_metrics(body.decode(errors="replace"), url, route)
+        return from_loads(orjson.loads(body), url, route)
+    except Exception as failure:
+        raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
 
 
 def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> list[SchedulerLoad]:
@@ -75,22 +85,25 @@ def from_loads(reply: Mapping[str, Any], url: str, route: str | None = None) -> 
     where the reply is something else.
     """
     loads = reply["loads"]
-    return [
+    found = [
         SchedulerLoad(
-            scheduler=url if len(loads) == 1 else f"{url}#dp{load['dp_rank']}",
+            scheduler=url if len(loads) == 1 else f"{url}#dp{_count(load['dp_rank'])}",
             source="loads",
-            running=int(load["num_running_reqs"]),
-            queue=int(load["num_waiting_reqs"]),
-            token_usage=float(load["token_usage"]),
-            used_tokens=int(load["num_used_tokens"]),
-            max_total_tokens=int(load["max_total_num_tokens"]),
-            max_running=int(load["max_running_requests"]),
+            running=_count(load["num_running_reqs"]),
+            queue=_count(load["num_waiting_reqs"]),
+            token_usage=_share(load["token_usage"]),
+            used_tokens=_count(load["num_used_tokens"]),
+            max_total_tokens=_count(load["max_total_num_tokens"]),
+            max_running=_count(load["max_running_requests"]),
             route=route or url,
-            taken_at=load.get("timestamp"),
+            taken_at=_optional(load.get("timestamp")),
             work=_work(load),
         )
         for load in loads
     ]
+    if len({load.scheduler for load in found}) < len(found):
+        raise TypeError("two schedulers have the same rank")
+    return found
 
 
 def from_metrics(text: str, url: str, route: str | None = None) -> list[SchedulerLoad]:
@@ -106,12 +119,12 @@ def from_metrics(text: str, url: str, route: str | None = None) -> list[Schedule
         SchedulerLoad(
             scheduler=url if len(ranks) == 1 else f"{url}#dp{rank}",
             source="metrics",
-            running=int(g["num_running_reqs"]),
-            queue=int(g["num_queue_reqs"]),
-            token_usage=g.get("token_usage", 0.0),
-            used_tokens=int(g["num_used_tokens"]) if "num_used_tokens" in g else None,
-            max_total_tokens=int(g["max_total_num_tokens"]) if "max_total_num_tokens" in g else None,
-            max_running=int(g["max_running_requests"]) if "max_running_requests" in g else None,
+            running=_count(g["num_running_reqs"]),
+            queue=_count(g["num_queue_reqs"]),
+            token_usage=_share(g.get("token_usage", 0.0)),
+            used_tokens=_count(g["num_used_tokens"]) if "num_used_tokens" in g else None,
+            max_total_tokens=_count(g["max_total_num_tokens"]) if "max_total_num_tokens" in g else None,
+            max_running=_count(g["max_running_requests"]) if "max_running_requests" in g else None,
             route=route or url,
         )
         for rank, g in sorted(ranks.items())
@@ -132,6 +145,8 @@ def counters_in(text: str) -> dict[str, float]:
 def _samples_in(text: str) -> Iterator[tuple[str, str, float]]:
     """Yield SGLang's counters and gauges: the DP rank, the name without `sglang:`, the value.
 
+    Values that no counter or gauge has (infinite, not a number, negative) are left out.
+
     All pipeline stages and tensor-parallel ranks of a DP rank report the same values, so only the first one
     counts. With DP attention that is not rank 0.
     """
@@ -151,7 +166,7 @@ def _samples_in(text: str) -> Iterator[tuple[str, str, float]]:
     for dp, rank, _ in samples:
         first[dp] = min(rank, first.get(dp, rank))
     for dp, rank, sample in samples:
-        if rank == first[dp]:
+        if rank == first[dp] and _optional(sample.value) is not None:
             yield dp, sample.name.removeprefix(PREFIX), sample.value
 
 
@@ -159,4 +174,26 @@ def _work(load: Mapping[str, Any]) -> float | None:
     """Return microseconds of prefill + decode steps; None before SGLang 0.5.23, which counts them."""
     if "total_prefill_busy_us" not in load:
         return None
-    return float(load["total_prefill_busy_us"] + (load.get("decode_moments") or [0])[0])
+    return _number(load["total_prefill_busy_us"]) + _number((load.get("decode_moments") or [0])[0])
+
+
+def _number(value: Any) -> float:
+    """Return a number that a gauge can have; raises TypeError for anything else, also for true and false."""
+    if type(value) not in {int, float} or not 0 <= value <= MOST:
+        raise TypeError(f"{str(value)[:40]!r} is no number from 0 to {MOST}")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    return int(_number(value))
+
+
+def _share(value: Any) -> float:
+    if (share := _number(value)) > MOST_USAGE:
+        raise TypeError(f"{share} is no share of the KV pool")
+    return share
+
+
+def _optional(value: Any) -> float | None:
+    """Return a number that a gauge can have, or None."""
+    return value if type(value) in {int, float} and 0 <= value <= MOST else None

@@ -1,24 +1,13 @@
-"""The format of requests and replies of SGLang's HTTP interface. Pure."""
+"""The format of requests of SGLang's HTTP interface. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import msgspec
 import orjson
 
-from batchrunner.core.errors import (
-    AttemptFailedError,
-    EngineBusyError,
-    EngineDownError,
-    RequestError,
-    RowRefusedError,
-)
-from batchrunner.core.types import Completion, Request
-from batchrunner.input.tokenize.detokenizer import Detokenizer
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.types import Request
 from batchrunner.job.engine import GATEWAY_DROPS
-
-ERROR_CHARACTERS = 500
-"""Most characters of an error message in a result row."""
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {
@@ -26,72 +15,6 @@ _CHAT_NAMES = {
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
 }
-
-
-# The fields that are read of a reply: the rest is skipped without being made into Python values.
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: Any = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    num_retractions: int | None = None
-
-
-class _Sample(msgspec.Struct):
-    text: str
-    meta_info: _Meta
-
-
-class _IdsSample(msgspec.Struct):
-    output_ids: list[int]
-    meta_info: _Meta
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-    finish_reason: str | None = None
-    meta_info: _Meta | None = None
-
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _ChatReply(msgspec.Struct):
-    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
-    usage: _Usage
-
-
-_GenerateReply = _Sample | Annotated[list[_Sample], msgspec.Meta(min_length=1)]
-_IdsReply = _IdsSample | Annotated[list[_IdsSample], msgspec.Meta(min_length=1)]
-_read_chat = msgspec.json.Decoder(_ChatReply).decode
-_read_generate = msgspec.json.Decoder(_GenerateReply).decode
-_read_ids = msgspec.json.Decoder(_IdsReply).decode
-
-_BUSY = {429, 502, 503, 504}
-_REFUSED = {400, 404, 413, 422}
-# A gateway's error codes where no replica took the row, or the replica ended before the answer was complete.
-# sglang_router 0.3.2 gives them with status 500, for a refused connection and for one that was cut off.
-_REPLICA_DOWN = (
-    "call_upstream_",
-    "read_response_",
-    "no_workers",
-    "no_available_workers",
-    "no_healthy_workers",
-)
 
 
 GENERATE_PATH, CHAT_PATH, TOKENIZE_PATH = "/generate", "/v1/chat/completions", "/v1/tokenize"
@@ -184,124 +107,6 @@ def tokenize_body(request: Request) -> dict[str, Any]:
     return {"model": "default", "prompt": request.prompt}
 
 
-def tokens_in(reply: bytes | Any) -> list[int] | None:
-    """Read a reply of `/v1/tokenize`, as JSON or as its plain Python values."""
-    try:
-        found = orjson.loads(reply) if isinstance(reply, bytes) else reply
-        return [int(token) for token in found["tokens"]]
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        return None
-
-
-def completion_of(request: Request, reply: bytes | Any) -> Completion:
-    """Read a reply with status 200, as JSON or as its plain Python values.
-
-    Raises RequestError where it is an abort, empty or no answer.
-    """
-    chat = request.kind == "messages"
-    try:
-        if not isinstance(reply, bytes):
-            found: Any = msgspec.convert(reply, _ChatReply if chat else _GenerateReply)
-        else:
-            found = (_read_chat if chat else _read_generate)(reply)
-    except msgspec.ValidationError:
-        text = reply if isinstance(reply, bytes) else orjson.dumps(reply, default=str)
-        raise AttemptFailedError(
-            f"not an answer of SGLang: {_short(text.decode(errors='replace'))}"
-        ) from None
-    except msgspec.DecodeError:
-        raise AttemptFailedError("the answer is not JSON") from None
-    if chat:  # reasoning that was cut off before the answer is no empty answer
-        return _checked(_from_chat(found), any(c.message.reasoning_content for c in found.choices))
-    return _checked(_from_generate(found))
-
-
-def _checked(completion: Completion, reasoned: bool = False) -> Completion:
-    if "abort" in completion.finish_reasons:
-        raise AttemptFailedError("aborted by the engine")
-    if not any(completion.texts) and not reasoned:
-        raise AttemptFailedError("empty answer")
-    return completion
-
-
-def completion_in_ids(request: Request, reply: bytes, detokenizer: Detokenizer) -> Completion:
-    """Read a reply with status 200 of a server without a tokenizer; raises as `completion_of` does."""
-    try:
-        found = _read_ids(reply)
-    except msgspec.DecodeError:
-        return completion_of(request, reply)  # an abort, or no answer of SGLang's
-    samples = found if isinstance(found, list) else [found]
-    read = [
-        _Sample(
-            detokenizer.text(request, sample.output_ids, sample.meta_info.finish_reason), sample.meta_info
-        )
-        for sample in samples
-    ]
-    return _checked(_from_generate(read))
-
-
-def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error that a reply with another status means for the row."""
-    message = f"{status}: {_message_of(body)}"
-    if status >= 500 and _code_of(body).startswith(_REPLICA_DOWN):  # noqa: PLR2004
-        return EngineDownError(message)
-    if status in _BUSY:
-        seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
-        return EngineBusyError(message, seconds)
-    if status in _REFUSED:
-        return RowRefusedError(message)
-    return AttemptFailedError(message)
-
-
-def _from_generate(reply: _Sample | list[_Sample]) -> Completion:
-    samples = reply if isinstance(reply, list) else [reply]
-    metas = [sample.meta_info for sample in samples]
-    _check_aborts(metas)
-    return Completion(
-        texts=[sample.text for sample in samples],
-        finish_reasons=[_reason(meta.finish_reason) for meta in metas],
-        completion_tokens=[meta.completion_tokens for meta in metas],
-        prompt_tokens=metas[0].prompt_tokens,
-        cached_tokens=metas[0].cached_tokens,
-        retractions=sum(meta.num_retractions or 0 for meta in metas),
-    )
-
-
-def _from_chat(reply: _ChatReply) -> Completion:
-    metas = [choice.meta_info or _Meta() for choice in reply.choices]
-    _check_aborts(metas)
-    first, usage = metas[0], reply.usage
-    counts = [meta.completion_tokens for meta in metas]
-    if counts == [None]:  # a release without return_meta_info
-        counts = [usage.completion_tokens]
-    prompt_tokens, cached_tokens = first.prompt_tokens, first.cached_tokens
-    if prompt_tokens is None:
-        prompt_tokens = usage.prompt_tokens
-    if cached_tokens is None and usage.prompt_tokens_details is not None:
-        cached_tokens = usage.prompt_tokens_details.cached_tokens
-    return Completion(
-        texts=[choice.message.content or "" for choice in reply.choices],
-        finish_reasons=[choice.finish_reason for choice in reply.choices],
-        completion_tokens=counts,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        retractions=sum(meta.num_retractions or 0 for meta in metas),
-    )
-
-
-def _reason(reason: Any) -> str | None:
-    return reason.get("type") if isinstance(reason, dict) else reason
-
-
-def _check_aborts(metas: Sequence[_Meta]) -> None:
-    """Raise for an abort, which a reply with status 200 can contain, with a status of its own."""
-    for meta in metas:
-        reason = meta.finish_reason
-        if isinstance(reason, dict) and reason.get("type") == "abort":
-            message = orjson.dumps({"message": reason.get("message") or "aborted by the engine"})
-            raise error_of(int(reason.get("status_code") or 500), message)
-
-
 def _json(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
@@ -309,29 +114,3 @@ def _json(value: Any, name: str) -> Any:
         return orjson.loads(value)
     except orjson.JSONDecodeError as failure:
         raise RowRefusedError(f"{name} is not JSON: {failure}") from None
-
-
-def _code_of(body: bytes) -> str:
-    """Return the gateway's code of an error; empty where the body is not a gateway's."""
-    try:
-        return str(orjson.loads(body)["error"]["code"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return ""
-
-
-def _message_of(body: bytes) -> str:
-    """Return the sentence in an error body, of which SGLang has several formats."""
-    try:
-        found: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return _short(body.decode(errors="replace")) or "no explanation"
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    return _short(found if isinstance(found, str) else orjson.dumps(found).decode())
-
-
-def _short(text: str) -> str:
-    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
-    line = " ".join(text.strip().split("\n\n")[0].split())
-    return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"

@@ -49,8 +49,7 @@ class WorkerList:
             raise EngineStartError(f"{self.url}: refuses the API key ({status}): see engine.api_key_env")
         if status != 200 or not isinstance(reply.get("workers"), list):  # noqa: PLR2004
             raise EngineStartError(f"{self.url}: is not SGLang's Model Gateway (GET /workers gave {status})")
-        urls = [_RANK.sub("", str(w["url"])) for w in reply["workers"] if w.get("connection_mode") != "GRPC"]
-        return list(dict.fromkeys(url.rstrip("/") for url in urls if url.startswith("http")))
+        return urls_in(reply["workers"])
 
     async def bring_to(self, wanted: set[str]) -> bool:
         """Add and remove workers until the list is `wanted`; return False if it is not within 120 s.
@@ -103,3 +102,13 @@ class WorkerList:
             except orjson.JSONDecodeError:
                 reply = {}
             return response.status, reply if isinstance(reply, dict) else {}
+
+
+def urls_in(workers: Any) -> list[str]:
+    """Return the URLs of the workers in a gateway's list that speak HTTP, each once."""
+    urls = [
+        _RANK.sub("", str(worker.get("url"))).rstrip("/")
+        for worker in (workers if isinstance(workers, list) else ())
+        if isinstance(worker, dict) and worker.get("connection_mode") != "GRPC"
+    ]
+    return list(dict.fromkeys(url for url in urls if url.startswith("http")))

@@ -44,10 +44,9 @@ class Detokenizer:
         ends = {*(request.sampling.get("stop_token_ids") or ()), *self._stop_ids}
         return request._replace(sampling={**request.sampling, "stop_token_ids": sorted(ends)})
 
-    def text(self, request: Request, ids: Sequence[int], reason: Any) -> str:
-        """Return the text of an answer; `reason` is SGLang's `finish_reason` with the `matched` token."""
+    def text(self, request: Request, ids: Sequence[int], matched: Any) -> str:
+        """Return the text of an answer; `matched` is the token or text that its finish reason names."""
         sampling: Mapping[str, Any] = request.sampling
-        matched = reason.get("matched") if isinstance(reason, dict) else None
         ids = [*ids]
         if isinstance(matched, int) and not sampling.get("no_stop_trim"):
             del ids[-1:]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.server_info import describe, prefill_tokens
+from tests.support.json_values import json_of, some_odd
+from tests.support.reader_checks import check_description
 
 MODEL = {"model_path": "org/model"}
 SERVER: dict[str, Any] = {
@@ -63,3 +66,10 @@ def test_a_prefill_pass_takes_the_smaller_limit() -> None:
     assert prefill_tokens({"chunked_prefill_size": 512, "max_prefill_tokens": 256}) == 256
     assert prefill_tokens({"chunked_prefill_size": -1, "max_prefill_tokens": 256}) == 256
     assert prefill_tokens({}) is None
+
+
+@given(some_odd([{**SERVER, **MODEL, "served_model_name": "m", "weight_version": "v", "workers": [
+    {"url": "http://a", "connection_mode": "HTTP"}]}]))  # fmt: skip
+def test_any_description_can_be_read(found: Any) -> None:
+    """Whatever a server says of itself is used where it makes sense."""
+    check_description(json_of(found))

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.status import counters_in, from_loads, from_metrics
+from tests.support.json_values import ANY_JSON, json_of, some_odd
+from tests.support.reader_checks import check_load
 
 URL = "http://127.0.0.1:30000"
 
@@ -121,3 +125,32 @@ def test_text_that_is_no_metrics() -> None:
     """A web page is refused."""
     with pytest.raises(ValueError, match=r"(?i)invalid|could not|expected"):
         from_metrics("<html><body>404 not found</body></html>", URL)
+
+
+@given(
+    st.just(b"") | st.binary() | ANY_JSON.map(json_of)
+    | some_odd([{"loads": [load(0, 3, 2)]}, {"loads": [load(0, 3, 2), load(1, 0, 0)]}]).map(json_of)
+)  # fmt: skip
+def test_any_load_can_be_read(reply: bytes) -> None:
+    """Whatever comes is a load that windows can follow, or none."""
+    check_load(reply)
+
+
+VALUES = ["1", "0.5", "+Inf", "-Inf", "NaN", "1e308", "-3", "", "x", "\0", "9" * 400]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["running", "queue"]), st.text(max_size=3), st.sampled_from(VALUES)))
+)
+def test_any_metrics_can_be_read(samples: list[tuple[str, str, str]]) -> None:
+    """Numbers that no gauge has, and labels of all kinds."""
+    names = {"running": "num_running_reqs", "queue": "num_queue_reqs"}
+    lines = [f'sglang:{names[name]}{{dp_rank="{rank}"}} {value}' for name, rank, value in samples]
+    types = [f"# TYPE sglang:{name} gauge" for name in names.values()]
+    check_load("\n".join([*types, *lines, ""]).encode())
+
+
+def test_good_loads_pass_the_check() -> None:
+    """The properties above are tried with loads that are read, not only with those that are refused."""
+    assert check_load(json_of({"loads": [load(0, 3, 2)]}))
+    assert check_load(metrics(0, 30, 200).encode())

@@ -1,0 +1,112 @@
+"""Posts one row and reads its answer; raises what a failure on the way means for the row."""
+
+import logging
+from typing import NamedTuple
+
+import aiohttp
+
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    BatchrunError,
+    EngineDownError,
+    NoAnswerError,
+    RequestError,
+)
+from batchrunner.engines.http.endpoint import Endpoint
+from batchrunner.engines.http.failures import FailureClassifier
+from batchrunner.engines.http.model_guard import ModelGuard
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 30.0
+MOST_ANSWER_BYTES = 128 << 20
+"""Most bytes of an answer: a part of the results holds 64 MiB."""
+
+
+class Answer(NamedTuple):
+    """An HTTP answer, whole."""
+
+    status: int
+    content: bytes
+    retry_after: str | None
+
+
+class RowPoster:
+    """Sends rows to endpoints whose servers are known to serve the run's model."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        guard: ModelGuard,
+        failures: FailureClassifier,
+        *,
+        behind_gateway: bool,
+        timeout_s: float,
+    ) -> None:
+        self._session = session
+        self._guard = guard
+        self._failures = failures
+        self._behind_gateway = behind_gateway
+        self._timeout_s = timeout_s
+
+    async def post(
+        self,
+        endpoint: Endpoint,
+        path: str,
+        payload: aiohttp.BytesPayload,
+        headers: dict[str, str] | None,
+        sent_at: float,
+    ) -> Answer:
+        """Send a body and return the whole answer; `sent_at` is the time now, for the judgement of failures.
+
+        Raises RequestError, or AnotherModelError where the server serves another model.
+        """
+        try:
+            with endpoint.deadline:
+                await self._guard.settle(endpoint.url)
+                sending = self._session.post(endpoint.paths[path], data=payload, headers=headers)
+                async with sending as response:
+                    content = await content_of(response)
+        except (RequestError, BatchrunError):
+            raise
+        except TimeoutError as failure:
+            raise self._late(endpoint, failure) from None
+        except (aiohttp.ClientError, OSError) as failure:
+            self._guard.doubt(endpoint.url)
+            raise await self._lost(endpoint, failure, sent_at) from None
+        except Exception as failure:  # nothing that a server sends may end a run
+            log.debug("an answer of %s", endpoint.url, exc_info=True)
+            raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
+        return Answer(response.status, content, response.headers.get("Retry-After"))
+
+    def _late(self, endpoint: Endpoint, failure: TimeoutError) -> RequestError:
+        if isinstance(failure, aiohttp.ConnectionTimeoutError):  # a host that is gone: no row is why
+            self._guard.doubt(endpoint.url)
+            return EngineDownError(f"no connection to {endpoint.url} within {CONNECT_TIMEOUT_S:g} s")
+        if endpoint.closed:
+            return EngineDownError(endpoint.closed)
+        return NoAnswerError(f"no answer within {self._timeout_s:g} s")
+
+    async def _lost(
+        self, endpoint: Endpoint, failure: aiohttp.ClientError | OSError, sent_at: float
+    ) -> RequestError:
+        if isinstance(failure, aiohttp.ClientConnectorError):
+            return EngineDownError(f"no connection to {endpoint.url}: {failure.os_error}")
+        what = f"connection lost: {failure or type(failure).__name__}"
+        if self._behind_gateway:  # it only passes rows on: none of them is why it ended
+            return EngineDownError(what)
+        return await self._failures.classify(endpoint.url, sent_at, what)
+
+
+async def content_of(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer; raises AttemptFailedError for one that is larger than any can be."""
+    known = response.content_length
+    if known is not None and known <= MOST_ANSWER_BYTES and "Content-Encoding" not in response.headers:
+        return await response.read()
+    content = bytearray()
+    async for part in response.content.iter_any():
+        content += part
+        if len(content) > MOST_ANSWER_BYTES:
+            response.close()
+            raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+    return bytes(content)

@@ -1,0 +1,130 @@
+"""Questions to servers about themselves: at the start, where an odd answer ends the run, and later."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from batchrunner.core.errors import EngineDownError, EngineStartError
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.model_guard import Model, ModelQuestion, model_in
+from batchrunner.engines.http.status import KEY_REFUSED, MODEL_INFO, NOT_REACHED, SERVER_INFO, ServerStatus
+from batchrunner.engines.http.worker_list import WorkerList
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+
+
+class ServerQuestions:
+    """Asks servers what they are."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, *, behind_gateway: bool, has_detokenizer: bool
+    ) -> None:
+        """With a detokenizer (`has_detokenizer`) a server may be one without a tokenizer."""
+        self._session = session
+        self._behind_gateway = behind_gateway
+        self._has_detokenizer = has_detokenizer
+
+    async def model_info(self, url: str) -> dict[str, Any]:
+        """Return the server's model; raises EngineStartError where it is none that generates text."""
+        status, model = await self._ask(url, MODEL_INFO)
+        path = model.get("model_path")
+        if not isinstance(path, str) or not path:
+            raise EngineStartError(
+                f"{url}: something answers, but it is not SGLang (GET {MODEL_INFO[0]} gave {status})"
+            )
+        if model.get("is_generation") is False:
+            raise EngineStartError(f"{url}: serves {path}, which does not generate text")
+        return model
+
+    async def server_info(self, url: str) -> dict[str, Any]:
+        """Return the server's arguments and limits; raises EngineStartError where it returns no text."""
+        _, server = await self._ask(url, SERVER_INFO)
+        if server.get("skip_tokenizer_init") and not self._has_detokenizer:
+            raise EngineStartError(
+                f"{url}: runs with --skip-tokenizer-init and returns no text: start it without"
+            )
+        return server
+
+    async def model(self, url: str, run_model: Model, timeout_s: float = OPEN_TIMEOUT_S) -> dict[str, str]:
+        """Return what a server says of its model now; raises EngineDownError where it does not say.
+
+        Its arguments are read too only if the run's model has a field that they alone tell.
+        """
+        found = await self._ask_again(url, MODEL_INFO, timeout_s)
+        if "model_path" not in found:
+            raise EngineDownError(f"{url}: GET {MODEL_INFO[0]} does not say which model it serves")
+        if run_model.keys() - model_in(found).keys():
+            return model_in(found, await self._ask_again(url, SERVER_INFO, timeout_s))
+        return model_in(found)
+
+    async def _ask_again(self, url: str, paths: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
+        try:
+            _, reply = await ServerStatus(self._session, url).mapping(paths, timeout_s)
+        except NOT_REACHED as failure:
+            reason = str(getattr(failure, "os_error", failure)) or type(failure).__name__
+            raise EngineDownError(f"no connection to {url}: {reason}") from None
+        return reply
+
+    async def _ask(self, url: str, paths: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
+        """Ask a server what it is; raises EngineStartError where it does not answer or refuses the key."""
+        try:
+            status, reply = await ServerStatus(self._session, url).mapping(paths, OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineStartError(
+                f"{url}: no answer to GET {paths[0]} within {OPEN_TIMEOUT_S:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError) as failure:
+            reason = getattr(failure, "os_error", None) or failure
+            remedy = (
+                "the gateway's workers must be within reach from here too, for their load"
+                if self._behind_gateway
+                else "start the server, or correct engine.urls"
+            )
+            raise EngineStartError(f"{url}: no connection ({reason}): {remedy}") from None
+        if status in KEY_REFUSED:
+            raise EngineStartError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
+        return status, reply
+
+
+class ModelOfServer(ModelQuestion):
+    """Asks one server for its model."""
+
+    def __init__(self, questions: ServerQuestions, url: str, run_model: Model) -> None:
+        self._questions = questions
+        self._url = url
+        self._run_model = run_model
+
+    async def ask(self) -> Mapping[str, Model]:
+        """Return what the server says; see `ModelQuestion.ask`."""
+        return {self._url: await self._questions.model(self._url, self._run_model)}
+
+
+class ModelsOfWorkers(ModelQuestion):
+    """Asks all workers that a gateway lists now for their models."""
+
+    def __init__(self, questions: ServerQuestions, workers: WorkerList, run_model: Model) -> None:
+        self._questions = questions
+        self._workers = workers
+        self._run_model = run_model
+        self._last: list[str] = []
+
+    async def ask(self) -> Mapping[str, Model]:
+        """Return what each worker says; one that does not answer answers no rows either, and is left out."""
+        try:
+            self._last = await self._workers.addresses()
+        except EngineStartError as failure:  # the gateway ends: rows will find out
+            log.debug("the gateway's workers: %s", failure)
+        found = await asyncio.gather(*map(self._model, self._last))
+        return {url: model for url, model in zip(self._last, found, strict=True) if model}
+
+    async def _model(self, url: str) -> dict[str, str]:
+        try:
+            return await self._questions.model(url, self._run_model, TIMING.status_timeout)
+        except EngineDownError as failure:
+            log.debug("the model of %s: %s", url, failure)
+            return {}

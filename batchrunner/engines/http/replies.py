@@ -1,0 +1,340 @@
+"""Replies of SGLang's HTTP interface → completions and errors. Pure.
+
+Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
+"""
+
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    EngineBusyError,
+    EngineDownError,
+    RequestError,
+    RowRefusedError,
+)
+from batchrunner.core.types import Completion, Request
+from batchrunner.input.tokenize.detokenizer import Detokenizer
+
+ERROR_CHARACTERS = 500
+"""Most characters of an error message in a result row."""
+MOST_COUNT = (1 << 31) - 1
+"""Largest count of tokens, and largest token id: the columns of the results have 32 bits."""
+REASON_CHARACTERS = 100
+"""Most characters of a finish reason; SGLang's have ten."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+_Word = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)]
+
+
+# The fields that are read of a reply: the rest is skipped without being made into Python values.
+
+
+class _Reason(msgspec.Struct):
+    type: _Word
+    matched: Any = None
+    message: Any = None
+    status_code: Any = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Reason | _Word | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    cached_tokens: _Count | None = None
+    num_retractions: _Count | None = None
+    weight_version: Any = None
+
+
+class _Sample(msgspec.Struct):
+    text: str
+    meta_info: _Meta
+
+
+class _IdsSample(msgspec.Struct):
+    output_ids: list[_Count]
+    meta_info: _Meta
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    index: int | None = None
+    finish_reason: _Word | None = None
+    meta_info: _Meta | None = None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _ChatReply(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[_Count]
+
+
+_GenerateReply = _Sample | Annotated[list[_Sample], msgspec.Meta(min_length=1)]
+_IdsReply = _IdsSample | Annotated[list[_IdsSample], msgspec.Meta(min_length=1)]
+_read_chat = msgspec.json.Decoder(_ChatReply)
+_read_generate = msgspec.json.Decoder(_GenerateReply)
+_read_ids = msgspec.json.Decoder(_IdsReply)
+_read_tokens = msgspec.json.Decoder(_Tokens)
+
+_HEX = rb"[0-9a-f]{2}"
+_ESCAPES = re.compile(
+    rb"\\(?:ud[89ab]" + _HEX + rb"\\ud[c-f]" + _HEX + rb"|ud[89a-f]" + _HEX + rb"|.)",
+    re.DOTALL | re.IGNORECASE,
+)
+"""Escapes of a JSON text: a pair of surrogates, a lone surrogate, any other."""
+_LONE_SURROGATE_BYTES = len(rb"\ud800")
+_REPLACEMENT = rb"\ufffd"
+
+_BUSY = {429, 502, 503, 504}
+_REFUSED = {400, 404, 413, 422}
+# A gateway's error codes where no replica took the row, or the replica ended before the answer was complete.
+# sglang_router 0.3.2 gives them with status 500, for a refused connection and for one that was cut off.
+_REPLICA_DOWN = (
+    "call_upstream_",
+    "read_response_",
+    "no_workers",
+    "no_available_workers",
+    "no_healthy_workers",
+)
+
+
+def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer | None = None) -> Completion:
+    """Read a reply with status 200, as JSON or as its plain Python values.
+
+    Take the `detokenizer` of a server without a tokenizer, whose answers are token ids. Raises RequestError
+    where the reply is an abort, empty, no answer, or one with fewer or more samples than were asked for.
+    """
+    try:
+        if request.kind == "messages":
+            return _from_chat(request, _decoded(_read_chat, reply))
+        if detokenizer is not None:
+            return _from_generate(request, _samples_of_ids(request, reply, detokenizer))
+        return _from_generate(request, _decoded(_read_generate, reply))
+    except RequestError:
+        raise
+    except msgspec.ValidationError:
+        text = reply if isinstance(reply, bytes) else orjson.dumps(reply, default=str)
+        said = _short(text.decode(errors="replace"))
+        raise AttemptFailedError(f"not an answer of SGLang: {said}") from None
+    except UnicodeDecodeError:
+        raise AttemptFailedError("the answer is not UTF-8") from None
+    except msgspec.DecodeError:
+        raise AttemptFailedError("the answer is not JSON") from None
+    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+        raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
+
+
+def tokens_in(reply: bytes | Any) -> list[int] | None:
+    """Read a reply of `/v1/tokenize`, as JSON or as its plain Python values; None where it is none."""
+    try:
+        return list(_decoded(_read_tokens, reply).tokens)
+    except Exception:  # noqa: BLE001 - as above
+        return None
+
+
+def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
+    """Return the error that a reply with another status means for the row."""
+    try:
+        code, said = _code_of(body), _message_of(body)
+    except Exception:  # noqa: BLE001 - as above
+        code, said = "", _short(body.decode(errors="replace"))
+    message = f"{status}: {said}"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and code.startswith(_REPLICA_DOWN):
+        return EngineDownError(message)
+    if status in _BUSY:
+        return EngineBusyError(message, _seconds(retry_after))
+    if status in _REFUSED:
+        return RowRefusedError(message)
+    return AttemptFailedError(message)
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes | Any) -> Any:
+    """Decode a reply; where JSON has lone surrogates, which no UTF-8 has, they become U+FFFD."""
+    if not isinstance(reply, bytes):
+        return msgspec.convert(reply, decoder.type)
+    try:
+        return decoder.decode(reply)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        mended = _ESCAPES.sub(_without_lone_surrogate, reply)
+        if mended == reply:
+            raise
+        return decoder.decode(mended)
+
+
+def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
+    found = escape[0]
+    return _REPLACEMENT if len(found) == _LONE_SURROGATE_BYTES else found
+
+
+def _samples_of_ids(request: Request, reply: bytes, detokenizer: Detokenizer) -> list[_Sample]:
+    try:
+        found = _decoded(_read_ids, reply)
+    except msgspec.DecodeError:
+        found = _decoded(_read_generate, reply)  # an abort, or no answer of SGLang's
+        return found if isinstance(found, list) else [found]
+    samples: list[_IdsSample] = found if isinstance(found, list) else [found]
+    return [
+        _Sample(detokenizer.text(request, sample.output_ids, _matched(sample.meta_info)), sample.meta_info)
+        for sample in samples
+    ]
+
+
+def _from_generate(request: Request, reply: _Sample | list[_Sample]) -> Completion:
+    samples = reply if isinstance(reply, list) else [reply]
+    metas = [sample.meta_info for sample in samples]
+    _check_aborts(metas)
+    _check_count(request, len(samples))
+    completion = Completion(
+        texts=[sample.text for sample in samples],
+        finish_reasons=[_reason(meta) for meta in metas],
+        completion_tokens=[meta.completion_tokens for meta in metas],
+        prompt_tokens=metas[0].prompt_tokens,
+        cached_tokens=metas[0].cached_tokens,
+        retractions=sum(meta.num_retractions or 0 for meta in metas),
+        weights=_weights(metas),
+    )
+    return _checked(completion)
+
+
+def _from_chat(request: Request, reply: _ChatReply) -> Completion:
+    metas = [choice.meta_info or _Meta() for choice in reply.choices]
+    _check_aborts(metas)
+    _check_count(request, len(metas))
+    choices = _in_order(reply.choices)
+    metas = [choice.meta_info or _Meta() for choice in choices]
+    first, usage = metas[0], reply.usage
+    counts = [meta.completion_tokens for meta in metas]
+    if counts == [None]:  # a release without return_meta_info
+        counts = [usage.completion_tokens]
+    prompt_tokens, cached_tokens = first.prompt_tokens, first.cached_tokens
+    if prompt_tokens is None:
+        prompt_tokens = usage.prompt_tokens
+    if cached_tokens is None and usage.prompt_tokens_details is not None:
+        cached_tokens = usage.prompt_tokens_details.cached_tokens
+    completion = Completion(
+        texts=[choice.message.content or "" for choice in choices],
+        finish_reasons=[choice.finish_reason for choice in choices],
+        completion_tokens=counts,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        retractions=sum(meta.num_retractions or 0 for meta in metas),
+        weights=_weights(metas),
+    )
+    # reasoning that was cut off before the answer is no empty answer
+    return _checked(completion, reasoned=any(choice.message.reasoning_content for choice in choices))
+
+
+def _in_order(choices: list[_Choice]) -> list[_Choice]:
+    """Return the samples of a chat by their numbers; raises AttemptFailedError where one has no text."""
+    if len(choices) == 1:
+        return choices
+    numbers = [choice.index for choice in choices]
+    if numbers != [None] * len(choices):
+        if sorted(-1 if number is None else number for number in numbers) != list(range(len(choices))):
+            raise AttemptFailedError(f"the samples are numbered {_short(str(numbers))}")
+        choices = sorted(choices, key=lambda choice: choice.index or 0)
+    for number, choice in enumerate(choices):
+        if choice.message.content is None and not choice.message.reasoning_content:
+            raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
+    return choices
+
+
+def _check_count(request: Request, count: int) -> None:
+    """Raise AttemptFailedError for fewer or more samples than `sampling.n`, which is 1 where it is unset."""
+    wanted = request.sampling.get("n") or 1
+    if count != wanted:
+        raise AttemptFailedError(f"{count} samples came, and {wanted} were asked for (sampling.n)")
+
+
+def _check_aborts(metas: Sequence[_Meta]) -> None:
+    """Raise for an abort, which a reply with status 200 can contain, with a status of its own."""
+    for meta in metas:
+        reason = meta.finish_reason
+        if isinstance(reason, _Reason) and reason.type == "abort":
+            said = reason.message if isinstance(reason.message, str) else ""
+            code = reason.status_code
+            known = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
+            body = orjson.dumps({"message": said or "aborted by the engine"})
+            raise error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, body)
+
+
+def _checked(completion: Completion, *, reasoned: bool = False) -> Completion:
+    if "abort" in completion.finish_reasons:
+        raise AttemptFailedError("aborted by the engine")
+    if not any(completion.texts) and not reasoned:
+        raise AttemptFailedError("empty answer")
+    return completion
+
+
+def _reason(meta: _Meta) -> str | None:
+    reason = meta.finish_reason
+    return reason.type if isinstance(reason, _Reason) else reason
+
+
+def _matched(meta: _Meta) -> Any:
+    reason = meta.finish_reason
+    return reason.matched if isinstance(reason, _Reason) else None
+
+
+def _weights(metas: Sequence[_Meta]) -> str | None:
+    """Return the version of the weights that made an answer, where the server tells it."""
+    version = metas[0].weight_version
+    return version if isinstance(version, str) else None
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Return the pause that a `Retry-After` asks for; None without one, or for a date."""
+    if retry_after is None or not (retry_after.isascii() and retry_after.isdigit()):
+        return None
+    return float(retry_after)
+
+
+def _code_of(body: bytes) -> str:
+    """Return the gateway's code of an error; empty where the body is not a gateway's."""
+    try:
+        return str(orjson.loads(body)["error"]["code"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""
+
+
+def _message_of(body: bytes) -> str:
+    """Return the sentence in an error body, of which SGLang has several formats."""
+    try:
+        found: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return _short(body.decode(errors="replace")) or "no explanation"
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    return _short(found if isinstance(found, str) else orjson.dumps(found).decode())
+
+
+def _short(text: str) -> str:
+    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
+    line = " ".join(text.strip().split("\n\n")[0].split())
+    return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"

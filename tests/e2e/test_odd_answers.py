@@ -1,0 +1,256 @@
+"""Odd answers: each is a failed attempt of its row, the run goes on, and good rows are kept."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import batchrunner
+from tests.conftest import job_of, results_of
+from tests.support.fake_sglang import Behaviour, Body, FakeSGLang, OnWire, Sent, answer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+ODD_ROW = "row 3"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+def body(**changes: Any) -> Body:
+    """An answer to a text, with some values of its `meta_info` changed."""
+    meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0}
+    return Body(json.dumps({"text": "fine", "meta_info": {**meta, **changes}}).encode())
+
+
+ODD: dict[str, Body | OnWire] = {
+    "33 bits": body(prompt_tokens=1 << 33),
+    "65 bits": body(completion_tokens=1 << 65),
+    "below 0": body(cached_tokens=-1),
+    "true": body(prompt_tokens=True),
+    "text for a count": body(num_retractions="2"),
+    "reason: number": body(finish_reason=7),
+    "reason: list": body(finish_reason=["stop"]),
+    "reason: odd type": body(finish_reason={"type": ["stop"]}),
+    "reason: no type": body(finish_reason={"matched": 1}),
+    "reason: long": body(finish_reason="stop" * 10_000),
+    "abort code: text": body(finish_reason={"type": "abort", "status_code": "no", "message": {"a": 1 << 70}}),
+    "abort code: large": body(finish_reason={"type": "abort", "status_code": 10**30, "message": "odd"}),
+    "abort code: infinite": body(finish_reason={"type": "abort", "status_code": float("inf")}),
+    "deep": Body(b'{"text": "fine", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b', "meta_info": {}}'),
+    "deep list": Body(b"[" * 100_000),
+    "not UTF-8": Body(b'{"text": "caf\xe9", "meta_info": {}}'),
+    "no text": Body(b'{"text": null, "meta_info": {}}'),
+    "nothing": Body(b""),
+    "a list of none": Body(b"[]"),
+    "chunks of garbage": OnWire(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
+    "chunks that end": OnWire(HEAD + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{"),
+    "a body that ends": OnWire(HEAD + b"Content-Length: 100\r\n\r\n{"),
+    "an odd length": OnWire(HEAD + b"Content-Length: \xb2\r\n\r\n{}"),
+    "gzip that is none": OnWire(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}"),
+    "a huge header": OnWire(HEAD + b"X-Large: " + b"x" * 100_000 + b"\r\nContent-Length: 2\r\n\r\n{}"),
+    "many headers": OnWire(HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(10_000)) + b"\r\n{}"),
+    "no HTTP": OnWire(b"\x00\xff\x16\x03\x01 garbage\r\n\r\n"),
+    "an odd status": OnWire(b"HTTP/1.1 99999 What\r\nContent-Length: 0\r\n\r\n"),
+    "a redirect to nowhere": OnWire(b"HTTP/1.1 302 Found\r\nLocation: http://[\r\nContent-Length: 0\r\n\r\n"),
+    "a deep error": OnWire(b"HTTP/1.1 500 Odd\r\nContent-Length: 1200\r\n\r\n" + b"[" * 600 + b"]" * 600),
+}
+
+
+def run_with(
+    directory: Path, server: FakeSGLang, odd: Behaviour | Body | OnWire, **changes: Any
+) -> dict[int, dict[str, Any]]:
+    """Run ten rows, of which one gets an odd answer each time; return the results by row."""
+    server.script = lambda sent: odd if sent.prompt == ODD_ROW else "answer"
+    job = job_of(directory, server, **{"limits": {"max_attempts": 2}, **changes})
+    report = batchrunner.run(job)
+    assert report.rows_ok + report.rows_failed == 10
+    results = {row["row"]: row for row in results_of(job)}
+    assert {n for n, row in results.items() if row["error"] is None} >= set(range(10)) - {3}
+    return results
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_answer_fails_its_row_alone(tmp_path: Path, server: FakeSGLang, odd: str) -> None:
+    results = run_with(tmp_path, server, ODD[odd])
+    assert results[3]["error"]
+    assert results[3]["attempts"] == 2
+    assert server.prompts.count(ODD_ROW) == 2
+
+
+@pytest.mark.parametrize(
+    "retry_after", ["²", "\u0661", "-1", "nan", "9" * 400, "Wed, 21 Oct 2015 07:28:00 GMT", ""]
+)
+def test_an_odd_retry_after(tmp_path: Path, retry_after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause that is no number of seconds is no pause; one that is endless is cut."""
+    monkeypatch.setattr("batchrunner.core.timing.TIMING.longest_retry", 0.01)
+    with FakeSGLang() as server:
+        content = (
+            b"HTTP/1.1 503 Full\r\nContent-Length: 0\r\nConnection: close\r\nRetry-After: "
+            + retry_after.encode()
+            + b"\r\n\r\n"
+        )
+        server.script = lambda sent: OnWire(content) if sent.tries == 1 else "answer"
+        report = batchrunner.run(job_of(tmp_path, server))
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        (rb"a\ud800b", "a\ufffdb"),
+        (rb"\uDFFF", "\ufffd"),
+        (rb"\ud83d\ude00\ud83d", "\U0001f600\ufffd"),
+        (rb"\\ud800\ud800", "\\ud800\ufffd"),
+        (rb"a\u0000b", "a\0b"),
+    ],
+)
+def test_odd_characters_are_kept(tmp_path: Path, server: FakeSGLang, sent: bytes, kept: str) -> None:
+    """JSON can write half a character, which UTF-8 has no bytes for: the rest of the answer is good."""
+    reply = b'{"text": "' + sent + b'", "meta_info": {}}'
+    assert run_with(tmp_path, server, Body(reply))[3]["output"] == kept
+
+
+def samples(*texts: str | None, numbers: list[Any] | None = None) -> list[dict[str, Any]]:
+    """Choices of a chat, numbered in order."""
+    numbered = zip(numbers or list(range(len(texts))), texts, strict=True)
+    return [{"index": n, "message": {"content": text}, "finish_reason": "stop"} for n, text in numbered]
+
+
+def chat(choices: list[dict[str, Any]]) -> Body:
+    return Body(json.dumps({"choices": choices, "usage": {}}).encode())
+
+
+CHATS: dict[str, Body] = {
+    "two of four": chat(samples("a", "b")),
+    "one of four": chat(samples("a")),
+    "five of four": chat(samples("a", "b", "c", "d", "e")),
+    "a number twice": chat(samples("a", "b", "c", "d", numbers=[0, 1, 1, 3])),
+    "a number too large": chat(samples("a", "b", "c", "d", numbers=[1, 2, 3, 4])),
+    "a number that is none": chat(samples("a", "b", "c", "d", numbers=[0, 1, None, 3])),
+    "no text in one": chat(samples("a", "b", None, "d")),
+}
+
+
+@pytest.mark.parametrize("odd", CHATS)
+def test_other_samples_than_asked_for_in_a_chat(tmp_path: Path, server: FakeSGLang, odd: str) -> None:
+    changes = {"sampling": {"n": 4}, "prompt": {"user": "{{ text }}"}}
+    assert run_with(tmp_path, server, CHATS[odd], **changes)[3]["error"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_other_samples_than_asked_for(tmp_path: Path, server: FakeSGLang, count: int) -> None:
+    """The answer is asked for again, as often as an answer that failed."""
+    sample = {"text": "a", "meta_info": {}}
+    reply = Body(json.dumps([sample] * count).encode())
+    row = run_with(tmp_path, server, reply, sampling={"n": 4})[3]
+    assert row["error"] == f"{count} samples came, and 4 were asked for (sampling.n)"
+    assert row["attempts"] == 2
+
+
+def test_an_only_sample_where_four_were_asked_for(tmp_path: Path, server: FakeSGLang) -> None:
+    results = run_with(tmp_path, server, Body(b'{"text": "a", "meta_info": {}}'), sampling={"n": 4})
+    assert results[3]["error"]
+    assert results[4]["output"] == [f"answer {n} to row 4" for n in range(4)]
+
+
+def test_two_samples_where_one_was_asked_for(tmp_path: Path, server: FakeSGLang) -> None:
+    reply = Body(json.dumps([{"text": "a", "meta_info": {}}] * 2).encode())
+    assert run_with(tmp_path, server, reply)[3]["error"]
+
+
+def test_samples_in_another_order(tmp_path: Path, server: FakeSGLang) -> None:
+    """They have numbers: they are put into their order."""
+    reply = chat(samples("d", "a", "c", "b", numbers=[3, 0, 2, 1]))
+    changes = {"sampling": {"n": 4}, "prompt": {"user": "{{ text }}"}}
+    assert run_with(tmp_path, server, reply, **changes)[3]["output"] == ["a", "b", "c", "d"]
+
+
+def test_a_short_answer_once(tmp_path: Path, server: FakeSGLang) -> None:
+    """The second attempt has all samples."""
+
+    def script(sent: Sent) -> Behaviour | Body:
+        return Body(json.dumps(answer(sent)[:2]).encode()) if sent.tries == 1 else "answer"
+
+    server.script = script
+    job = job_of(tmp_path, server, sampling={"n": 4})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.retries) == (10, 10)
+    assert all(len(row["output"]) == 4 for row in results_of(job))
+
+
+NUMBERS = [
+    b"1e400", b"1e308", b"NaN", b"-1", b"true", b"null", b'"5"', b"[]", b"{}", b"12222222222222222222222222",
+]  # fmt: skip
+FIELDS = [
+    "num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "max_running_requests",
+    "token_usage", "timestamp", "dp_rank", "total_prefill_busy_us", "decode_moments",
+]  # fmt: skip
+LOAD: dict[str, Any] = {
+    "timestamp": 1, "dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 2, "num_used_tokens": 10,
+    "max_total_num_tokens": 20000, "max_running_requests": 8, "token_usage": 0.1,
+    "total_prefill_busy_us": 5, "decode_moments": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=bytes.decode)
+def test_odd_loads(tmp_path: Path, server: FakeSGLang, value: bytes) -> None:
+    """Each field in turn has a value that no gauge can have, from the start or from the second poll on."""
+    fields = iter(FIELDS * 1000)
+
+    def load() -> bytes:
+        name = next(fields)
+        entries = (
+            f'"{key}": '.encode() + (value if key == name else json.dumps(v).encode())
+            for key, v in LOAD.items()
+        )
+        return b'{"loads": [{' + b", ".join(entries) + b"}]}"
+
+    server.load, server.delay_s = load, 0.05
+    job = job_of(tmp_path, server, rows=200)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, 200)
+
+
+@pytest.mark.parametrize("value", ["+Inf", "1e308", "NaN", "-5", "x", ""])
+def test_odd_metrics(tmp_path: Path, server: FakeSGLang, value: str) -> None:
+    server.polls, server.delay_s = "gone", 0.02
+    good = iter(range(10))
+
+    def metrics() -> str:
+        queue = value if next(good, None) is None else "1"
+        return "\n".join(
+            f'# TYPE sglang:{name} gauge\nsglang:{name}{{tp_rank="0",pp_rank="0",dp_rank="0"}} {number}'
+            for name, number in [("num_running_reqs", "2"), ("num_queue_reqs", queue), ("token_usage", value)]
+        )
+
+    server.metrics = metrics
+    report = batchrunner.run(job_of(tmp_path, server, rows=200))
+    assert (report.exit_code, report.rows_ok) == (0, 200)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"internal_states": 5},
+        {"internal_states": [5, None, {"max_running_requests": "8", "max_total_num_tokens": {}}]},
+        {"max_running_requests": "8", "max_total_num_tokens": True, "context_length": "x"},
+        {"chunked_prefill_size": True, "max_prefill_tokens": 1e308, "max_req_input_len": [1]},
+        {"version": {"a": 1}, "hf_chat_template_name": 7, "model_type": ["llama"]},
+        {"served_model_name": ["a"], "weight_version": {"a": 1}, "revision": 5},
+        {"tokenizer_path": "no\0path"},
+        {"model_path": "no\0path"},
+        {"model_path": "~nobody/model"},
+        {"model_path": "long/" * 2000},
+    ],
+    ids=str,
+)
+def test_an_odd_description(tmp_path: Path, told: dict[str, Any]) -> None:
+    """What a server says of itself decides how it is used, and never that it is not."""
+    with FakeSGLang(arguments=told) as server:
+        server.polls = "gone"
+        report = batchrunner.run(job_of(tmp_path, server))
+    assert (report.exit_code, report.rows_ok) == (0, 10)

@@ -1,0 +1,101 @@
+"""Reads whatever bytes a server may send, as a run does, and checks that no error comes but a RequestError.
+
+Hypothesis and `benchmarks.fuzz` both call these checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+
+import orjson
+import pyarrow as pa
+
+from batchrunner.core.errors import AttemptFailedError, EngineStartError, RequestError, RowRefusedError
+from batchrunner.core.types import EngineInfo, Outcome, Request, RowRef, SchedulerLoad
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.engines.http import replies, status
+from batchrunner.engines.http.model_guard import common_model, model_in
+from batchrunner.engines.http.server_info import describe
+from batchrunner.engines.http.worker_list import urls_in
+from batchrunner.job.queue_band import QueueBand
+from batchrunner.output.columns import result_schema, table_of
+from batchrunner.output.counts import RowCounts
+
+URL = "http://127.0.0.1:30000"
+KINDS = ("text", "messages", "input_ids")
+_CARRIED = pa.RecordBatch.from_pydict({"id": [1]})
+_SCHEMAS = {n: result_schema(_CARRIED.schema, samples=n, metadata={}) for n in (1, 2, 4)}
+
+
+def check_answer(reply: bytes, kind: str = "text", samples: int = 1) -> bool:
+    """Read an answer, count it and make a table of it; tell whether it is one."""
+    assert kind in KINDS
+    ref = RowRef(0, _CARRIED, 0)
+    request = Request(ref, kind, "a prompt", {"n": samples} if samples > 1 else {})  # type: ignore[arg-type]
+    try:
+        completion = replies.completion_of(request, reply)
+    except RequestError as error:
+        outcome = Outcome(ref, None, str(error), 0.1, 1)
+    else:
+        assert len(completion.texts) == samples
+        outcome = Outcome(ref, completion, None, 0.1, 1)
+    table = table_of([outcome], _SCHEMAS[samples], samples=samples)
+    table.validate(full=True)
+    counts = RowCounts()
+    counts.add(outcome)
+    orjson.dumps([counts.finish_reasons, counts.failures.summary(), counts.output_tokens])
+    tokens = replies.tokens_in(reply)
+    assert tokens is None or all(type(token) is int and token >= 0 for token in tokens)
+    return outcome.completion is not None
+
+
+def check_error(code: int, body: bytes, retry_after: str | None) -> None:
+    """Read a reply with another status."""
+    error = replies.error_of(code, body, retry_after)
+    assert isinstance(error, RequestError)
+    assert code not in {429, 502, 503, 504} or not isinstance(error, (AttemptFailedError, RowRefusedError))
+    str(error).encode("utf-8")
+
+
+def check_load(reply: bytes) -> bool:
+    """Read a load, steer by it and write it down; tell whether it is one."""
+    found: list[list[SchedulerLoad]] = []
+    for path in (status.LOADS, status.METRICS):
+        with contextlib.suppress(ValueError):
+            found.append(status.load_in(path, reply, URL))
+    for loads in filter(None, found):
+        orjson.dumps([asdict(load) for load in loads])
+        steer(loads)
+    with contextlib.suppress(ValueError):
+        orjson.dumps(status.counters_in(reply.decode(errors="replace")))
+    return any(found)
+
+
+def steer(loads: list[SchedulerLoad]) -> None:
+    """Let the windows follow a load for a while."""
+    limits = ConcurrencyLimits(
+        EngineInfo("attach", "m", routes=(URL,)), QueueBand(100, 2000), 100, most=10**4
+    )
+    limits.begin(loads, 0.0, unsent=1000)
+    for second in range(1, 9):
+        polled = loads if second % 3 else []
+        orjson.dumps([asdict(move) for move in limits.observe(polled, {URL: 50}, float(second), unsent=1000)])
+        limits.ended(URL, 1, float(second))
+    assert all(1 <= window <= 10**4 for window in limits.windows.values())
+
+
+def check_description(reply: bytes) -> bool:
+    """Read what a server says of itself, and what a gateway says of its workers."""
+    try:
+        found = orjson.loads(reply)
+    except orjson.JSONDecodeError:
+        return False
+    if not isinstance(found, dict):
+        return False
+    assert all(url.startswith("http") for url in urls_in(found.get("workers")))
+    model = {**found, "model_path": str(found.get("model_path"))}
+    with contextlib.suppress(EngineStartError):
+        orjson.dumps(asdict(describe([model, model], [found, found], [])))
+        common_model([model_in(model, found), model_in(found)])
+    return True
