@@ -43,6 +43,9 @@ torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost an
 docs: .venv/.dev ## Build the documentation site into site/; a dead link or a missing anchor fails
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
+docs-reference: .venv/.light ## Make docs/reference/ from the code
+	.venv/bin/python -m tools.reference
+
 docs-serve: .venv/.dev ## Show the documentation site at http://127.0.0.1:8000, and follow changes
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
 
