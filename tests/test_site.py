@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.browser import new_page
+
 ROOT = Path(__file__).parent.parent
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 """Attributes by which a tag makes the browser load something."""
@@ -117,3 +119,31 @@ def test_a_page_that_is_not_in_the_navigation_fails_the_build(copy: Path) -> Non
     built = build(copy, copy / "site")
     assert built.returncode != 0
     assert "lost.md" in built.stderr
+
+
+@pytest.mark.browser
+async def test_the_site_opens_from_a_file(site: Path, tmp_path: Path) -> None:
+    """Opened as files, without a server: the search finds pages, and nothing is asked of the network."""
+    async with new_page(tmp_path) as page:
+        await page.open((site / "index.html").as_uri(), width=1300, height=900, dark=False)
+        await page.run("document.querySelector('[data-md-component=search-query]').focus()")
+        await page.call("Input.insertText", text="truncate")
+        links = await page.wait_for(
+            "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href).join(' ')"
+        )
+        assert "reference/job-file.html" in links
+        assert page.complaints == []
+        assert [url for url in page.requested if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1300])
+async def test_no_page_is_wider_than_the_screen(site: Path, tmp_path: Path, width: int) -> None:
+    """Wide tables and code scroll by themselves, on a phone too."""
+    pages = sorted(site.rglob("*.html"))
+    async with new_page(tmp_path) as page:
+        await page.open(pages[0].as_uri(), width=width, height=900, dark=True)
+        for path in pages:
+            await page.call("Page.navigate", url=path.as_uri())
+            await page.wait_for(f"document.readyState === 'complete' && location.href === '{path.as_uri()}'")
+            assert await page.run("document.documentElement.scrollWidth") <= width, path.name

@@ -69,6 +69,13 @@ class Page:
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
+    async def wait_for(self, script: str) -> Any:
+        """Return what an expression comes to on the page, once that is true."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not (found := await self.run(script)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return found
+
     async def point_at(self, x: float, y: float) -> None:
         """Move the pointer to a place on the screen."""
         await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
