@@ -60,6 +60,7 @@ class Page:
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
+        self._loaded.clear()
         await self.call("Page.navigate", url=url)
         await asyncio.wait_for(self._loaded.wait(), PATIENCE_S)
 

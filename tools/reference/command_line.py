@@ -33,7 +33,7 @@ def _command(name: str, command: Any) -> str:
     usage = " ".join([full, *command.collect_usage_pieces(context)])
     parts = [f"## {full}", paragraphs(text), fenced(usage, "text")]
     if example and name:
-        parts += ["Example:", "<!-- not run: an example of the form -->", fenced(example, "sh")]
+        parts += ["Example:", f"<!-- not run: an example of the form -->\n{fenced(example, 'sh')}"]
     rows = [_parameter(parameter) for parameter in command.params]
     return "\n\n".join([*parts, table(["argument or option", "default", "meaning"], rows)] if rows else parts)
 
