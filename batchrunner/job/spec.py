@@ -14,18 +14,21 @@ from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
 from batchrunner.job.fields import CountOrShare, Duration, Share, Spec
 from batchrunner.job.sampling import SamplingSpec
 
-RESULT_COLUMNS = (
-    "row",
-    "output",
-    "finish_reason",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "latency_s",
-    "attempts",
-    "error",
-)
-"""Columns of a result besides the carried ones: `row` comes first, the others after the carried columns."""
+RESULT_COLUMNS = {
+    "row": "Position of the row in the input, from 0.",
+    "output": "The text that the model generated; null if the row failed.",
+    "finish_reason": "Why the output ended: `stop` (the model's end, or a stop text), `length` "
+    "(`max_new_tokens`, "
+    "or the context is full), or another of SGLang's reasons.",
+    "prompt_tokens": "Tokens of the prompt, as the engine counted them.",
+    "cached_tokens": "Tokens of the prompt that the engine had in its prefix cache.",
+    "completion_tokens": "Tokens of the output.",
+    "latency_s": "Seconds from sending the request to its answer, waiting in the engine's queue included.",
+    "attempts": "How often the row was sent; 0 for a row that has the answer of an equal row.",
+    "error": "Why the row failed, in a sentence; null if it succeeded.",
+}
+"""Columns of a result besides the carried ones, with their meanings: `row` comes first, the others after the
+carried columns."""
 
 
 class InputSpec(Spec):

@@ -7,9 +7,21 @@ from typing import Any
 from batchrunner.output.files import write_json
 
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
-"""Exit codes: done; stopped, can be resumed; wrong job or input; more failed rows than tolerated."""
 EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
-"""Exit codes after SIGINT, SIGUSR1 (time is up) and SIGTERM: 128 + the signal. The run can be resumed."""
+EXIT_MEANINGS = {
+    EXIT_DONE: "All rows are done.",
+    EXIT_STOPPED: "The run could not go on (engine lost, input gone, disk full, deadline): run it again to "
+    "resume.",
+    EXIT_WRONG: "The job, its input or the command is wrong; one line says what and where, and nothing was "
+    "sent.",
+    EXIT_FAILED_ROWS: "Done, but more rows failed than `limits.max_failed_rows` tolerates.",
+    EXIT_INTERRUPTED: "Ctrl-C (SIGINT). Rows in flight end first; a second Ctrl-C stops at once. Run it "
+    "again to resume.",
+    EXIT_TIME_UP: "SIGUSR1: a time limit is near. Rows in flight have `limits.drain` to end. Run it again to "
+    "resume.",
+    EXIT_TERMINATED: "SIGTERM. Rows in flight have 15 s to end. Run it again to resume.",
+}
+"""Meanings of the exit codes of `batchrun`; those above 128 are 128 + the signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,30 +29,47 @@ class Report:
     """What a run did. Rows are of all attempts; times and tokens of this one, unless the name says all."""
 
     path: str
+    """Output path of the run."""
     exit_code: int = EXIT_DONE
+    """Exit code of the command."""
     reason: str = ""
     """Why the run ended, in a sentence."""
     rows_total: int = 0
+    """Rows that the job selects."""
     rows_ok: int = 0
+    """Rows that succeeded."""
     rows_failed: int = 0
+    """Rows that have an `error`."""
     rows_resumed: int = 0
     """Rows that were done before this attempt."""
     wall_s: float = 0.0
+    """Seconds of this attempt, from the engine being ready to the last row."""
     wall_s_all_starts: float = 0.0
+    """Seconds of all attempts together."""
     starts: int = 1
+    """Number of attempts, this one included."""
     output_tokens: int = 0
+    """Generated tokens of the rows that ended."""
     output_tokens_all_starts: int = 0
+    """The same, of all attempts."""
     output_tokens_per_s: float = 0.0
+    """`output_tokens` by `wall_s`."""
     rows_per_s: float = 0.0
+    """Rows that ended by `wall_s`."""
     prompt_tokens: int = 0
+    """Prompt tokens of the rows that ended."""
     cached_tokens: int = 0
+    """Those of `prompt_tokens` that were in the engine's prefix cache."""
     rows_deduplicated: int = 0
     """Rows that have the answer of an equal row; they add no tokens."""
     retries: int = 0
+    """Tries that were repeated."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
+    """Number of outputs by `finish_reason`."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Failed rows of all attempts by cause, largest group first: rows, example_row, example."""
     engine: dict[str, Any] = field(default_factory=dict)
+    """The engine's properties, as it reports them."""
     window: int | None = None
     """Requests in flight at the end, over all replicas."""
     load: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +81,9 @@ class Report:
     """Shared prefixes: tokens that rows share with an earlier row, how many of them were cached, and the
     reuse distance at the end, in prefill tokens."""
     simulated: bool = False
+    """Whether the answers are invented."""
     versions: dict[str, str | None] = field(default_factory=dict)
+    """Versions of Python, the engine, batchrunner, pyarrow and aiohttp; null where unknown."""
 
     @property
     def rows_left(self) -> int:

@@ -27,14 +27,21 @@ class Check:
     """What an attempt would do."""
 
     files: int
+    """Files of the input."""
     rows_in_input: int
+    """Rows of these files."""
     rows_total: int
     """Rows that `input.filter` and `input.limit` select."""
     rows_done: int
+    """Rows that earlier attempts ended, failed ones included."""
     rows_failed: int
+    """Rows that earlier attempts ended with an `error`."""
     rows_to_do: int
+    """Rows that an attempt would send."""
     order: OrderDecision
+    """Order in which an attempt would send them, and the reason."""
     prompts: list[dict[str, Any]]
+    """The first three prompts to send: `row`, `kind`, `prompt`, and `error` where a row cannot be sent."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""

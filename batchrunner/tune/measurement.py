@@ -41,13 +41,19 @@ class TrialSigns:
     """What limits a trial: means over steady time; None where they are not known."""
 
     running: float = 0.0
+    """Requests that decode, SGLang's `#running-req`."""
     max_running: int | None = None
+    """Most requests that decode at once."""
     queue: float = 0.0
+    """Requests that wait, SGLang's `#queue-req`."""
     empty_share: float = 1.0
     """Share of the readings in which no request waited."""
     usage: float = 0.0
+    """Fraction of the KV pool in use."""
     pool_tokens: int | None = None
+    """Size of the KV pool in tokens."""
     retractions_per_min: float = 0.0
+    """Retractions per minute."""
     cached_share: float = 0.0
     """Share of the prompt tokens that were in the cache."""
     prefill_limit: int | None = None
@@ -61,7 +67,9 @@ class TrialSigns:
     spare_gb: float | None = None
     """`available_gpu_mem` in GB when the server was ready."""
     mem_fraction: float | None = None
+    """`--mem-fraction-static` in effect."""
     attention_backend: str | None = None
+    """Attention backend in use."""
     model: str | None = None
     """Class of the model."""
 

@@ -18,13 +18,17 @@ class TuningSummary:
     """The outcome of a tuning."""
 
     job: str
+    """Path of the job file."""
     sample: str
+    """The rows of the trials, in words."""
     spent_s: float
     """Seconds spent on trials with their launches, those of earlier attempts included."""
     reason: str
     """Why the search ended."""
     own_tokens_per_s: float
+    """Output tokens per second with the job's own flags, the geometric mean of their trials."""
     best_tokens_per_s: float
+    """The same with the best flags."""
     args: Args
     """Changes to `engine.args`; empty where the job's own flags are the fastest."""
     trials: list[dict[str, Any]] = field(default_factory=list)

@@ -60,6 +60,7 @@ class Page:
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
+        self._loaded.clear()
         await self.call("Page.navigate", url=url)
         await asyncio.wait_for(self._loaded.wait(), PATIENCE_S)
 
@@ -68,6 +69,13 @@ class Page:
         reply = await self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
+
+    async def wait_for(self, script: str) -> Any:
+        """Return what an expression comes to on the page, once that is true."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not (found := await self.run(script)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return found
 
     async def point_at(self, x: float, y: float) -> None:
         """Move the pointer to a place on the screen."""

@@ -27,6 +27,7 @@ class Advice:
     tradeoff: str = ""
     """The cost of the change."""
     certainty: Certainty = "medium"
+    """How certain the advice is: `high`, `medium` or `low`."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """The figures behind the sign, for `--json`; their names have the units."""
 

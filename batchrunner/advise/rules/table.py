@@ -329,9 +329,3 @@ def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
         silent |= set(others) if rule in loud - silent else set()
     kept = [advice for advice in found if not (advice.change and advice.rule in silent)]
     return sorted(kept, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))
-
-
-def table() -> list[str]:
-    """Return the rules as a table of Markdown, as docs/advice.md has it."""
-    rows = [f"| {r.name} | {r.sign} | {r.advice} | {r.source} |" for r in RULES]
-    return ["| rule | sign | advice | source |", "| --- | --- | --- | --- |", *rows]

@@ -41,7 +41,9 @@ class OrderDecision:
     order: str
     """"input", "prefix" or "longest_first"."""
     why: str
+    """The reason, in words."""
     rows_sampled: int = 0
+    """Rows that were read for the decision."""
     input_share: float | None = None
     """Fraction of prompt bytes that the prefix cache would hold in input order; None without a sample."""
     sorted_share: float | None = None

@@ -1,0 +1,174 @@
+"""Every block of code in the pages for people is run or validated, or says why it is not.
+
+A page is run as a reader would do it: from its first block to its last, in an empty directory. A block that
+cannot run here has the comment `<!-- not run: REASON -->` on the line before it; its commands and fields are
+validated all the same. A block of YAML or Python that begins with a comment such as `# job.yaml` is saved
+under that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import typer
+import yaml
+
+import batchrunner
+from batchrunner.cli import app
+from batchrunner.job.load import load_job
+from batchrunner.job.spec import Job
+from tests.conftest import batchrun
+from tests.support.blocks import ROOT, Block, blocks_of, commands_in, is_plain, logical_lines
+from tests.test_docs import PAGES, name_of, targets
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+ALL = [block for blocks in BLOCKS.values() for block in blocks]
+SHOWN_ONLY = {"", "text", "dockerfile", "console"}
+"""Languages of blocks that are read only: pasted output, drawings, forms."""
+RUNNABLE = {"sh", "python", "yaml", "json"}
+COMMAND_NAMES = ("batchrun", "make", "pip", "python", "python3", "uv", "docker", "apptainer")
+SAVED_AS = re.compile(r"# ([\w./-]+\.(?:yaml|py))\s*$", re.MULTILINE)
+SHELL_S = 60
+
+
+def of(language: str) -> list[Block]:
+    """Return the blocks in a language, wherever they are."""
+    return [block for block in ALL if block.language == language]
+
+
+def test_the_blocks_are_found() -> None:
+    """As many blocks are found as there are pairs of fences."""
+    fences = sum(len(re.findall(r"^ *```[^`\n]*$", page.read_text(), re.MULTILINE)) for page in PAGES)
+    assert fences == 2 * len(ALL)
+    reasons = sum(len(re.findall(r"^ *<!-- not run:", page.read_text(), re.MULTILINE)) for page in PAGES)
+    assert reasons == sum(block.reason is not None for block in ALL), (
+        "the comment stands directly before its block"
+    )
+
+
+@pytest.mark.parametrize("block", ALL, ids=str)
+def test_a_block_says_what_it_is(block: Block) -> None:
+    """A block has a known language, and one with commands is `sh`."""
+    assert block.language in SHOWN_ONLY | RUNNABLE
+    if block.language in {"", "text"} and "reference" not in block.page.parts:
+        begins = [line.split(" ")[0] for line in block.text.splitlines()]
+        assert set(begins) & set(COMMAND_NAMES) == set(), "begin the block with ```sh"
+
+
+@pytest.mark.parametrize("block", [*of("sh"), *of(""), *of("console")], ids=str)
+def test_commands_are_spelled_right(block: Block) -> None:
+    """Each call of `batchrun` is of a command that there is, with options that it takes; so is make's."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines = logical_lines(block.text)
+    if block.language != "sh":  # in pasted output commands follow a prompt
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in lines:
+        for name, *args in commands_in(line, "batchrun"):
+            if name == "--version":
+                continue
+            full = [name, *args] if name in commands else ["run", name, *args]
+            commands[full[0]].make_context(full[0], full[1:])
+        for args in commands_in(line, "make"):
+            assert {arg for arg in args if "=" not in arg and not arg.startswith("-")} <= targets()
+
+
+def test_the_pages_show_each_command() -> None:
+    """Each command of `batchrun` is in a block of a page."""
+    shown = {
+        args[0]
+        for block in ALL
+        for line in logical_lines(block.text)
+        for args in (commands_in(line, "batchrun") if block.language == "sh" else [])
+    }
+    assert set(typer.main.get_command(app).commands) - {"run"} <= shown  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_a_job_is_valid(block: Block) -> None:
+    """Each document of a block of YAML is a job, or sections of one: the schema takes it."""
+    for tree in yaml.safe_load_all(block.text):
+        if block.reason is None or set(tree) <= set(Job.model_fields):
+            load_job(completed(tree), environ={})
+
+
+def completed(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return sections of a job with those that are missing."""
+    assert tree, "a job has sections"
+    whole = {
+        "input": {"path": "rows.parquet"},
+        "prompt": {"user": "{{ text }}"},
+        "output": {"path": "out/run"},
+        "engine": {"kind": "simulated"},
+    }
+    return whole | tree
+
+
+def test_json_can_be_read() -> None:
+    """A block of JSON is JSON."""
+    for block in of("json"):
+        json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", of("python"), ids=str)
+def test_python_is_spelled_right(block: Block) -> None:
+    """A block of Python compiles, and uses only what `batchrunner` exports."""
+    tree = ast.parse(block.text)
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "batchrunner"
+    }
+    imported = {
+        name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "batchrunner"
+        for name in node.names
+    }
+    assert used | imported <= set(batchrunner.__all__)
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=name_of)
+def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run one after the other in an empty directory; none fails."""
+    monkeypatch.chdir(tmp_path)
+    for block in BLOCKS[page]:
+        if (
+            block.reason is None
+            and block.language in {"python", "yaml"}
+            and (name := SAVED_AS.match(block.text))
+        ):
+            (tmp_path / name[1]).write_text(block.text)
+        if block.reason is None and block.language == "python":
+            exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+        if block.reason is None and block.language == "sh":
+            run_shell(block, tmp_path)
+
+
+def run_shell(block: Block, directory: Path) -> None:
+    """Run a block of shell; calls of `batchrun` alone run in this process, which is faster."""
+    lines = logical_lines(block.text)
+    if all(map(is_plain, lines)):
+        for line in lines:
+            done = batchrun(*commands_in(line, "batchrun")[0])
+            assert done.exit_code == 0, f"{block}: {line}\n{done.stderr}"
+        return
+    script = directory / ".bin" / "batchrun"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m batchrunner "$@"\n')
+    script.chmod(0o755)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{script.parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=directory, env=environ, capture_output=True, text=True, timeout=SHELL_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, f"{block}\n{ended.stderr}"

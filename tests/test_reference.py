@@ -1,0 +1,217 @@
+"""The pages of reference: they are what the code makes, and nothing that a user can meet is missing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+import pytest
+
+from batchrunner import cli
+from batchrunner.core import errors
+from batchrunner.core.types import Incident
+from batchrunner.dispatch.concurrency.controller import Decision
+from batchrunner.dispatch.prefix_order.distance import DistanceChange
+from batchrunner.input.sort.decide import OrderDecision
+from batchrunner.job.load import load_job
+from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
+from batchrunner.output.events import read_events
+from batchrunner.report import report
+from batchrunner.tune.measurement import TrialSigns
+from batchrunner.tune.summary import TuningSummary
+from tests.conftest import ROOT, batchrun, job_of, write_job
+from tests.test_layout import TREES
+from tools.reference.command_line import commands
+from tools.reference.environment import READ, SET
+from tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS
+from tools.reference.job_file import example, field_paths
+from tools.reference.markdown import field_docs
+from tools.reference.pages import FOLDER, pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MADE = pages()
+KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+NO_VARIABLES = {
+    "BATCHRUN__": "the beginning of BATCHRUN__A__B",
+    "SLURM_ARRAY_TASK_": "the beginning of several",
+    "CUBLAS_STATUS_ALLOC_FAILED": "a line in a log",
+    "RTX_6000_ADA": "the name of a card",
+}
+
+
+def keys_below(page: str, heading: str) -> set[str]:
+    """Return the keys of the table below a heading of a page."""
+    (_, below) = MADE[page].split(f"\n{heading}\n", 1)
+    return set(KEY.findall(re.split(r"^#", below, maxsplit=1, flags=re.MULTILINE)[0]))
+
+
+@pytest.mark.parametrize("name", sorted({*MADE, *(path.name for path in FOLDER.glob("*.md"))}))
+def test_the_page_is_what_the_code_makes(name: str) -> None:
+    """A page in docs/reference/ is made by `make docs-reference`, and is up to date."""
+    path = FOLDER / name
+    assert path.exists(), "run `make docs-reference`"
+    assert path.read_text(encoding="utf-8") == MADE.get(name), "run `make docs-reference`"
+
+
+FIELDS = field_paths()
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_a_job_field_has_a_description_and_an_example(path: str) -> None:
+    """Each field of the schema has a docstring in `job/`, and a valid example in `job_examples.py`."""
+    assert FIELDS[path].get("description"), "write a docstring below the field"
+    name, kind = path.partition(" ")[0], path.partition(" (")[2].rstrip(")")
+    assert name == "engine.kind" or name in EXAMPLES, "add an example to tools/reference/job_examples.py"
+    assert f"# `{path.replace(' ', '` ')}\n" in MADE["job-file.md"] or f"# `{path}`\n" in MADE["job-file.md"]
+    whole = {
+        "input": {"path": "rows.parquet"},
+        "prompt": {"user": "{{ text }}"},
+        "output": {"path": "run"},
+        "engine": {"kind": "simulated"},
+    }
+    load_job({**whole, **example(name, kind)}, environ={})
+
+
+def test_no_example_is_left_over() -> None:
+    """An example, a unit and a companion belong to a field that there is."""
+    names = {path.partition(" ")[0] for path in FIELDS}
+    kinds = {path.partition(" (")[2].rstrip(")") for path in FIELDS}
+    assert {*EXAMPLES, *UNITS} - names == set()
+    assert set(COMPANIONS) - names - kinds - {name.partition(".")[0] for name in names} == set()
+
+
+@pytest.mark.parametrize("name", commands())
+def test_each_option_is_explained(name: str) -> None:
+    """Each command has its heading, and each of its options a row with its help."""
+    command = commands()[name]
+    section = MADE["command-line.md"].split(f"\n## batchrun {name}".rstrip() + "\n", 1)[1].split("\n## ")[0]
+    for parameter in command.params:
+        assert parameter.help, f"give {parameter.name} a help text"
+        assert parameter.help in section
+        for option in parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]:
+            assert option.replace("|", "\\|") in section
+    assert command.help
+
+
+def calls_of_write() -> list[ast.Call]:
+    """Return the calls in the package that write an event."""
+    calls = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr == "write"
+        and ast.unparse(call.func.value).endswith("events")
+    ]
+
+
+def test_each_event_is_explained() -> None:
+    """The table of events has each event that the package writes, with the fields that it gives."""
+    names = {f"engine_{what}" for what in get_args(get_type_hints(Incident)["what"])}
+    for call in calls_of_write():
+        if isinstance(call.args[0], ast.Constant):
+            names.add(name := str(call.args[0].value))
+            given = {keyword.arg for keyword in call.keywords if keyword.arg}
+            assert given <= set(EVENTS[name].fields), name
+    assert set(EVENTS) == names
+    for name, kind in {"window": Decision, "order": OrderDecision, "lead": DistanceChange}.items():
+        assert {field.name for field in fields(kind)} == set(EVENTS[name].fields)
+    for name in EVENTS:
+        assert keys_below("events.md", f"## {name}") == set(EVENTS[name].fields)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the job file of a run that has ended, and of which some rows failed."""
+    path = tmp_path_factory.mktemp("run")
+    job = job_of(path, rows=30, prompt={"text": "{{ text }}{{ 1 / (id % 9) }}"})
+    file = write_job({**job, "limits": {"max_failed_rows": 9}}, path)
+    assert batchrun("run", file, "-q").exit_code == 0
+    return file
+
+
+def printed(*args: object) -> dict[str, Any]:
+    """Return what a command prints with --json."""
+    done = batchrun(*args, "--json")
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_events_of_a_run_are_explained(job: Path) -> None:
+    """An event in a real log has no field that the page lacks."""
+    events = list(read_events(job.parent / "run" / "events.jsonl"))
+    assert {"start", "window", "order", "sample", "end"} <= {event["event"] for event in events}
+    for event in events:
+        assert set(event) - set(EVERY_EVENT) <= set(EVENTS[event["event"]].fields)
+
+
+def test_the_keys_of_the_report_are_explained(job: Path) -> None:
+    """Each key of `run --json` and of report.json is on the page, and no other."""
+    told = printed("run", job)
+    saved = json.loads((job.parent / "run" / "report.json").read_text())
+    page = "json-output.md"
+    assert set(told) == set(saved) == keys_below(page, "## report.json")
+    assert set(saved["load"]) == keys_below(page, "### load")
+    assert set(saved["engine"]) == keys_below(page, "### engine")
+    assert set(saved["failures"][0]) == keys_below(page, "### failures")
+
+
+def test_the_keys_of_the_other_commands_are_explained(job: Path) -> None:
+    """Each key that `check`, `status` and `advise` print with --json is on the page, and no other."""
+    page, run = "json-output.md", job.parent / "run"
+    check, status, advice = printed("check", job), printed("status", run), printed("advise", run)
+    assert set(check) == keys_below(page, "## check --json")
+    assert set(check["order"]) == keys_below(page, "### order")
+    assert set(status) == keys_below(page, "## status --json")
+    assert set(status["tasks"][0]) == keys_below(page, "### tasks")
+    assert set(advice) == keys_below(page, "## advise --json")
+    assert set(advice["reading"]) == keys_below(page, "### reading")
+    assert set(advice["thresholds"]) <= set(KEY.findall(MADE["advice-rules.md"]))
+
+
+def test_no_meaning_is_empty() -> None:
+    """Each row of a table has a meaning: a field without a docstring is not explained."""
+    for name, page in MADE.items():
+        assert re.findall(r"^\|.*\| *\|$", page, re.MULTILINE) == [], name
+
+
+def test_each_exit_code_is_explained() -> None:
+    """Each constant and each error's exit code is on the page, in the command's help and in the README."""
+    codes = {
+        value for name, value in vars(report).items() if name.startswith("EXIT_") and isinstance(value, int)
+    }
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes |= {kind.exit_code for kind in kinds if issubclass(kind, errors.BatchrunError)}
+    assert set(report.EXIT_MEANINGS) == codes
+    assert set(map(int, re.findall(r"^\| (\d+) \|", MADE["exit-codes.md"], re.MULTILINE))) == codes
+    help_text, readme = cli.EXIT_CODES, (ROOT / "README.md").read_text()
+    for code in codes:
+        assert re.search(rf"\b{code}\b", help_text)
+        assert re.search(rf"^\|.*\b{code}\b.*\|", readme, re.MULTILINE)
+
+
+def test_each_environment_variable_is_explained() -> None:
+    """Each text in the package that is spelled like an environment variable is on the page."""
+    texts = {
+        node.value
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    variables = {text for text in texts if re.fullmatch(r"PYTHON[A-Z]+|[A-Z][A-Z0-9]*(_[A-Z0-9]*)+", text)}
+    assert set(NO_VARIABLES) <= variables
+    assert variables - set(NO_VARIABLES) - set(READ) - set(SET) == set(), (
+        "add it to tools/reference/environment.py"
+    )
+
+
+def test_the_docs_of_tuning_are_complete() -> None:
+    """Each field of `tune --json` has a docstring."""
+    for kind in (TuningSummary, TrialSigns):
+        assert [name for name, text in field_docs(kind).items() if not text] == []

@@ -1,0 +1,146 @@
+"""The documentation site: its strict build, and that it needs no network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import new_page
+
+ROOT = Path(__file__).parent.parent
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+"""Attributes by which a tag makes the browser load something."""
+NO_LOAD = {"canonical", "next", "prev", "sitemap", "license"}
+"""Values of `rel` with which a link tag loads nothing."""
+
+
+class Loads(HTMLParser):
+    """Collects the addresses that a page makes the browser load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in LOADS and values.get("rel") not in NO_LOAD and (address := values.get(LOADS[tag])):
+            self.found.append(address)
+
+
+def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site of a copy of the repository as `make docs` does."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=source, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mkdocs() -> None:
+    if not find_spec("mkdocs"):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("missing: mkdocs (make .venv/.dev)")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Return a copy of what the site is made from."""
+    for folder in ("docs", "tools", "batchrunner", ".ci", "benchmarks", "jobs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the site of this repository."""
+    path = tmp_path_factory.mktemp("site")
+    built = build(ROOT, path)
+    assert built.returncode == 0, built.stderr
+    return path
+
+
+def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
+    """No script, style sheet, picture or font comes from another address than the site's own."""
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))
+    for page in pages:
+        loads = Loads()
+        loads.feed(page.read_text())
+        assert loads.found
+        assert [address for address in loads.found if re.match(r"(https?:)?//", address)] == [], page
+    for sheet in site.rglob("*.css"):
+        assert re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet
+
+
+def test_the_pages_at_the_root_are_on_the_site(site: Path) -> None:
+    """CONTRIBUTING.md and CHANGELOG.md are pages; their links lead to pages."""
+    page = (site / "contributing.html").read_text()
+    assert re.search(r'href="[\w/]*architecture\.html"', page)
+    assert "docs/" not in "".join(re.findall(r'href="([^"#]*)', page))
+    assert (site / "changelog.html").exists()
+
+
+def test_the_search_needs_no_server(site: Path) -> None:
+    """The index is a script, which a page that is opened as a file can load."""
+    index = (site / "search" / "search_index.js").read_text()
+    assert index.startswith("var __index = ")
+    assert "contributing.html" in index
+    assert '<script src="assets/iframe-worker.js"></script>' in (site / "index.html").read_text()
+
+
+def test_a_link_to_nothing_fails_the_build(copy: Path) -> None:
+    """The build ends with errors that name each page, heading, file or picture that is not there."""
+    faults = {
+        "no-such-page.md": "See [a page](no-such-page.md).",
+        "no-such-heading": "See [a heading](index.md#no-such-heading).",
+        "no_such.py": "See [a file](../batchrunner/no_such.py).",
+        "no-such.png": "![A picture](assets/no-such.png)",
+    }
+    index = copy / "docs" / "index.md"
+    index.write_text("\n\n".join([index.read_text(), *faults.values(), ""]))
+    built = build(copy, copy / "site")
+    assert built.returncode != 0
+    assert [name for name in faults if name not in built.stderr] == []
+
+
+def test_a_page_that_is_not_in_the_navigation_fails_the_build(copy: Path) -> None:
+    """Whoever writes a page gives it a place."""
+    (copy / "docs" / "lost.md").write_text("# Lost\n")
+    built = build(copy, copy / "site")
+    assert built.returncode != 0
+    assert "lost.md" in built.stderr
+
+
+@pytest.mark.browser
+async def test_the_site_opens_from_a_file(site: Path, tmp_path: Path) -> None:
+    """Opened as files, without a server: the search finds pages, and nothing is asked of the network."""
+    async with new_page(tmp_path) as page:
+        await page.open((site / "index.html").as_uri(), width=1300, height=900, dark=False)
+        await page.run("document.querySelector('[data-md-component=search-query]').focus()")
+        await page.call("Input.insertText", text="truncate")
+        links = await page.wait_for(
+            "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href).join(' ')"
+        )
+        assert "reference/job-file.html" in links
+        assert page.complaints == []
+        assert [url for url in page.requested if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1300])
+async def test_no_page_is_wider_than_the_screen(site: Path, tmp_path: Path, width: int) -> None:
+    """Wide tables and code scroll by themselves, on a phone too."""
+    async with new_page(tmp_path) as page:
+        for path in sorted(site.rglob("*.html")):
+            await page.open(path.as_uri(), width=width, height=900, dark=True)
+            assert await page.run("document.documentElement.scrollWidth") <= width, path.name

@@ -1,0 +1,64 @@
+"""The page on environment variables: those that batchrunner reads, and those that it sets for engines."""
+
+from tools.reference.markdown import table
+
+HEAD = """# Environment variables
+
+batchrunner reads these variables of its own environment. Engines that a run starts inherit the whole
+environment, and `engine.env` adds to it."""
+
+READ = {
+    "BATCHRUN__A__B": "Overrides the field `a.b` of the job: `BATCHRUN__INPUT__LIMIT=100`. The value is "
+    "YAML. `--set` "
+    "goes before it, and it goes before the file. Names below `engine.env` and `input.rename` keep their "
+    "case.",
+    "SGLANG_API_KEY": "API key of the servers of `engine.kind: attach` and of a gateway with `url`, and "
+    "of the server "
+    "that `batchrun advise` watches. `engine.api_key_env` names another variable.",
+    "XDG_CACHE_HOME": "Directory of caches, `~/.cache` by default. Below it, in `batchrunner/`, is what "
+    "out-of-memory "
+    "recovery has learned about a model on a GPU.",
+    "HF_HOME": "Directory of Hugging Face's files, `~/.cache/huggingface` by default: a model's name is "
+    "looked up "
+    "there, to read its tokenizer and sizes.",
+    "HF_HUB_CACHE": "Directory of models in Hugging Face's layout, `$HF_HOME/hub` by default.",
+    "HF_HUB_OFFLINE": "Passed on to an engine. Where its model is a directory, `1` is the default: then "
+    "it asks nothing of "
+    "the Hub.",
+    "CUDA_VISIBLE_DEVICES": "GPUs that engines may use; with an empty text or `-1` there is none, and "
+    "engines run on "
+    "the CPU.",
+    "SLURM_JOB_ID": "Set by Slurm: names a task in the log and in the run directory.",
+    "SLURM_ARRAY_JOB_ID": "Set by Slurm: the same for a job array.",
+    "SLURM_ARRAY_TASK_ID": "Set by Slurm: number of the task; with `--shard slurm` it chooses the rows.",
+    "SLURM_ARRAY_TASK_MIN": "Set by Slurm, for `--shard slurm`: first number of the array.",
+    "SLURM_ARRAY_TASK_STEP": "Set by Slurm, for `--shard slurm`: step between the numbers of the array.",
+    "SLURM_ARRAY_TASK_COUNT": "Set by Slurm, for `--shard slurm`: number of tasks of the array.",
+    "SLURM_RESTART_COUNT": "Set by Slurm: how often the task was requeued, for its name.",
+    "SLURMD_NODENAME": "Set by Slurm: name of the node, for the log.",
+}
+"""Meanings of the variables that the package reads, by name."""
+
+SET = {
+    "CUDA_VISIBLE_DEVICES": "The GPUs of this replica, where the run starts several.",
+    "HF_HUB_OFFLINE": "`1`, where the model is a directory, and the variable is not set already.",
+    "PYTHONDONTWRITEBYTECODE": "Removed: without its bytecode SGLang starts twice as slowly.",
+    "PYTHONPATH": "On a CPU: a directory of batchrunner, before what was there.",
+    "PYTHONUNBUFFERED": "`1`, so that the engine's log is complete when it dies.",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "Seconds that a replica behind a gateway keeps an idle connection.",
+    "SGLANG_USE_CPU_ENGINE": "`1`, on a CPU.",
+}
+"""Meanings of the variables that the package sets for engines, by name."""
+
+SETS = """## Variables set for engines
+
+An engine that the run starts gets these too, unless `engine.env` has them."""
+
+
+def page() -> str:
+    """Return the page."""
+    head = ["variable", "meaning"]
+    read = table(head, ([f"`{name}`", meaning] for name, meaning in READ.items()))
+    return "\n\n".join(
+        [HEAD, read, SETS, table(head, ([f"`{name}`", meaning] for name, meaning in SET.items()))]
+    )

@@ -1,0 +1,28 @@
+"""The page on exit codes, from the constants."""
+
+from batchrunner import __all__ as public
+from batchrunner.core import errors
+from batchrunner.report.report import EXIT_MEANINGS
+from tools.reference.markdown import paragraphs, table
+
+HEAD = """# Exit codes
+
+Exit code 0 means that all rows are done, and nothing else. After any other code, the rows that are done
+are kept: the same command goes on with the rest."""
+
+ERRORS = """## Errors of the library
+
+The [library](library.md) raises these errors instead. The exit code is that of the command in the same
+case. A run with too many failed rows (3), or stopped by `limits.deadline` (1), raises no error: see
+`exit_code` in the report."""
+
+
+def page() -> str:
+    """Return the page."""
+    codes = table(["code", "meaning"], ([f"{code}", meaning] for code, meaning in EXIT_MEANINGS.items()))
+    kinds = [getattr(errors, name) for name in public if name.endswith("Error")]
+    raised = table(
+        ["error", "code", "meaning"],
+        ([f"`{kind.__name__}`", str(kind.exit_code), paragraphs(kind.__doc__)] for kind in kinds),
+    )
+    return f"{HEAD}\n\n{codes}\n\n{ERRORS}\n\n{raised}"

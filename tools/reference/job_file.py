@@ -1,0 +1,157 @@
+"""The page on job files, from their JSON Schema."""
+
+from typing import Any
+
+import yaml
+
+from batchrunner.job.spec import Job
+from tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS, WHOLE_JOBS
+from tools.reference.markdown import fenced, one_line
+
+HEAD = """# Job file
+
+Every field of a job file, with its type, default and unit. `batchrun schema` prints the same as JSON
+Schema, with which an editor completes and checks job files. A field that is not listed here is an error:
+the message names the nearest one.
+
+Paths are relative to the directory in which `batchrun` is started. Every field can be overridden, by
+`--set input.limit=100` or by an [environment variable](environment-variables.md)
+`BATCHRUN__INPUT__LIMIT=100`.
+
+A *duration* is a number of seconds or a text such as `90s`, `30m`, `2h30m` or `1d`. Where a type says *or
+`{column: NAME}`*, the value can be taken from a column of each row."""
+
+
+def page() -> str:
+    """Return the page."""
+    schema = Job.model_json_schema()
+    tops = schema["properties"]
+    parts = [HEAD, *(_whole(title, text) for title, text in WHOLE_JOBS.items())]
+    for name, node in tops.items():
+        if "discriminator" in node:
+            parts += [f"## {name}", one_line(node["description"]), *_engines(schema)]
+        elif "$ref" in node:
+            section = _resolved(node, schema)
+            parts += [f"## {name}", one_line(section["description"])]
+            parts += [part for field in section["properties"] for part in _field(name, field, section)]
+    parts += ["## Other fields", "Fields at the top of the file."]
+    parts += [
+        part
+        for name, node in tops.items()
+        if not {"$ref", "discriminator"} & set(node)
+        for part in _field("", name, schema)
+    ]
+    return "\n\n".join(parts)
+
+
+def field_paths() -> dict[str, dict[str, Any]]:
+    """Return the schema of each field by its path; a field of an engine has the engine's kind in its path."""
+    schema = Job.model_json_schema()
+    found: dict[str, dict[str, Any]] = {}
+    for name, node in schema["properties"].items():
+        if "discriminator" in node:
+            for kind, ref in node["discriminator"]["mapping"].items():
+                section = _resolved({"$ref": ref}, schema)
+                found |= {f"engine.{field} ({kind})": at for field, at in section["properties"].items()}
+        elif "$ref" in node:
+            section = _resolved(node, schema)
+            found |= {f"{name}.{field}": at for field, at in section["properties"].items()}
+        else:
+            found[name] = node
+    return found
+
+
+def _whole(title: str, text: str) -> str:
+    return f"{title}\n\n{fenced(text, 'yaml')}"
+
+
+def _engines(schema: dict[str, Any]) -> list[str]:
+    parts = []
+    for kind in ("attach", "server", "gateway", "inprocess", "simulated"):
+        section = _resolved(
+            {"$ref": schema["properties"]["engine"]["discriminator"]["mapping"][kind]}, schema
+        )
+        parts += [f"### engine of kind {kind}", one_line(section["description"])]
+        parts += [
+            part for field in section["properties"] for part in _field("engine", field, section, kind=kind)
+        ]
+    return parts
+
+
+def _field(section: str, name: str, node: dict[str, Any], *, kind: str = "") -> list[str]:
+    """Return the heading, the line of facts, the description and the example of a field."""
+    field, path = node["properties"][name], f"{section}.{name}".lstrip(".")
+    facts = [type_of(field), *([UNITS[path]] if path in UNITS else [])]
+    if name in node.get("required", ()):
+        facts.append("required")
+    else:
+        facts.append(f"default {_value(field.get('default'))}")
+    heading = f"{'####' if kind else '###'} `{path}`" + (f" ({kind})" if kind else "")
+    shown = yaml.safe_dump(
+        example(path, kind), sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000
+    )
+    return [heading, f"*{' · '.join(facts)}*", one_line(field["description"]), fenced(shown, "yaml")]
+
+
+def example(path: str, kind: str = "") -> dict[str, Any]:
+    """Return the part of a job that shows a field: its section, with what goes with it."""
+    section, dot, name = path.rpartition(".")
+    if not dot:
+        return {name: yaml.safe_load(EXAMPLES[path])}
+    beside = next((COMPANIONS[key] for key in (path, kind, section) if key in COMPANIONS), "{}")
+    value = kind if path == "engine.kind" else yaml.safe_load(EXAMPLES[path])
+    return {section: {**yaml.safe_load(beside), name: value}}
+
+
+def _value(default: object) -> str:
+    if default is None:
+        return "unset"
+    shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n")
+    return f"`{shown.strip()}`"
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> Any:
+    return schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+
+
+def type_of(node: dict[str, Any]) -> str:
+    """Return the type of a field in words."""
+    match node:
+        case {"$ref": _}:
+            words = "`{column: NAME}`"
+        case {"anyOf": members} if {"type": "string", "minLength": 1} in members:
+            words = "duration"
+        case {"anyOf": members}:
+            words = " or ".join(dict.fromkeys(type_of(m) for m in members if m.get("type") != "null"))
+        case {"enum": values}:
+            words = f"{', '.join(f'`{value}`' for value in values[:-1])} or `{values[-1]}`"
+        case {"const": value}:
+            words = f"`{value}`"
+        case {"pattern": _}:
+            words = "percentage such as `1%`"
+        case {"prefixItems": _}:
+            words = "list of two integers"
+        case {"items": items}:
+            words = f"list of {type_of(items)}s"
+        case _:
+            words = _NAMES[node.get("type", "")] + _range(node)
+    return words
+
+
+_NAMES = {
+    "string": "text",
+    "integer": "integer",
+    "number": "number",
+    "boolean": "true or false",
+    "object": "mapping",
+    "": "any value",
+}
+
+
+def _range(node: dict[str, Any]) -> str:
+    if "minimum" in node and "maximum" in node:
+        return f" from {node['minimum']:g} to {node['maximum']:g}"
+    if "exclusiveMinimum" in node:
+        top = f", at most {node['maximum']:g}" if "maximum" in node else ""
+        return f" above {node['exclusiveMinimum']:g}{top}"
+    return f" from {node['minimum']:g} on" if "minimum" in node else ""

@@ -1,0 +1,74 @@
+"""The page on the library, from the docstrings of what `batchrunner` exports."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import batchrunner
+from batchrunner.report.report import Report
+from tools.reference.markdown import fenced, field_table, paragraphs
+
+HEAD = """# Python library
+
+All that `import batchrunner` exports. Everything else is internal and may change at any time. The errors,
+with their exit codes, are on the page on [exit codes](exit-codes.md#errors-of-the-library)."""
+
+SHORT = 60
+"""Characters of a signature that stays on one line."""
+
+
+def page() -> str:
+    """Return the page."""
+    things = {name: getattr(batchrunner, name) for name in batchrunner.__all__}
+    made = [thing for thing in things.values() if inspect.isfunction(thing)]
+    functions = [_function(thing) for thing in sorted(made, key=lambda thing: thing.__code__.co_firstlineno)]
+    classes = [
+        _class(name, thing)
+        for name, thing in things.items()
+        if inspect.isclass(thing) and not issubclass(thing, Exception)
+    ]
+    version = "## __version__\n\nThe installed version, a text."
+    return "\n\n".join([HEAD, *functions, *classes, version])
+
+
+def _function(function: Callable[..., Any]) -> str:
+    function = inspect.unwrap(function)
+    asynchronous = "async " if inspect.iscoroutinefunction(function) else ""
+    head = fenced(f"{asynchronous}def {function.__name__}{_signature(function)}", "text")
+    return "\n\n".join([f"## {function.__name__}", head, _linked(paragraphs(function.__doc__))])
+
+
+def _class(name: str, kind: type) -> str:
+    parts = [f"## {name}", _linked(paragraphs(kind.__doc__))]
+    if kind is Report:
+        parts += ["Its fields are the keys of report.json:", field_table(kind)]
+    if name == "Job":
+        parts += [
+            "Its fields are those of a [job file](job-file.md). `Job.model_validate(mapping)` makes one."
+        ]
+    for method, function in vars(kind).items():
+        if name in {"OpenEngine", "Report"} and not method.startswith("_") and callable(function):
+            head = fenced(f"{method}{_signature(function)}", "text")
+            parts += [f"### {name}.{method}", head, paragraphs(function.__doc__)]
+        if name == "Report" and isinstance(function, property):
+            parts += [f"### {name}.{method}", paragraphs(function.__doc__)]
+    return "\n\n".join(parts)
+
+
+def _signature(function: object) -> str:
+    """Return a signature as the source has it, with one argument on each line where it is long."""
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body  # type: ignore[arg-type]
+    assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
+    made.args.args = [argument for argument in made.args.args if argument.arg != "self"]
+    text, result = ast.unparse(made.args), f" -> {ast.unparse(made.returns)}" if made.returns else ""
+    if len(text) + len(result) <= SHORT:
+        return f"({text}){result}"
+    arguments = re.split(r", (?![^\[(]*[\])])", text)
+    return "(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){result}"
+
+
+def _linked(text: str) -> str:
+    return text.replace("`prompt` part of a job", "[`prompt` part of a job](job-file.md#prompt)")

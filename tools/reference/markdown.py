@@ -1,0 +1,74 @@
+"""Pieces of Markdown, and the docstrings below fields."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, fields
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; a bar or a line break in a cell does not end it."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(one_line(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def fenced(text: str, language: str = "") -> str:
+    """Return a block of code."""
+    return f"```{language}\n{text.strip()}\n```"
+
+
+def paragraphs(docstring: str | None) -> str:
+    """Return a docstring's text with each paragraph on one line."""
+    parts = re.split(r"\n\s*\n", inspect.cleandoc(docstring or ""))
+    return "\n\n".join(one_line(part) for part in parts)
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass; empty for a field that has none."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for node, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    found[node.target.id] = one_line(text)
+                case _:
+                    found[node.target.id] = ""
+    return found
+
+
+def field_table(kind: type) -> str:
+    """Return the fields of a dataclass as a table."""
+    docs, known = field_docs(kind), fields(kind)
+    return table(["key", "type", "meaning"], ([f"`{f.name}`", type_name(f), docs[f.name]] for f in known))
+
+
+def type_name(field: Field[object]) -> str:
+    """Return the type of a dataclass's field, as JSON has it."""
+    known = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+    members = (member.strip() for member in re.split(r"\|(?![^\[]*\])", known))
+    names = (re.split(r"\[", member)[0].rpartition(".")[2] for member in members)
+    return " or ".join(dict.fromkeys(_NAMES.get(name, "object") for name in names))
+
+
+_NAMES = {
+    "list": "list",
+    "tuple": "list",
+    "str": "text",
+    "Literal": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "true or false",
+    "None": "null",
+}
+"""Types of JSON by Python's names; all others are objects."""

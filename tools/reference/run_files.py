@@ -1,0 +1,45 @@
+"""The pages on the result columns and on the events of a run."""
+
+import pyarrow as pa
+
+from batchrunner.job.spec import RESULT_COLUMNS
+from batchrunner.output.columns import result_schema
+from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
+from tools.reference.markdown import table
+
+RESULTS = """# Result columns
+
+Columns of the Parquet files in `RUN/parts` and `RUN/merged`. The columns that `input.columns` copies
+stand after `row`, with the types and names of the input, or the names that `input.rename` gives. With
+`sampling.n` above 1 the columns `output`, `finish_reason` and `completion_tokens` are lists, with one
+value for each output.
+
+Where the answers are invented (`engine.kind: simulated`), the file's metadata has `simulated: true`."""
+
+LOG = """# Events
+
+`RUN/events.jsonl` has one JSON object for each event, in order of time; a run of several tasks has one
+log for each task, in `RUN/tasks/NAME`. A line that a crash has torn is no JSON: skip it. New events and
+new fields may come with any version."""
+
+
+def result_columns() -> str:
+    """Return the page on the columns of the results."""
+    kinds = result_schema(pa.schema([]), samples=1, metadata={})
+    head = ["column", "type", "meaning"]
+    return f"{RESULTS}\n\n" + table(
+        head, ([f"`{name}`", str(kinds.field(name).type), text] for name, text in RESULT_COLUMNS.items())
+    )
+
+
+def events() -> str:
+    """Return the page on the events."""
+    parts = [LOG, "## Every event", _fields(EVERY_EVENT)]
+    for name, kind in EVENTS.items():
+        parts += [f"## {name}", kind.when, _fields(kind.fields)]
+    return "\n\n".join(parts)
+
+
+def _fields(fields: object) -> str:
+    assert hasattr(fields, "items")
+    return table(["field", "meaning"], ([f"`{name}`", text] for name, text in fields.items()))
