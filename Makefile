@@ -47,6 +47,9 @@ docs: .venv/.dev ## Build the documentation site into site/; a dead link or a mi
 docs-reference: .venv/.light ## Make docs/reference/ from the code
 	.venv/bin/python -m tools.reference
 
+docs-pictures: .venv/.dev data/docs.parquet ## Make the pictures of the docs from a run (needs Chromium)
+	.venv/bin/python -m tools.pictures
+
 docs-serve: .venv/.dev ## Show the documentation site at http://127.0.0.1:8000, and follow changes
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
 

@@ -13,6 +13,7 @@ from batchrunner.job.load import load_job
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+ASSETS = ROOT / "docs" / "assets"
 STARTS = [ROOT / "README.md", ROOT / "docs" / "index.md"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -111,3 +112,13 @@ def test_make_help_has_every_target() -> None:
 def test_the_readme_is_short() -> None:
     """The README fits on two screens; the rest is in docs/."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_pictures_are_small_and_used() -> None:
+    """Each picture in docs/assets/ is on a page, has less than 300 kB, and loads nothing."""
+    pages = "".join(page.read_text() for page in PAGES)
+    for picture in [*ASSETS.glob("*.svg"), *ASSETS.glob("*.png")]:
+        assert f"assets/{picture.name}" in pages, picture.name
+        assert picture.stat().st_size < 300_000, picture.name
+        if picture.suffix == ".svg":
+            assert re.findall(r"(?:href=|url\()['\"]?(?:https?:)?//[^'\")]*", picture.read_text()) == []

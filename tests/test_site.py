@@ -16,7 +16,7 @@ import pytest
 from tests.support.browser import new_page
 
 ROOT = Path(__file__).parent.parent
-LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href"}
 """Attributes by which a tag makes the browser load something."""
 NO_LOAD = {"canonical", "next", "prev", "sitemap", "license"}
 """Values of `rel` with which a link tag loads nothing."""
@@ -80,6 +80,18 @@ def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
         assert [address for address in loads.found if re.match(r"(https?:)?//", address)] == [], page
     for sheet in site.rglob("*.css"):
         assert re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet
+
+
+def test_what_the_pages_load_is_there(site: Path) -> None:
+    """Each picture, script and style sheet that a page loads is a file of the site."""
+    for page in sorted(site.rglob("*.html")):
+        loads = Loads()
+        loads.feed(page.read_text())
+        for address in loads.found:
+            path = (page.parent / address.partition("#")[0].partition("?")[0]).resolve()
+            # the page for a wrong address is served from any folder: its addresses begin at the root
+            path = site / address.lstrip("/") if page.name == "404.html" else path
+            assert address.startswith("data:") or path.is_file(), (page, address)
 
 
 def test_the_pages_at_the_root_are_on_the_site(site: Path) -> None:

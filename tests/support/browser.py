@@ -81,10 +81,10 @@ class Page:
         """Move the pointer to a place on the screen."""
         await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    async def picture(self, path: Path) -> None:
-        """Save the whole page as a PNG."""
+    async def picture(self, path: Path, *, height: int | None = None) -> None:
+        """Save the page as a PNG: all of it, or its head of so many pixels."""
         size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
