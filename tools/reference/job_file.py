@@ -85,7 +85,8 @@ def _field(section: str, name: str, node: dict[str, Any], *, kind: str = "") -> 
     if name in node.get("required", ()):
         facts.append("required")
     else:
-        facts.append(f"default {_value(field.get('default'))}")
+        unit = " s" if facts[0] == "duration" and field.get("default") is not None else ""
+        facts.append(f"default {_value(field.get('default'))}{unit}")
     heading = f"{'####' if kind else '###'} `{path}`" + (f" ({kind})" if kind else "")
     shown = yaml.safe_dump(
         example(path, kind), sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000
@@ -94,12 +95,15 @@ def _field(section: str, name: str, node: dict[str, Any], *, kind: str = "") -> 
 
 
 def example(path: str, kind: str = "") -> dict[str, Any]:
-    """Return the part of a job that shows a field: its section, with what goes with it."""
+    """Return the part of a job that shows a field: its section, with what goes with it.
+
+    A field that has no example is null in it: a test says where to write one.
+    """
     section, dot, name = path.rpartition(".")
     if not dot:
-        return {name: yaml.safe_load(EXAMPLES[path])}
+        return {name: yaml.safe_load(EXAMPLES.get(path, ""))}
     beside = next((COMPANIONS[key] for key in (path, kind, section) if key in COMPANIONS), "{}")
-    value = kind if path == "engine.kind" else yaml.safe_load(EXAMPLES[path])
+    value = kind if path == "engine.kind" else yaml.safe_load(EXAMPLES.get(path, ""))
     return {section: {**yaml.safe_load(beside), name: value}}
 
 
