@@ -76,7 +76,7 @@ def test_every_message_is_on_the_page() -> None:
     """Who searches the page for the words of a message finds it."""
     known = set(on_the_page())
     missing = [f"{where}: explain below: {line_of(form)}" for form, where in messages() if form not in known]
-    assert missing == [], f"docs/{PAGE.name} lacks these lines, without the places"
+    assert not missing, "\n".join([f"docs/{PAGE.name} lacks these lines, without the places:", *missing])
 
 
 def test_the_page_has_no_message_that_is_gone() -> None:
@@ -90,7 +90,7 @@ def test_the_page_has_no_message_that_is_gone() -> None:
     ]
     known = "\n".join(texts)
     gone = [form for form in on_the_page() if not all(piece in known for piece in form.split("…"))]
-    assert gone == [], "no code writes these: take them off the page"
+    assert not gone, "\n".join(["no code writes these: take them off the page:", *gone])
 
 
 def test_the_page_has_each_message_once() -> None:
