@@ -47,6 +47,9 @@ docs: .venv/.dev ## Build the documentation site into site/; a dead link or a mi
 docs-reference: .venv/.light ## Make docs/reference/ from the code
 	.venv/bin/python -m tools.reference
 
+docs-outputs: .venv/.dev ## Write the pasted output in the docs again, from a run of each page
+	.venv/bin/python -m tools.outputs
+
 docs-pictures: .venv/.dev data/docs.parquet ## Make the pictures of the docs from a run (needs Chromium)
 	.venv/bin/python -m tools.pictures
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,8 +21,8 @@ import batchrunner
 from batchrunner.cli import app
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
-from tests.conftest import batchrun
-from tests.support.blocks import ROOT, Block, blocks_of, commands_in, is_plain, logical_lines
+from tests.support.blocks import Block, blocks_of, commands_in, logical_lines
+from tests.support.page_reader import PageReader, without_figures
 from tests.test_docs import PAGES, name_of, targets
 
 if TYPE_CHECKING:
@@ -37,8 +34,6 @@ SHOWN_ONLY = {"", "text", "dockerfile", "console"}
 """Languages of blocks that are read only: pasted output, drawings, forms."""
 RUNNABLE = {"sh", "python", "yaml", "json"}
 COMMAND_NAMES = ("batchrun", "make", "pip", "python", "python3", "uv", "docker", "apptainer")
-SAVED_AS = re.compile(r"# ([\w./-]+\.(?:yaml|py))\s*$", re.MULTILINE)
-SHELL_S = 60
 
 
 def of(language: str) -> list[Block]:
@@ -137,38 +132,16 @@ def test_python_is_spelled_right(block: Block) -> None:
     assert used | imported <= set(batchrunner.__all__)
 
 
+@pytest.mark.page
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=name_of)
 def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page run one after the other in an empty directory; none fails."""
+    """The blocks of a page run one after the other in an empty directory; none fails.
+
+    A block with the comment `<!-- output -->` is what the block of shell before it printed, but for figures.
+    """
     monkeypatch.chdir(tmp_path)
+    reader = PageReader(tmp_path)
     for block in BLOCKS[page]:
-        if (
-            block.reason is None
-            and block.language in {"python", "yaml"}
-            and (name := SAVED_AS.match(block.text))
-        ):
-            (tmp_path / name[1]).write_text(block.text)
-        if block.reason is None and block.language == "python":
-            exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
-        if block.reason is None and block.language == "sh":
-            run_shell(block, tmp_path)
-
-
-def run_shell(block: Block, directory: Path) -> None:
-    """Run a block of shell; calls of `batchrun` alone run in this process, which is faster."""
-    lines = logical_lines(block.text)
-    if all(map(is_plain, lines)):
-        for line in lines:
-            done = batchrun(*commands_in(line, "batchrun")[0])
-            assert done.exit_code == 0, f"{block}: {line}\n{done.stderr}"
-        return
-    script = directory / ".bin" / "batchrun"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m batchrunner "$@"\n')
-    script.chmod(0o755)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{script.parent}:{os.environ['PATH']}"}
-    ended = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
-        cwd=directory, env=environ, capture_output=True, text=True, timeout=SHELL_S, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, f"{block}\n{ended.stderr}"
+        reader.take(block)
+        if block.is_output:
+            assert without_figures(block.text) == without_figures(reader.printed), "run `make docs-outputs`"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 FENCE = re.compile(
-    r"(?:^[ ]*<!-- not run: (?P<reason>[^\n]*?) -->\n+)?"
+    r"(?:^[ ]*<!-- (?:not run: (?P<reason>[^\n]*?)|(?P<output>output)) -->\n+)?"
     r"^(?P<indent>[ ]*)```(?P<language>[\w+-]*)[^\n`]*\n(?P<text>.*?)^(?P=indent)```[ ]*$",
     re.DOTALL | re.MULTILINE,
 )
@@ -27,6 +27,10 @@ class Block:
     text: str
     reason: str | None
     """Why it is not run, from the comment `<!-- not run: REASON -->` before it."""
+    span: tuple[int, int]
+    """Where its text begins and ends in the page."""
+    is_output: bool
+    """Whether it is what the block of shell before it prints: it has the comment `<!-- output -->`."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -40,7 +44,17 @@ def blocks_of(page: Path) -> list[Block]:
         indent = len(fence["indent"])
         body = "".join(line[indent:] for line in fence["text"].splitlines(keepends=True))
         line = text.count("\n", 0, fence.start("language")) + 1
-        found.append(Block(page, line, fence["language"], body, fence["reason"]))
+        found.append(
+            Block(
+                page,
+                line,
+                fence["language"],
+                body,
+                fence["reason"],
+                fence.span("text"),
+                bool(fence["output"]),
+            )
+        )
     return found
 
 
