@@ -23,7 +23,7 @@ from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from tests.support.blocks import Block, blocks_of, commands_in, logical_lines
 from tests.support.page_reader import PageReader, without_figures
-from tests.test_docs import PAGES, name_of, targets
+from tests.test_docs import PAGES, name_of, prose, targets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_block_says_what_it_is(block: Block) -> None:
         assert set(begins) & set(COMMAND_NAMES) == set(), "begin the block with ```sh"
 
 
-@pytest.mark.parametrize("block", [*of("sh"), *of(""), *of("console")], ids=str)
+@pytest.mark.parametrize("block", [*of("sh"), *of(""), *of("text"), *of("console")], ids=str)
 def test_commands_are_spelled_right(block: Block) -> None:
     """Each call of `batchrun` is of a command that there is, with options that it takes; so is make's."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -75,6 +75,19 @@ def test_commands_are_spelled_right(block: Block) -> None:
             commands[full[0]].make_context(full[0], full[1:])
         for args in commands_in(line, "make"):
             assert {arg for arg in args if "=" not in arg and not arg.startswith("-")} <= targets()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_a_sentence_have_known_options(page: Path) -> None:
+    """A command that a sentence names, such as `batchrun report RUN`, has the options that stand with it."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for span in re.findall(r"`batchrun ([^`]+)`", prose(page)):
+        words = span.split()
+        command = commands.get(words[0], commands["run"])
+        known = {
+            option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]
+        }
+        assert set(re.findall(r"--[a-z][a-z-]*", span)) <= known | {"--help", "--version"}, span
 
 
 def test_the_pages_show_each_command() -> None:

@@ -20,19 +20,20 @@ from batchrunner.job.load import load_job
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
 from batchrunner.output.events import read_events
 from batchrunner.report import report
-from batchrunner.tune.measurement import TrialSigns
-from batchrunner.tune.summary import TuningSummary
-from tests.conftest import ROOT, batchrun, job_of, write_job
+from tests.conftest import ROOT, batchrun, job_of, report_of, write_job
+from tests.support.tuned import tuned
+from tests.support.tuning_lab import Lab, chat_rows
 from tests.test_layout import TREES
 from tools.reference.command_line import commands
 from tools.reference.environment import READ, SET
 from tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS
 from tools.reference.job_file import example, field_paths
-from tools.reference.markdown import field_docs
 from tools.reference.pages import FOLDER, pages
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
 
 MADE = pages()
 KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
@@ -175,6 +176,22 @@ def test_the_keys_of_the_other_commands_are_explained(job: Path) -> None:
     assert set(advice["thresholds"]) <= set(KEY.findall(MADE["advice-rules.md"]))
 
 
+def test_the_keys_of_tuning_are_explained() -> None:
+    """Each key that `tune` prints with --json is on the page, and no other."""
+    found = tuned(Lab(chat_rows(200)), budget_s=200)[0].as_dict()
+    page = "json-output.md"
+    assert set(found) == keys_below(page, "## tune --json")
+    assert set(found["trials"][0]) == keys_below(page, "### trials")
+    assert set(found["trials"][0]["signs"]) == keys_below(page, "### signs")
+
+
+def test_the_keys_of_sharing_are_explained(server: FakeSGLang, tmp_path: Path) -> None:
+    """A run on an engine with a prefix cache has `sharing`, whose keys are on the page."""
+    job = job_of(tmp_path, server)
+    assert batchrun("run", write_job(job, tmp_path), "-q").exit_code == 0
+    assert set(report_of(job)["sharing"]) == keys_below("json-output.md", "### sharing")
+
+
 def test_no_meaning_is_empty() -> None:
     """Each row of a table has a meaning: a field without a docstring is not explained."""
     for name, page in MADE.items():
@@ -209,9 +226,3 @@ def test_each_environment_variable_is_explained() -> None:
     assert variables - set(NO_VARIABLES) - set(READ) - set(SET) == set(), (
         "add it to tools/reference/environment.py"
     )
-
-
-def test_the_docs_of_tuning_are_complete() -> None:
-    """Each field of `tune --json` has a docstring."""
-    for kind in (TuningSummary, TrialSigns):
-        assert [name for name, text in field_docs(kind).items() if not text] == []

@@ -1,4 +1,4 @@
-"""Tests that pytest-xdist gives to one worker: they share an engine, a gateway, a cluster or a browser.
+"""Tests that pytest-xdist gives to one worker: they share an engine, a gateway, a browser or a site.
 
 The marks of `--dist loadgroup` would say the same, but pytest-xdist 3.8 ignores them under pytest 9.2.
 """
@@ -15,8 +15,9 @@ GROUPS = {
     "test_real_engine_starts.py": "engine starts",
     "test_real_replicas.py": "replicas",
     "test_slurm.py": "slurm",
+    "tests/test_site.py": "site",
 }
-"""The group of each file in tests/e2e; every other test is a group of its own."""
+"""The group of each file, in tests/e2e unless it has its path; every other test is a group of its own."""
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
