@@ -17,7 +17,7 @@ from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.concurrency.window import tokens_a_row
+from batchrunner.dispatch.concurrency.window import cost_of_connections, tokens_a_row
 from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feedback import Feedback, write_decisions
 from batchrunner.dispatch.feeder import Feeder
@@ -102,6 +102,8 @@ async def build_run(
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,
     )
+    if cost := cost_of_connections(info, limits.fixed):
+        log.warning("%s", cost)
     gauges = QueueGauges()
     loads = gauges.believable(await engine.loads(), {}, began)
     first_windows = limits.begin(loads, began, unsent=rows.unread)
