@@ -55,9 +55,10 @@ class Feedback:
         believed = self._gauges.believable(loads, self._limits.bands, now)
         for verdict in self._gauges.news():
             self._events.write("gauge", **asdict(verdict))
-            said = "is believed again" if verdict.believed else "is not believed"
-            log.warning("%s: #queue-req %d %s: %s", verdict.scheduler, verdict.queue, said, verdict.reason)
-            if not verdict.believed:
+            if verdict.believed:
+                log.warning("%s: its load is used again", verdict.scheduler)
+            else:
+                log.warning("%s: its load is not used (%s)", verdict.scheduler, verdict.reason)
                 self._apply(self._limits.restart(verdict.scheduler, now))
         in_flight, silenced = self._slots.by_route, self._gauges.silenced
         self._apply(self._limits.observe(believed, in_flight, now, unsent=unsent, silenced=silenced))

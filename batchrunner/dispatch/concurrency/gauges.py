@@ -81,7 +81,9 @@ class QueueGauges:
         self._early[route] = self._early.get(route, 0) + 1 if now - sent_at < soonest_s else 0
         if self._early[route] >= ROWS_NEEDED:
             for gauge in on:
-                reason = f"{ROWS_NEEDED} rows came back sooner than so many requests can begin"
+                reason = (
+                    f"#queue-req {gauge.least}: {ROWS_NEEDED} rows came back sooner than so many can begin"
+                )
                 self._judge(gauge, believed=False, queue=gauge.least, reason=reason)
 
     def news(self) -> list[GaugeVerdict]:
@@ -97,12 +99,12 @@ class QueueGauges:
         if load.max_running:
             gauge.per_s = min(MOST_PER_S, load.max_running * MOST_PER_SLOT_S)
         if max(load.queue, load.running) > MOST_REQUESTS:
-            reason = f"no scheduler has more than {MOST_REQUESTS} requests"
+            reason = f"#queue-req {load.queue}: no scheduler has more than {MOST_REQUESTS} requests"
             self._judge(gauge, believed=False, queue=load.queue, reason=reason)
             return False
         if band is None or load.queue <= band.high:
             gauge.over_since = None
-            self._judge(gauge, believed=True, queue=load.queue, reason="the queue can be")
+            self._judge(gauge, believed=True, queue=load.queue, reason="the queue is in its band")
         elif gauge.over_since is None:
             gauge.over_since, gauge.least = now, load.queue
         else:
