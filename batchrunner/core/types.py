@@ -153,6 +153,8 @@ class EngineInfo:
     """How the engine tokenizes prompts."""
     connections: int | None = None
     """Most requests that can be open at once, over all routes; None for no limit."""
+    connections_by: str | None = None
+    """The limit that `connections` comes from, in words."""
     simulated: bool = False
     """Whether the answers are made up."""
     card: str | None = None

@@ -1,16 +1,20 @@
 """How the engine takes the rows → the slots of its routes: each change is an event with its reason."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from batchrunner.core.types import Completion, SchedulerLoad
 from batchrunner.dispatch.concurrency.controller import Decision
+from batchrunner.dispatch.concurrency.gauges import QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.reorder import Reorderer
 from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.dispatch.slots import Slots
 from batchrunner.output.events import EventLog
+
+log = logging.getLogger(__name__)
 
 
 class Feedback:
@@ -19,12 +23,14 @@ class Feedback:
     def __init__(
         self,
         limits: ConcurrencyLimits,
+        gauges: QueueGauges,
         slots: Slots,
         reorderer: Reorderer,
         totals: RouteTotals,
         events: EventLog,
     ) -> None:
         self._limits = limits
+        self._gauges = gauges
         self._slots = slots
         self._reorderer = reorderer
         self._totals = totals
@@ -34,6 +40,8 @@ class Feedback:
         """Record a row that the engine ended; a row that it refused has no completion."""
         self._totals.add(route, completion)
         self._limits.ended(route, completion.retractions if completion else 0, now)
+        if completion:  # a row that was refused has not waited in the queue
+            self._gauges.ended(route, row.sent_at, now)
         change = self._reorderer.record(row, completion) if completion else None
         if change is not None:
             self._events.write("lead", **asdict(change))
@@ -42,9 +50,19 @@ class Feedback:
         """Record a route that took no request, or let one wait too long."""
         self._apply(self._limits.backpressure(route, why, now))
 
-    def observe(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> None:
-        """Record a poll of the load; `unsent` rows are still to be sent."""
-        self._apply(self._limits.observe(loads, self._slots.by_route, now, unsent=unsent))
+    def observe(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[SchedulerLoad]:
+        """Record a poll of the load; return what can be right of it. `unsent` rows are still to be sent."""
+        believed = self._gauges.believable(loads, self._limits.bands, now)
+        for verdict in self._gauges.news():
+            self._events.write("gauge", **asdict(verdict))
+            if verdict.believed:
+                log.warning("%s: its load is used again", verdict.scheduler)
+            else:
+                log.warning("%s: its load is not used (%s)", verdict.scheduler, verdict.reason)
+                self._apply(self._limits.restart(verdict.scheduler, now))
+        in_flight, silenced = self._slots.by_route, self._gauges.silenced
+        self._apply(self._limits.observe(believed, in_flight, now, unsent=unsent, silenced=silenced))
+        return believed
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for route, window in self._limits.windows.items():

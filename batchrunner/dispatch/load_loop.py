@@ -16,7 +16,7 @@ class LoadObserver(Protocol):
     """What looks at every load sample."""
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Take a sample, which is empty if the poll failed; `now` is in seconds of the monotonic clock."""
+        """Take a sample, empty if there is none to believe; `now` is seconds of the monotonic clock."""
 
 
 class LoadLoop:
@@ -34,9 +34,9 @@ class LoadLoop:
     async def run(self) -> None:
         """Poll until cancelled; raises what an observer raises."""
         while True:
-            loads = await self._engine.loads()
+            polled = await self._engine.loads()
             now = time.monotonic()
-            self._feedback.observe(loads, now, unsent=self._backlog.unsent)
+            loads = self._feedback.observe(polled, now, unsent=self._backlog.unsent)
             self._backlog.wake_dispatcher()
             for observer in self._observers:
                 observer.polled(loads, now)

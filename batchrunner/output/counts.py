@@ -93,7 +93,7 @@ class RowCounts:
             return
         self.ok += 1
         for reason in completion.finish_reasons:
-            self.finish_reasons[reason or UNKNOWN] += 1
+            self._count_reason(reason or UNKNOWN, 1)
         if outcome.attempts == 0:
             self.duplicates += 1
             return
@@ -118,7 +118,12 @@ class RowCounts:
         self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0
         self.output_tokens += pc.sum(each_sample(sent.column("completion_tokens"))).as_py() or 0
         for found in pc.value_counts(each_sample(ok.column("finish_reason"))).to_pylist():
-            self.finish_reasons[found["values"] or UNKNOWN] += found["counts"]
+            self._count_reason(found["values"] or UNKNOWN, found["counts"])
+
+    def _count_reason(self, reason: str, count: int) -> None:
+        """Count a finish reason; a server that makes up ever new ones does not fill the memory."""
+        is_new = reason not in self.finish_reasons and len(self.finish_reasons) >= MOST_GROUPS
+        self.finish_reasons[OTHER if is_new else reason] += count
 
     def include(self, other: RowCounts) -> None:
         """Add the counts of other rows."""

@@ -68,6 +68,15 @@ EVENTS = {
             "reason": "Reason, with figures.",
         },
     ),
+    "gauge": EventKind(
+        "The load that a scheduler tells is not believed from now on, since it cannot be right, or is again.",
+        {
+            "scheduler": "Address of the replica, with `#dpN` where it has several data-parallel ranks.",
+            "believed": "Whether it is believed from now on.",
+            "queue": "Waiting requests that it tells.",
+            "reason": "Reason, with figures.",
+        },
+    ),
     "lead": EventKind(
         "The reuse distance changes: how far a row that computes a prefix runs ahead of its followers.",
         {

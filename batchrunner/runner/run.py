@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from batchrunner.core.errors import BatchrunError, StorageError
 from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.concurrency.controller import Decision
+from batchrunner.dispatch.concurrency.gauges import QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.concurrency.window import tokens_a_row
+from batchrunner.dispatch.concurrency.window import cost_of_connections, tokens_a_row
 from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feedback import Feedback, write_decisions
 from batchrunner.dispatch.feeder import Feeder
@@ -101,7 +102,11 @@ async def build_run(
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,
     )
-    first_windows = limits.begin(await engine.loads(), began, unsent=rows.unread)
+    if cost := cost_of_connections(info, limits.fixed):
+        log.warning("%s", cost)
+    gauges = QueueGauges()
+    loads = gauges.believable(await engine.loads(), {}, began)
+    first_windows = limits.begin(loads, began, unsent=rows.unread)
 
     # rows: source → reorder → tokenise → queue → slot → engine → count → store
     reorderer = _reorderer(job, info, schedulers=len(first_windows))
@@ -111,7 +116,7 @@ async def build_run(
     feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, writer)
     retries = Retries(RetryPolicy(job.limits.max_attempts, job.limits.engine_wait), backlog)
     totals = RouteTotals(info.routes, began)
-    feedback = Feedback(limits, slots, reorderer, totals, events)
+    feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
     dispatcher = Dispatcher(backlog, slots, engine, retries, feedback, by_affinity=info.keeps_together)
 
     # load samples: engine → slots → summary, display and event log, stop rules

@@ -204,3 +204,32 @@ def test_many_schedulers_in_one_line() -> None:
         "run 2656 (10-73 each), queue 8416 (100-163 each), KV 0.90-0.90"
     )
     assert load_line([], {}, 0) == "load unknown"
+
+
+def test_a_queue_that_cannot_be(tmp_path: Path) -> None:
+    """It holds no window at 1, is told once in the event log, and is no part of the report's figures."""
+    with FakeSGLang(max_running=16, delay_s=0.05) as server:
+
+        def load() -> bytes:
+            entry = {
+                "dp_rank": 0,
+                "num_running_reqs": 16,
+                "num_waiting_reqs": 10**12,
+                "timestamp": server.polled,
+            }
+            limits = {"max_running_requests": 16, "max_total_num_tokens": 20000, "num_used_tokens": 0}
+            return json.dumps({"loads": [{**entry, **limits, "token_usage": 0.5}]}).encode()
+
+        def script(sent: Sent) -> Behaviour:
+            if len(server.sent) == 100:
+                server.load = load
+            return "answer"
+
+        server.script = script
+        job = job_of(tmp_path, server, rows=1500)
+        report = batchrunner.run(job)
+        assert whole(job, 1500)
+        (told,) = events_of(job, "gauge")
+    assert (told["queue"], told["believed"]) == (10**12, False)
+    assert report.wall_s < 60  # one at a time takes 75 s at least
+    assert (report_of(job)["load"]["mean_queue"] or 0) < 10**6

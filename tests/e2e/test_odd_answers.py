@@ -114,6 +114,19 @@ def test_odd_characters_are_kept(tmp_path: Path, server: FakeSGLang, sent: bytes
     assert run_with(tmp_path, server, Body(reply))[3]["output"] == kept
 
 
+def test_ever_new_finish_reasons(tmp_path: Path, server: FakeSGLang) -> None:
+    """They are in the results; the report counts fifty of them one by one, and the rest together."""
+
+    def script(sent: Sent) -> Body:
+        return body(finish_reason={"type": sent.prompt})
+
+    server.script = script
+    report = batchrunner.run(job_of(tmp_path, server, rows=200))
+    assert report.rows_ok == sum(report.finish_reasons.values()) == 200
+    assert len(report.finish_reasons) == 51
+    assert len({row["finish_reason"] for row in results_of(job_of(tmp_path, server))}) == 200
+
+
 def samples(*texts: str | None, numbers: list[Any] | None = None) -> list[dict[str, Any]]:
     """Choices of a chat, numbered in order."""
     numbered = zip(numbers or list(range(len(texts))), texts, strict=True)

@@ -8,7 +8,7 @@ is over the band none of its windows grows.
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchrunner.core.types import EngineInfo, SchedulerLoad
@@ -143,15 +143,22 @@ class ConcurrencyLimits:
         return {name: s.controller.state for name, s in self._schedulers.items()}
 
     def observe(
-        self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
+        self,
+        loads: Sequence[SchedulerLoad],
+        in_flight: Mapping[str, int],
+        now: float,
+        *,
+        unsent: int,
+        silenced: Collection[str] = (),
     ) -> list[Decision]:
         """Use a poll's samples, none if it failed; return the changes.
 
         `unsent` counts the rows that are still to be sent, including those that wait for another attempt.
+        The `silenced` schedulers are there, but what they tell is not in `loads`: it cannot be right.
         """
         decisions = [self._add(load, now) for load in loads if load.scheduler not in self._schedulers]
-        for load in loads:
-            self._schedulers[load.scheduler].heard_at = now
+        for name in {*(load.scheduler for load in loads), *silenced} & self._schedulers.keys():
+            self._schedulers[name].heard_at = now
         self._draining = unsent == 0
         if self.fixed is not None:
             return []
@@ -180,6 +187,18 @@ class ConcurrencyLimits:
         moves = [scheduler.controller.tick(now) for scheduler in self._schedulers.values()]
         return decisions + [move for move in moves if move]
 
+    def restart(self, name: str, now: float) -> list[Decision]:
+        """Forget what a scheduler has told, which was not right; its window is the first one at least."""
+        scheduler = self._schedulers.get(name)
+        if scheduler is None or self.fixed is not None:
+            return []
+        told, old = scheduler.last, scheduler.controller
+        window, why = self._first_window(told, old.band)
+        scheduler.last = None
+        scheduler.controller = Controller(name, max(window, old.window), old.band, most=self.most, now=now)
+        new = scheduler.controller
+        return [Decision(name, old.window, new.window, new.state, f"its load cannot be right; {why}")]
+
     def ended(self, route: str, retractions: int, now: float) -> None:
         """Record a row that ended on a route."""
         self._ends[route].add(now)
@@ -199,15 +218,9 @@ class ConcurrencyLimits:
         return [move for move in moves if move]
 
     def _add(self, load: SchedulerLoad | None, now: float, route: str = "") -> Decision:
-        count = len(self.info.routes)
-        if load is not None:
-            name, route, max_running = load.scheduler, load.route, load.max_running
-            pool = load.max_total_tokens
-        else:  # the engine reports no load: use the limits that it reported
-            name, max_running, pool = route, _part(self.info.max_running, count), None
-            pool = _part(self.info.max_total_tokens, count)
-        band = self.band.scaled(max_running)
-        window, why = first_window(max_running, pool, self.tokens_a_row, band.low, band.high)
+        name, route = (load.scheduler, load.route) if load is not None else (route, route)
+        band = self.band.scaled(self._limits(load)[0])
+        window, why = self._first_window(load, band)
         controller = Controller(name, window, band, most=self.most, now=now)
         self._schedulers[name] = _Scheduler(route, controller, heard_at=now)
         self._on_route[route].append(self._schedulers[name])
@@ -218,6 +231,17 @@ class ConcurrencyLimits:
             controller.state,
             f"{why}; #queue-req {band.low}-{band.high} ({band.why})",
         )
+
+    def _limits(self, load: SchedulerLoad | None) -> tuple[int | None, int | None]:
+        """Return a scheduler's max_running_requests and the tokens of its KV pool."""
+        if load is not None:
+            return load.max_running, load.max_total_tokens
+        count = len(self.info.routes)  # it tells no load: use the limits that the engine reported
+        return _part(self.info.max_running, count), _part(self.info.max_total_tokens, count)
+
+    def _first_window(self, load: SchedulerLoad | None, band: QueueBand) -> tuple[int, str]:
+        max_running, pool = self._limits(load)
+        return first_window(max_running, pool, self.tokens_a_row, band.low, band.high)
 
     def _forget(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision]:
         """Remove the schedulers of a shared route that are silent while others report."""

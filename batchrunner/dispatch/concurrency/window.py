@@ -1,5 +1,7 @@
 """The first window of a scheduler: enough requests to fill it, too few to flood its queue."""
 
+from batchrunner.core.types import EngineInfo
+
 UNKNOWN_ENGINE_WINDOW = 256
 """First window for an engine that does not say how many requests it runs."""
 TYPICAL_PROMPT_TOKENS = 256
@@ -11,6 +13,22 @@ def tokens_a_row(max_new_tokens: int | None) -> int:
     """Return the KV tokens that a row holds on average while it runs: its prompt and half its output."""
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     return TYPICAL_PROMPT_TOKENS + output // 2
+
+
+def cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
+    """Return what too few connections cost, in a line; None where they are enough.
+
+    `fixed` is the job's window, if it sets one; else as many are needed as the engine can run.
+    """
+    wanted = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
+    if info.connections is None or info.connections >= wanted:
+        return None
+    who = "the job's window is" if fixed else "the engine can run"
+    return (
+        f"at most {info.connections} requests can be in flight, and {who} {wanted}: up to "
+        f"{1 - info.connections / wanted:.0%} of the speed is lost. The limit is {info.connections_by}: "
+        "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
+    )
 
 
 def first_window(

@@ -95,13 +95,13 @@ class SGLangClient:
         self.replace_replicas(urls)
         routes = {GATEWAY_ROUTE: gateway} if gateway else {url: url for url in urls}
         self.endpoints = {route: Endpoint(url, self._timeout_s) for route, url in routes.items()}
-        addresses, files_each = len(urls), 1
+        addresses, near = len(urls), False
         if gateway:
             # A gateway has one address. If it is on this machine, the client connects from as many loopback
             # addresses as the gateway has replicas: then both sides have the same number of ports.
             near = urlsplit(gateway).hostname in _LOOPBACK
-            addresses, files_each = (len(urls), 2) if near else (1, 1)
-        connections, limited_by = open_connections(addresses, files_each)
+            addresses = len(urls) if near else 1
+        connections, limited_by = open_connections(addresses, servers=len(urls), through_gateway=near)
         self._status_session = self._make_session(
             aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         )
@@ -138,6 +138,7 @@ class SGLangClient:
             weights=model.get("weight_version"),
             routes=tuple(self.endpoints),
             connections=connections,
+            connections_by=limited_by,
             keeps_together=gateway is not None,
             notes=(f"{source}; connections limited by {limited_by}", *info.notes),
         )

@@ -10,8 +10,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-RESERVED_FILES = 128
-"""File descriptors kept for files, logs, pipes and the interpreter."""
+OWN_FILES = 12
+"""File descriptors that a run opens beside its connections, after the engine is open: input, journal, part,
+heartbeat, lease, report. Five are open at once in a run of small parts."""
+STATUS_FILES = 2
+"""Connections to each server that carry no rows: one for its load, one for its model."""
+GATEWAY_FILES = 32
+"""File descriptors that a gateway on this machine has beside two for each row."""
+FILES_OPEN = 32
+"""File descriptors that are open, where the system does not tell."""
+_LIMITS_TRIED = (1 << 20, 1 << 16, 10_240)
+"""Soft limits that are tried where the hard one is refused: Linux and macOS have maxima below it."""
+_OPEN_FILES = Path("/dev/fd")
 PORT_SHARE = 0.9
 """Fraction of the range of local ports that is used: a closed connection holds its port for a minute
 (TIME_WAIT)."""
@@ -24,15 +34,24 @@ _IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>; Python names it from 3.12 on
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit on open files to the hard one; return the number of sockets that may be open."""
+    """Raise the soft limit on open files as far as the system allows; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    unlimited = resource.RLIM_INFINITY
+    for limit in (hard, *_LIMITS_TRIED):
+        if soft == unlimited or (limit != unlimited and limit <= soft):
+            break
         with contextlib.suppress(ValueError, OSError):  # e.g. a kernel maximum below the hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    if soft == resource.RLIM_INFINITY:
-        soft = 1 << 20
-    return max(soft - RESERVED_FILES, 1)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
+            break
+    return 1 << 20 if soft == unlimited else soft
+
+
+def _files_open() -> int:
+    try:
+        return len(list(_OPEN_FILES.iterdir()))
+    except OSError:
+        return FILES_OPEN
 
 
 def free_port() -> int:
@@ -104,13 +123,18 @@ def _port_range() -> tuple[int, int]:
     return low, high
 
 
-def open_connections(addresses: int, files_each: int = 1) -> tuple[int, str]:
+def open_connections(addresses: int, *, servers: int = 1, through_gateway: bool = False) -> tuple[int, str]:
     """Return how many connections can be open to this many addresses, and the limit that says so, in words.
 
-    `files_each` is 2 for a gateway on this machine: it has the same limit on files and needs two for a row.
+    Each of the `servers` is polled too. A gateway on this machine (`through_gateway`) has the same limit on
+    files and needs two for a row.
     """
     low, high = _port_range()
-    files, ports = raise_file_limit() // files_each, int((high - low + 1) * PORT_SHARE) * addresses
+    limit = raise_file_limit()
+    files = limit - _files_open() - OWN_FILES - STATUS_FILES * servers
+    if through_gateway:
+        files = min(files, (limit - GATEWAY_FILES) // 2)
+    files, ports = max(files, 1), int((high - low + 1) * PORT_SHARE) * addresses
     if files <= ports:
-        return files, f"open files (ulimit -n, {files} free)"
+        return files, f"open files (ulimit -n {limit}, of which {files} are left for connections)"
     return ports, f"local ports ({ports} for {addresses} address{'es' if addresses > 1 else ''})"

@@ -55,20 +55,22 @@ class ServerQuestions:
 
         Its arguments are read too only if the run's model has a field that they alone tell.
         """
-        found = await self._ask_again(url, MODEL_INFO, timeout_s)
+        status, found = await self._ask_again(url, MODEL_INFO, timeout_s)
         if "model_path" not in found:
-            raise EngineDownError(f"{url}: GET {MODEL_INFO[0]} does not say which model it serves")
+            raise EngineDownError(f"{url}: GET {MODEL_INFO[0]} gave {status} and no model")
         if run_model.keys() - model_in(found).keys():
-            return model_in(found, await self._ask_again(url, SERVER_INFO, timeout_s))
+            _, server = await self._ask_again(url, SERVER_INFO, timeout_s)
+            return model_in(found, server)
         return model_in(found)
 
-    async def _ask_again(self, url: str, paths: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
+    async def _ask_again(
+        self, url: str, paths: tuple[str, ...], timeout_s: float
+    ) -> tuple[int, dict[str, Any]]:
         try:
-            _, reply = await ServerStatus(self._session, url).mapping(paths, timeout_s)
+            return await ServerStatus(self._session, url).mapping(paths, timeout_s)
         except NOT_REACHED as failure:
             reason = str(getattr(failure, "os_error", failure)) or type(failure).__name__
             raise EngineDownError(f"no connection to {url}: {reason}") from None
-        return reply
 
     async def _ask(self, url: str, paths: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
         """Ask a server what it is; raises EngineStartError where it does not answer or refuses the key."""

@@ -40,6 +40,14 @@ class ServerStatus:
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and the body of a path; a body that is too long comes back empty."""
+        try:
+            return await self._get(path, timeout_s)
+        except NOT_REACHED:
+            raise
+        except Exception as failure:  # what no HTTP library foresaw
+            raise aiohttp.ClientPayloadError(f"the answer cannot be read: {failure!r}") from failure
+
+    async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._session.get(self.url + path, timeout=timeout) as response:
             body = bytearray()

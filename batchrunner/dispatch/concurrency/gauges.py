@@ -1,0 +1,117 @@
+"""Queue gauges that cannot be right: a scheduler with one counts as a scheduler that tells no load. Pure.
+
+A broken gauge that shows a long queue for ever would hold the window at one request for ever. A queue cannot
+be right in two cases:
+
+- It, or the number of running requests, is above MOST_REQUESTS: each of them has a connection.
+- Rows overtake it. SGLang's queue is first come, first served: a row that is sent while q requests wait ends
+  after all of these have begun. No scheduler begins more than MOST_PER_S requests a second. If ROWS_NEEDED
+  rows of ours in succession come back sooner than q requests can begin, there are no q requests. Where a
+  route leads to several schedulers, a row counts only if it is too early for the shortest of their queues.
+
+The gauge is believed again when its queue is back in the band.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.job.queue_band import QueueBand
+
+MOST_REQUESTS = 1_000_000
+"""Most requests at one scheduler: sixteen times as many as one address has ports."""
+MOST_PER_S = 5_000.0
+"""Most requests that a scheduler begins a second; SGLang's HTTP process takes fewer than half as many."""
+MOST_PER_SLOT_S = 200.0
+"""Most requests that one of `max_running_requests` places takes a second: a forward pass takes 5 ms."""
+ROWS_NEEDED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeVerdict:
+    """Whether the load of a scheduler is believed from now on, as the event log has it."""
+
+    scheduler: str
+    believed: bool
+    queue: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Gauge:
+    scheduler: str
+    per_s: float = MOST_PER_S
+    least: int = 0
+    """Shortest queue since it is over the band."""
+    over_since: float | None = None
+    """Time since which the queue is over the band; None while it is not."""
+    believed: bool = True
+
+
+class QueueGauges:
+    """Judges the loads that the schedulers of an engine tell. Times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, _Gauge] = {}
+        self._on_route: dict[str, list[_Gauge]] = {}
+        self._early: dict[str, int] = {}
+        """Rows in succession, by route, that came back too early."""
+        self._news: list[GaugeVerdict] = []
+
+    @property
+    def silenced(self) -> Collection[str]:
+        """Schedulers whose load is not believed."""
+        return [name for name, gauge in self._gauges.items() if not gauge.believed]
+
+    def believable(
+        self, loads: Sequence[SchedulerLoad], bands: Mapping[str, QueueBand], now: float
+    ) -> list[SchedulerLoad]:
+        """Return the loads that are believed; `bands` are those of the schedulers that are known."""
+        return [load for load in loads if self._believes(load, bands.get(load.scheduler), now)]
+
+    def ended(self, route: str, sent_at: float, now: float) -> None:
+        """Record a row that was sent on a route and answered."""
+        on = self._on_route.get(route, ())
+        if any(gauge.over_since is None for gauge in on):
+            self._early[route] = 0
+            return
+        if any(gauge.over_since is None or gauge.over_since > sent_at for gauge in on):
+            return  # it was sent before the queue was long
+        soonest_s = min((gauge.least / gauge.per_s for gauge in on), default=0.0)
+        self._early[route] = self._early.get(route, 0) + 1 if now - sent_at < soonest_s else 0
+        if self._early[route] >= ROWS_NEEDED:
+            for gauge in on:
+                reason = (
+                    f"#queue-req {gauge.least}: {ROWS_NEEDED} rows came back sooner than so many can begin"
+                )
+                self._judge(gauge, believed=False, queue=gauge.least, reason=reason)
+
+    def news(self) -> list[GaugeVerdict]:
+        """Return the verdicts since the last call, oldest first."""
+        news, self._news = self._news, []
+        return news
+
+    def _believes(self, load: SchedulerLoad, band: QueueBand | None, now: float) -> bool:
+        gauge = self._gauges.get(load.scheduler)
+        if gauge is None:
+            gauge = self._gauges[load.scheduler] = _Gauge(load.scheduler)
+            self._on_route.setdefault(load.route, []).append(gauge)
+        if load.max_running:
+            gauge.per_s = min(MOST_PER_S, load.max_running * MOST_PER_SLOT_S)
+        if max(load.queue, load.running) > MOST_REQUESTS:
+            reason = f"#queue-req {load.queue}: no scheduler has more than {MOST_REQUESTS} requests"
+            self._judge(gauge, believed=False, queue=load.queue, reason=reason)
+            return False
+        if band is None or load.queue <= band.high:
+            gauge.over_since = None
+            self._judge(gauge, believed=True, queue=load.queue, reason="the queue is in its band")
+        elif gauge.over_since is None:
+            gauge.over_since, gauge.least = now, load.queue
+        else:
+            gauge.least = min(gauge.least, load.queue)
+        return gauge.believed
+
+    def _judge(self, gauge: _Gauge, *, believed: bool, queue: int, reason: str) -> None:
+        if gauge.believed != believed:
+            gauge.believed = believed
+            self._news.append(GaugeVerdict(gauge.scheduler, believed, queue, reason))

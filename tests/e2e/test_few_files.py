@@ -1,0 +1,64 @@
+"""A low limit on open files: what the run does not need is for connections, and a line says the cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conftest import job_of, report_of, write_job
+from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv.pop(1)), int(sys.argv.pop(1))))
+from batchrunner.cli import main
+main()
+"""
+
+
+def run_limited(directory: Path, server: FakeSGLang, soft: int, hard: int, rows: int = 400) -> str:
+    """Run a job in a process with this limit on open files; return its standard error."""
+    job = job_of(directory, server, rows=rows, output={"path": str(directory / "run"), "part_rows": 100})
+    command = [sys.executable, "-c", LIMITED, str(soft), str(hard), str(write_job(job, directory))]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert report_of(job)["rows_ok"] == rows
+    assert report_of(job)["retries"] == 0
+    return ended.stderr
+
+
+@pytest.mark.parametrize(("limit", "least"), [(64, 28), (128, 90), (40, 4)])
+def test_most_files_are_for_connections(tmp_path: Path, limit: int, least: int) -> None:
+    """No connection fails for want of a file, and one line says what the limit is and costs."""
+    with FakeSGLang(max_running=128, delay_s=0.1) as server:
+        said = run_limited(tmp_path, server, limit, limit)
+        most = server.most_in_flight
+    assert least <= most < limit
+    (line,) = [line for line in said.splitlines() if "can be in flight" in line]
+    assert f"at most {most} requests can be in flight, and the engine can run 128" in line
+    assert f"ulimit -n {limit}" in line
+    assert f"up to {1 - most / 128:.0%} of the speed is lost" in line
+
+
+def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
+    """The hard limit is high: the soft one costs nothing, and nothing is said of it."""
+    with FakeSGLang(max_running=100, delay_s=0.1) as server:
+        said = run_limited(tmp_path, server, 64, 1024)
+        assert server.most_in_flight >= 100
+    assert "can be in flight" not in said
+
+
+def test_a_window_that_fits_costs_nothing(tmp_path: Path) -> None:
+    """The job asks for fewer requests than the limit allows."""
+    with FakeSGLang(max_running=128) as server:
+        job = job_of(tmp_path, server, window=8)
+        command = [sys.executable, "-c", LIMITED, "64", "64", str(write_job(job, tmp_path))]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0
+    assert "can be in flight" not in ended.stderr
