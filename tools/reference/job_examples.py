@@ -63,6 +63,7 @@ EXAMPLES = {
     "limits.max_failed_rows": "1%",
     "limits.abort_failed_share": "20%",
     "limits.max_attempts": "3",
+    "limits.render": "30s",
     "limits.request_timeout": "10m",
     "limits.engine_wait": "15m",
     "limits.hang": "2m",
