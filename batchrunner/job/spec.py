@@ -107,7 +107,8 @@ class LimitsSpec(Spec):
     max_failed_rows: CountOrShare = 0
     """Failed rows that are tolerated, as a count or a fraction (0.01 or 1%). With more the exit code is 3."""
     abort_failed_share: Share = 0.5
-    """The run stops (exit code 1) when more than this fraction of at least 100 finished rows failed."""
+    """The run stops (exit code 1) when more than this fraction of the rows that were sent failed, of at least
+    100. Rows that cannot be sent, such as those with a null prompt, do not count here."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
     """Most tries of a row whose tries fail possibly because of the row itself."""
     render: Duration = 5.0

@@ -19,6 +19,8 @@ COUNTED_COLUMNS = [
 MOST_GROUPS = 50
 """Failure groups that are kept; further ones are counted as OTHER."""
 OTHER = "other reasons"
+CUT = "length"
+"""The finish reason of an output that was cut at `max_new_tokens`."""
 UNKNOWN = "unknown"
 """The finish reason of an answer that has none."""
 _DIGITS = re.compile(r"\d+")
@@ -68,6 +70,8 @@ class RowCounts:
 
     ok: int = 0
     failed: int = 0
+    cut: int = 0
+    """Rows with an answer, of which an output was cut at `max_new_tokens`."""
     output_tokens: int = 0
     """Tokens that the engine computed; rows with a duplicate's answer add none, here and below."""
     prompt_tokens: int = 0
@@ -92,6 +96,7 @@ class RowCounts:
             self.failures.add(outcome.ref.row, outcome.error or "")
             return
         self.ok += 1
+        self.cut += CUT in completion.finish_reasons
         for reason in completion.finish_reasons:
             self._count_reason(reason or UNKNOWN, 1)
         if outcome.attempts == 0:
@@ -112,6 +117,7 @@ class RowCounts:
         sent = rows.filter(pc.greater(rows.column("attempts"), 0))
         self.failed += failed.num_rows
         self.ok += ok.num_rows
+        self.cut += _rows_with(CUT, ok.column("finish_reason"))
         self.duplicates += pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0
         self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
         self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
@@ -129,6 +135,14 @@ class RowCounts:
         """Add the counts of other rows."""
         for count in fields(self):
             setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
+
+
+def _rows_with(reason: str, column: pa.ChunkedArray) -> int:
+    """Return how many rows have a finish reason, those of several samples once."""
+    if not pa.types.is_list(column.type):
+        return pc.sum(pc.equal(column, reason)).as_py() or 0
+    found = pc.equal(pc.list_flatten(column), reason)
+    return len(pc.unique(pc.filter(pc.list_parent_indices(column), found)))
 
 
 def each_sample(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -14,7 +14,7 @@ from batchrunner.output.files import writing
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a log that are read to find its newest events."""
-_HEAD = re.compile(rb'{"time":[0-9.]+,"elapsed_s":([0-9.]+),"event":"([a-z]+)"')
+_HEAD = re.compile(rb'{"time":(\d{1,15}(?:\.\d+)?),"elapsed_s":(\d{1,15}(?:\.\d+)?),"event":"([a-z]+)"')
 
 
 class EventLog:
@@ -94,22 +94,43 @@ def attempts_in(path: Path) -> tuple[int, float]:
     attempts, total, last = 0, 0.0, 0.0
     for line in _lines(path):
         if head := _HEAD.match(line):
-            if head[2] == b"start":
+            if head[3] == b"start":
                 attempts += 1
                 total += last
-            last = float(head[1])
+            last = float(head[2])
     return attempts, total + last
 
 
-def time_span(path: Path) -> tuple[float, float] | None:
-    """Return the times of a log's first and last events (seconds since the epoch); None without events."""
-    first, last = next(read_events(path), None), next(_last_events(path), None)
-    return (first["time"], last["time"]) if first and last else None
+def attempt_spans(path: Path) -> list[tuple[float, float]]:
+    """Return when each attempt in a log began, and when its last event was, in seconds since the epoch."""
+    spans: list[tuple[float, float]] = []
+    for line in _lines(path):
+        if head := _HEAD.match(line):
+            time_s = float(head[1])
+            if head[3] == b"start" or not spans:
+                spans.append((time_s, time_s))
+            spans[-1] = (spans[-1][0], max(spans[-1][1], time_s))
+    return spans
+
+
+def union_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that lie in at least one of these spans of time."""
+    total, until = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
 
 
 def last_sample(path: Path) -> dict[str, Any] | None:
     """Return the newest `sample` event of a log; None where its end holds none."""
     return next((event for event in _last_events(path) if event["event"] == "sample"), None)
+
+
+def last_reason(path: Path) -> str | None:
+    """Return why the newest attempt of a log ended; None where it goes on or was killed."""
+    ends = (event for event in _last_events(path) if event["event"] in {"start", "end"})
+    return next((str(event.get("reason") or "") or None for event in ends), None)
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:

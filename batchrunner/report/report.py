@@ -1,11 +1,16 @@
 """The report of a run: report.json, and the lines at its end."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from batchrunner.output.files import write_json
 
+GO_ON = "run the same command again"
+"""What a user does after a run that did not come to its end."""
+CAUSES_SHOWN = 5
+"""Causes of failed rows that are shown on the screen, the commonest first; report.json has all."""
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
 EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
 EXIT_MEANINGS = {
@@ -40,6 +45,8 @@ class Report:
     """Rows that succeeded."""
     rows_failed: int = 0
     """Rows that have an `error`."""
+    rows_cut: int = 0
+    """Rows that succeeded, of which an output was cut at `max_new_tokens`."""
     rows_resumed: int = 0
     """Rows that were done before this attempt."""
     wall_s: float = 0.0
@@ -100,10 +107,10 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the lines at the end of a run."""
-        done = f"{self.rows_ok} of {self.rows_total} rows ok, {self.rows_failed} failed"
+        whole = f" ({self.rows_cut} cut at max_new_tokens)" if self.rows_cut else ""
+        done = f"{self.rows_ok} of {self.rows_total} rows ok{whole}, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
-        says_how = "--fresh" in self.reason or "again" in self.reason  # the reason itself says what to do
-        again = ": run the same command again" if self.exit_code and not says_how else ""
+        again = f": {GO_ON}" if self.exit_code and not says_next_step(self.reason) else ""
         extra += [f"{self.rows_left} left{again}"] if self.rows_left else []
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
         if self.rows_ok + self.rows_failed > self.rows_resumed:
@@ -123,12 +130,7 @@ class Report:
         cut = self.finish_reasons.get("length", 0)
         if cut:
             lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
-        lines += [
-            f"failed: {group['rows']} rows: {group['example']} (row {group['example_row']})"
-            for group in self.failures[:5]
-        ]
-        if len(self.failures) > 5:  # noqa: PLR2004
-            lines.append(f"failed: {len(self.failures) - 5} more reasons in report.json")
+        lines += cause_lines(self.failures, "failed")
         lines.append(f"results: {self.path}/parts")
         return lines
 
@@ -141,6 +143,25 @@ class Report:
                 new = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
                 lines.append(f"{incident['who']} was given {new}: {incident['why'][:150]}")
         return lines
+
+
+def says_next_step(reason: str) -> bool:
+    """Tell whether the reason why a run ended says itself what to do: then nothing else is to be said."""
+    return any(step in reason for step in ("--fresh", "--retry-failed", "again"))
+
+
+def cause_lines(groups: Sequence[Mapping[str, Any]], what: str) -> list[str]:
+    """Return the commonest causes of what went wrong with rows, each with its count and an example.
+
+    `groups` are those of `Failures.summary`.
+    """
+    lines = [
+        f"{what}: {group['rows']} rows: {group['example']} (row {group['example_row']})"
+        for group in groups[:CAUSES_SHOWN]
+    ]
+    if rest := groups[CAUSES_SHOWN:]:
+        lines.append(f"{what}: {sum(group['rows'] for group in rest)} rows: {len(rest)} more reasons")
+    return lines
 
 
 def tolerated(max_failed_rows: float, rows_total: int) -> float:

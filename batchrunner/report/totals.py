@@ -8,7 +8,7 @@ from pathlib import Path
 from batchrunner.core.types import EngineInfo
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.events import attempts_in, time_span
+from batchrunner.output.events import attempt_spans, attempts_in, union_s
 from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
@@ -23,6 +23,7 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
         rows_total=total,
         rows_ok=done.ok + tally.ok,
         rows_failed=earlier.failed + tally.failed,
+        rows_cut=earlier.cut + tally.cut,
         rows_resumed=len(done.rows),
         output_tokens=tally.output_tokens,
         output_tokens_all_starts=earlier.output_tokens + tally.output_tokens,
@@ -45,14 +46,13 @@ def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
 def report_of_all(run: str | Path) -> Report:
     """Make the report of a whole run from its files; for a run of several tasks, write it as report.json.
 
-    Its time is from the first event to the last. Raises OutputError where the path holds no run,
-    ResumeError where a part is damaged, StorageError.
+    Its time is that in which a task was at work, without the pauses between attempts. Raises OutputError
+    where the path holds no run, ResumeError where a part is damaged, StorageError.
     """
     run_dir = RunDir(run)
     facts = require_run_json(run_dir)
     tasks = run_dir.all_tasks()
-    spans = [found for task in tasks if (found := time_span(task.events))]
-    wall_s = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
+    wall_s = union_s(span for task in tasks for span in attempt_spans(task.events))
     done = done_by_all(run_dir)
     report = make_report(run_dir, done, facts["rows_total"], RowCounts())
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)

@@ -15,9 +15,13 @@ from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
+from batchrunner.output.counts import Failures
+from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import find_done, prepare
 
 PROMPTS_SHOWN = 3
+ROWS_LOOKED_AT = 1000
+"""Rows that are rendered at most, to count those that cannot be sent."""
 CHARACTERS_SHOWN = 2000
 _WITHOUT_JSON = {"inprocess", "simulated"}
 
@@ -42,6 +46,12 @@ class Check:
     """Order in which an attempt would send them, and the reason."""
     prompts: list[dict[str, Any]]
     """The first three prompts to send: `row`, `kind`, `prompt`, and `error` where a row cannot be sent."""
+    rows_looked_at: int
+    """Rows, the first ones to send, that were rendered to see whether they can be sent; 1,000 at most."""
+    rows_not_sendable: int
+    """Rows of these that cannot be sent: a null or empty prompt, a template that fails."""
+    not_sendable: list[dict[str, Any]]
+    """Why they cannot be sent, largest group first: `rows`, `example_row`, `example`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -60,9 +70,15 @@ class Check:
                 text = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
             label = "cannot be sent" if prompt["error"] else prompt["kind"]
             lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
+        lines += cause_lines(self.not_sendable, "cannot be sent")
+        return [*lines, f"{self._verdict()}; nothing was sent"]
+
+    def _verdict(self) -> str:
         bad = sum(prompt["error"] is not None for prompt in self.prompts)
-        verdict = f"{bad} of the first {len(self.prompts)} rows cannot be sent" if bad else "the job is fine"
-        return [*lines, f"{verdict}; nothing was sent"]
+        of_first = f"{bad} of the first {len(self.prompts)} rows cannot be sent" if bad else ""
+        of_more = f"{self.rows_not_sendable} of the first {self.rows_looked_at} rows cannot be sent"
+        more = of_more if self.rows_not_sendable and self.rows_looked_at > len(self.prompts) else ""
+        return ", ".join(filter(None, [of_first, more])) or "the job is fine"
 
 
 def check(job: str, overrides: Sequence[str]) -> Check:
@@ -76,6 +92,14 @@ def check(job: str, overrides: Sequence[str]) -> Check:
     selected = prepared.selected()
     todo = selected - done.rows
     items = (item for batch in prepared.batches(todo or selected) for item in batch)
+    failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
+    for item in islice(items, ROWS_LOOKED_AT):
+        prompt = _shown(item, loaded.engine.kind)
+        looked_at += 1
+        if prompt["error"] is not None:
+            failures.add(item.ref.row, prompt["error"])
+        if len(shown) < PROMPTS_SHOWN:
+            shown.append(prompt)
     return Check(
         files=len(prepared.dataset.files),
         rows_in_input=prepared.dataset.total_rows,
@@ -84,7 +108,10 @@ def check(job: str, overrides: Sequence[str]) -> Check:
         rows_failed=done.counts.failed,
         rows_to_do=len(todo),
         order=decide_order(prepared, todo),
-        prompts=[_shown(item, loaded.engine.kind) for item in islice(items, PROMPTS_SHOWN)],
+        prompts=shown,
+        rows_looked_at=looked_at,
+        rows_not_sendable=failures.rows.total(),
+        not_sendable=failures.summary(),
     )
 
 

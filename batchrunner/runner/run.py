@@ -82,17 +82,6 @@ async def build_run(
     job, run_dir, rows = prepared.job, prepared.run_dir, attempt.rows
     began = time.monotonic()
     earlier_starts, earlier_s = attempts_in(run_dir.events)
-    writer = ResultWriter(
-        run_dir,
-        _schema(prepared, info),
-        part_rows=job.output.part_rows,
-        samples=job.sampling.n,
-        durable_s=job.output.durable,
-        lock=lock,
-        counter=FailureLimit(counts, control, job.limits.abort_failed_share),
-        listener=rows,
-        disk=DiskWait(job.limits.disk_wait, control),
-    )
     _write_start(prepared, attempt, info, events)
     tokenizer = PromptTokenizer(job, prepared.renderer.kind, engine, info, events)
     limits = ConcurrencyLimits(
@@ -111,6 +100,17 @@ async def build_run(
     # rows: source → reorder → tokenise → queue → slot → engine → count → store
     reorderer = _reorderer(job, info, schedulers=len(first_windows))
     slots = Slots(limits.windows)
+    writer = ResultWriter(
+        run_dir,
+        _schema(prepared, info),
+        part_rows=job.output.part_rows,
+        samples=job.sampling.n,
+        durable_s=job.output.durable,
+        lock=lock,
+        counter=FailureLimit(counts, control, slots, job.limits.abort_failed_share),
+        listener=rows,
+        disk=DiskWait(job.limits.disk_wait, control),
+    )
     backlog = Backlog(rows, reorderer, slots, writer)
     primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
     feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, writer)
@@ -340,7 +340,9 @@ class Run:
         if not rows_on_disk:
             with contextlib.suppress(BatchrunError):  # count what is there
                 done = read_done(run_dir)
-                report = replace(report, rows_ok=done.ok, rows_failed=done.counts.failed)
+                report = replace(
+                    report, rows_ok=done.ok, rows_failed=done.counts.failed, rows_cut=done.counts.cut
+                )
         return replace(
             report,
             exit_code=exit_code,

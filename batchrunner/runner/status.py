@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
-from batchrunner.output.events import last_sample
-from batchrunner.output.resume import read_done
+from batchrunner.output.counts import Failures
+from batchrunner.output.events import last_reason, last_sample
+from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.output.task_holder import holder_of, is_recent
-from batchrunner.report.report import duration
+from batchrunner.report.report import GO_ON, cause_lines, duration, says_next_step
 from batchrunner.runner.cluster.leases import Leases
 
 
@@ -19,7 +20,9 @@ def status(run: str | Path) -> dict[str, Any]:
     """Return the state of a run; raises OutputError if the path holds none."""
     run_dir = RunDir(run)
     facts = require_run_json(run_dir)
-    tasks = [_task(task) for task in run_dir.all_tasks()]
+    run_dirs = run_dir.all_tasks()
+    found = [read_done(task) for task in run_dirs]
+    tasks = [_task(task, done) for task, done in zip(run_dirs, found, strict=True)]
     leases = Leases(run_dir.leases)
     leases.refresh()
     rate = sum(task["last_sample"]["rows_per_s"] for task in tasks if task["last_sample"])
@@ -33,6 +36,9 @@ def status(run: str | Path) -> dict[str, Any]:
         "rows_total": facts["rows_total"],
         "rows_on_disk": on_disk,
         "rows_failed": sum(task["rows_failed"] for task in tasks),
+        "rows_cut": sum(task["rows_cut"] for task in tasks),
+        "failures": sum((done.counts.failures for done in found), start=Failures()).summary(),
+        "reason": None if running else last_reason(run_dir.events),
         "output_tokens": sum(task["output_tokens"] for task in tasks),
         "finished": not running and on_disk >= facts["rows_total"],
         "rows_per_s": rate,
@@ -52,8 +58,7 @@ def _count(leases: Leases) -> dict[str, Any]:
     }
 
 
-def _task(run_dir: RunDir) -> dict[str, Any]:
-    done = read_done(run_dir)
+def _task(run_dir: RunDir, done: DoneRows) -> dict[str, Any]:
     sample = last_sample(run_dir.events)
     holder = holder_of(run_dir, sample)
     return {
@@ -61,6 +66,7 @@ def _task(run_dir: RunDir) -> dict[str, Any]:
         "running": holder,
         "rows_on_disk": len(done.rows),
         "rows_failed": done.counts.failed,
+        "rows_cut": done.counts.cut,
         "output_tokens": done.counts.output_tokens,
         "last_sample": sample if holder and sample and is_recent(sample) else None,
     }
@@ -70,14 +76,16 @@ def status_lines(state: dict[str, Any]) -> list[str]:
     """Return a state as a person reads it."""
     total, on_disk = state["rows_total"], state["rows_on_disk"]
     share = on_disk / total if total else 1.0
+    cut = f"{state['rows_cut']} cut at max_new_tokens, " if state["rows_cut"] else ""
     simulated = " [simulated]" if state["simulated"] else ""
     lines = [
         f"{state['path']}: {state['model']}{simulated}",
         (
             f"{on_disk} of {total} rows on disk ({share:.1%}), {state['rows_failed']} failed, "
-            f"{state['output_tokens']:,} output tokens"
+            f"{cut}{state['output_tokens']:,} output tokens"
         ),
     ]
+    lines += cause_lines(state["failures"], "failed")
     leases = state["leases"]
     if leases:
         held = sum(leases["held"].values())
@@ -92,8 +100,15 @@ def status_lines(state: dict[str, Any]) -> list[str]:
     if len(state["tasks"]) > 1 and state["time_left_s"] is not None:
         lines.append(f"together: {state['rows_per_s']:.1f} rows/s, {duration(state['time_left_s'])} left")
     if not state["running"]:
-        lines.append("finished" if state["finished"] else "not running: run the same command again to go on")
+        lines.append("finished" if state["finished"] else _how_to_go_on(state["reason"]))
     return lines
+
+
+def _how_to_go_on(reason: str | None) -> str:
+    """Return why a run stopped, where that is known, and the one next step."""
+    if reason and says_next_step(reason):
+        return f"not running: {reason}"
+    return f"not running{f' ({reason})' if reason else ''}: {GO_ON} to go on"
 
 
 def _task_lines(task: dict[str, Any], held: int) -> list[str]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.conftest import batchrun, job_of, report_of, results_of, started, write_job
 from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -358,3 +358,32 @@ def test_every_row_ends_once(
     assert report.rows_ok == sum(row["error"] is None for row in found)
     assert report.rows_ok + report.rows_failed == len(rows)
     assert report.retries == sum(tries.values()) - len(rows)
+
+
+@pytest.mark.parametrize("kind", ["not sent", "refused at once"])
+def test_a_few_bad_rows_before_the_first_answer_stop_nothing(
+    tmp_path: Path, server: FakeSGLang, kind: str
+) -> None:
+    """Answers take long, and bad rows fail at once: those that are in flight have not failed."""
+    bad = {row for row in range(1500) if row % 10 == 0}
+    texts = [None if kind == "not sent" and row in bad else f"row {row}" for row in range(1500)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "input.parquet")
+    server.script = lambda sent: "too long" if ids(sent) in bad else "hold"
+    job = job_of(tmp_path, server, window=1500, order="input")
+    with started(write_job(job, tmp_path), "--json") as process:
+        server.wait_for(1350 if kind == "not sent" else 1500)
+        server.answer_held()
+        assert process.end() == 3
+    assert (report_of(job)["rows_ok"], report_of(job)["rows_failed"]) == (1350, 150)
+
+
+def test_a_run_whose_every_row_is_null(tmp_path: Path, server: FakeSGLang) -> None:
+    """It ends with all rows failed, which is said once; run again, it has nothing to do."""
+    pq.write_table(pa.table({"text": pa.nulls(500, pa.string())}), tmp_path / "input.parquet")
+    file = write_job(job_of(tmp_path, server), tmp_path)
+    for _ in range(2):
+        result = batchrun(file)
+        assert result.exit_code == 3
+        assert "0 of 500 rows ok, 500 failed" in result.stderr
+        assert result.stderr.count("failed: 500 rows: prompt: column 'text' is null (row 0)") == 1
+    assert server.sent == []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ from tests.conftest import (
     report_of,
     write_job,
 )
+from tests.support.page import page_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,3 +85,74 @@ def test_a_lost_engine_leaves_a_report(tmp_path: Path, server: FakeSGLang) -> No
     result = batchrun(write_job(job, tmp_path), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["rows_total"] == 10
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("samples", [1, 3])
+def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeSGLang, samples: int) -> None:
+    """An answer that was cut counts as ok, and is said to be cut; later starts know it too."""
+    if samples > 1:
+        engine: Any = {"kind": "simulated", "step_s": 0}
+        job = job_of(tmp_path, engine, rows=10, sampling={"n": samples, "max_new_tokens": 1})
+        cut = 10
+    else:
+        server.script = lambda sent: "thought" if int(sent.prompt.split()[1]) < 4 else "answer"
+        job = job_of(tmp_path, server, rows=10, prompt={"user": "{{ text }}"})
+        cut = 4
+    batchrunner.run(job, overrides=["input.limit=5"])
+    result = batchrun(write_job(job, tmp_path))
+    assert f"10 of 10 rows ok ({cut} cut at max_new_tokens), 0 failed" in result.stderr
+    assert report_of(job)["rows_cut"] == cut
+    run = tmp_path / "run"
+    assert f"{cut} cut at max_new_tokens" in batchrun("status", run).stdout
+    assert json.loads(batchrun("status", run, "--json").stdout)["rows_cut"] == cut
+    assert f"({cut} cut at max_new_tokens)" in batchrun("merge", run).stderr
+    assert f"Cut {cut} of these rows" in page_of(run).text
+
+
+@pytest.mark.page
+def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
+    """What the reason says to do is all that is said, on the screen, by `status` and on the page."""
+    server.script = lambda _: "too long"
+    result = batchrun(write_job(job_of(tmp_path, server, rows=3000, window=4), tmp_path))
+    assert result.exit_code == 1
+    told = [result.stderr, batchrun("status", tmp_path / "run").stdout, page_of(tmp_path / "run").text]
+    for text in told:
+        assert "start with --retry-failed" in text
+        assert "--fresh" not in text
+        assert "same command again" not in text.lower()
+    # the commonest causes, with counts
+    assert re.search(r"failed: \d+ rows: 400: The input \(6001 tokens\) is longer", told[1])
+
+
+@pytest.mark.page
+def test_pauses_between_starts_are_no_run_time(tmp_path: Path) -> None:
+    """`merge` counts the time in which the run was at work, not the night before its second start."""
+    job = job_of(tmp_path)
+    batchrunner.run(job, overrides=["input.limit=5"])
+    log = tmp_path / "run" / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    earlier = [{**event, "time": event["time"] - 86400} for event in events]
+    log.write_text("".join(json.dumps(event, separators=(",", ":")) + "\n" for event in earlier))
+    batchrunner.run(job)
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+    report = report_of_all(tmp_path / "run")
+    assert report.starts == 2
+    assert 0 < report.wall_s < 3600
+
+
+@pytest.mark.page
+def test_the_page_has_no_empty_slots(tmp_path: Path) -> None:
+    """A chart of zeros has an axis of whole numbers, and no headline says that it is unknown."""
+    batchrunner.run(job_of(tmp_path))
+    run = tmp_path / "run"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        for signal in event.get("signals") or ():
+            signal.update(running=0, queue=0, token_usage=0.0)
+        event.update({name: 0 for name in event if name.endswith("_per_s")})
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert batchrun("report", run).exit_code == 0
+    page = page_of(run)
+    assert not [text for text in page.texts if re.fullmatch(r"\d+(\.\d+)?e-\d+", text)]
+    assert "unknown" not in page.text.partition("Over time")[0]

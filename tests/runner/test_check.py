@@ -64,3 +64,19 @@ def test_check_says_what_json_cannot_hold(tmp_path: Path, server: FakeSGLang) ->
         assert [prompt["error"] for prompt in found] == errors
         assert errors[bad] is not None
         assert errors[bad] in shown.stdout
+
+
+def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
+    """Rows behind the shown ones count too: null and empty prompts, and templates that fail."""
+    texts = ["a", "b", "c", None, "", "d", None, "e", "f", "g"]
+    pq.write_table(pa.table({"text": texts, "n": range(10)}), tmp_path / "input.parquet")
+    file = write_job(job_of(tmp_path), tmp_path)
+    shown = batchrun("check", file)
+    assert shown.exit_code == 0
+    assert "3 of the first 10 rows cannot be sent; nothing was sent" in shown.stdout
+    assert "cannot be sent: 2 rows: prompt: column 'text' is null (row 3)" in shown.stdout
+    assert "cannot be sent: 1 rows: prompt: column 'text' is empty (row 4)" in shown.stdout
+    found = json.loads(batchrun("check", file, "--json", "--set", "prompt.text={{ 6 // (n - 5) }}").stdout)
+    assert (found["rows_looked_at"], found["rows_not_sendable"]) == (10, 1)
+    assert found["not_sendable"][0]["example"].startswith("template: ZeroDivisionError: ")
+    assert found["prompts"][2]["error"] is None

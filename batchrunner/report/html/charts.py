@@ -7,6 +7,7 @@ height, so that they are not stretched.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import NamedTuple
 
 from batchrunner.report.html.timeline import GridValue, Line, Timeline
@@ -139,7 +140,7 @@ def draw_lines(
     """Draw lines over time; the vertical axis goes from 0 to at least `top`."""
     length_s = timeline.axis.length_s or 1.0
     highest = max((value.high for line in lines.values() for value in line if value), default=0.0)
-    step, most = _scale(max(highest, top, *(zone.low for zone in zones), 1e-9))
+    step, most = _scale(max(highest, top, *(zone.low for zone in zones), 0.0) or 1.0)
     xs = [WIDTH * place / length_s for place in timeline.places]
     strokes = [
         ChartLine(
@@ -216,7 +217,9 @@ def round_step(span: float, most: int) -> float:
 def _three(value: float) -> str:
     if abs(value) >= 100:  # noqa: PLR2004
         return f"{value:.0f}"
-    return f"{value:.1f}".removesuffix(".0") if abs(value) >= 10 else f"{value:.2g}"  # noqa: PLR2004
+    if abs(value) >= 10:  # noqa: PLR2004
+        return f"{value:.1f}".removesuffix(".0")
+    return f"{Decimal(f'{value:.2g}'):f}"  # 0.00002, and not 2e-05
 
 
 def _scale(highest: float) -> tuple[float, float]:

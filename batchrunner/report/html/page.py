@@ -32,7 +32,8 @@ from batchrunner.report.html.load_charts import load_charts
 from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.html.task_history import TaskHistory, history_of
 from batchrunner.report.html.timeline import Timeline, make_timeline
-from batchrunner.report.report import duration, tolerated
+from batchrunner.report.prompts import prompts_of
+from batchrunner.report.report import GO_ON, duration, says_next_step, tolerated
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def make_page(run_dir: RunDir) -> str:
     return _template().render(
         p=_headline(run_dir, facts, results, timeline, histories),
         r=results,
+        prompts=prompts_of(facts, [int(answer["row"]) for answer in results.answers]),
         judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # advice is about all tasks
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
@@ -157,7 +159,8 @@ def _state(
         newest = (history.attempts[-1] for history in histories)
         last = max(newest, key=lambda attempt: attempt.ended, default=None)
         why = (last and last.reason) or "its log has no end: it was killed, or its machine failed"
-        return "warn", "not finished", f"{why[0].upper()}{why[1:]}. Run the same command again to go on."
+        step = "" if says_next_step(why) else f" {GO_ON[0].upper()}{GO_ON[1:]} to go on."
+        return "warn", "not finished", f"{why[0].upper()}{why[1:]}.{step}"
     if too_many:
         return "bad", "done, with failed rows", "More rows failed than limits.max_failed_rows tolerates."
     return "good", "done", "All rows have a result."

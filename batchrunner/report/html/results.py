@@ -77,7 +77,7 @@ class RunResults:
     histograms: list[BinnedValues] = field(default_factory=list)
     slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """A few rows with the beginnings of their texts."""
+    """A few rows with the beginnings of their texts; `row` is the ordinal."""
     work: TokenWork = field(default_factory=TokenWork)
 
 

@@ -1,0 +1,49 @@
+"""The prompts of a few rows of a run, rendered again from its input: results do not hold them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyroaring import BitMap64
+
+from batchrunner.core.types import Request
+from batchrunner.input.dataset import Dataset
+from batchrunner.input.render import Renderer
+from batchrunner.job.load import load_job
+
+log = logging.getLogger(__name__)
+
+SHOWN = 400
+"""Characters of a prompt that are shown."""
+
+
+def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
+    """Return the beginnings of the prompts of these rows (ordinals), as far as they can be known.
+
+    `facts` is the content of run.json. A row is left out where its input is gone or has changed, and where
+    the row cannot be sent.
+    """
+    found: dict[int, str] = {}
+    try:
+        job = load_job(facts["job"], environ={})
+        first = 0
+        for file in facts["fingerprint"]["files"]:
+            inside = BitMap64(row - first for row in rows if first <= row < first + file["rows"])
+            if inside:
+                dataset = Dataset(file["path"])
+                if dataset.files[0].digest == file["digest"]:
+                    renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
+                    for batch in dataset.read(inside, renderer.columns):
+                        items = renderer.render(batch)
+                        found |= {first + i.ref.row: _text(i) for i in items if isinstance(i, Request)}
+            first += file["rows"]
+    except Exception as failure:  # noqa: BLE001 - the page is worth more than the prompts on it
+        log.debug("no prompts: %s", failure)
+    return found
+
+
+def _text(request: Request) -> str:
+    """Return a prompt as a person reads it."""
+    if request.kind != "messages":
+        return str(request.prompt)[:SHOWN]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in request.prompt)[:SHOWN]
