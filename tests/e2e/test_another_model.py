@@ -110,6 +110,26 @@ def test_a_swap_between_two_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert relay.later.prompts == []
 
 
+def test_an_old_server_that_still_answers(tmp_path: Path) -> None:
+    """It listens no more and cuts rows off; on connections from before it says that it serves its model."""
+    with contextlib.ExitStack() as stack:
+        relay = Relay(stack, 40, 0.0, model="fake/other")
+
+        def script(sent: Sent) -> Behaviour:
+            if len(relay.first.sent) == 40:
+                relay.first.stop_listening()
+                relay.timer.start()
+            return "disconnect" if len(relay.first.sent) >= 40 else "answer"
+
+        relay.first.script = script
+        limits = {"max_attempts": 1000, "engine_wait": 20}
+        job = job_of(tmp_path, relay.first, rows=200, window=8, limits=limits)
+        with pytest.raises(AnotherModelError, match="was 'fake/model' and is 'fake/other'"):
+            batchrunner.run(job)
+        assert relay.later is not None
+        assert relay.later.prompts == []
+
+
 def test_one_of_two_servers(tmp_path: Path, server: FakeSGLang) -> None:
     """The other one's answers count; the run ends all the same."""
     server.arguments, server.delay_s = FIRST["arguments"], 0.02

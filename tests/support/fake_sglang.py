@@ -170,6 +170,10 @@ class FakeSGLang:
         self._asked_again.set()  # it wakes those who wait now, and nobody later
         self._asked_again.clear()
 
+    def stop_listening(self) -> None:
+        """Take no new connection; those that are open are served on, as a server does that is to end."""
+        asyncio.run_coroutine_threadsafe(self._site.stop(), self._loop)
+
     def forget(self) -> None:
         """Start counting anew."""
         self.sent, self.most_in_flight = [], 0

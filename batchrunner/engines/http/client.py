@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -19,7 +20,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 from batchrunner.engines.base import Engine, IncidentQueue
 from batchrunner.engines.http import replies, wire
-from batchrunner.engines.http.connections import loopback_sources, open_connections
+from batchrunner.engines.http.connections import SocketFactory, loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier
 from batchrunner.engines.http.model_guard import GuardedConnector, Model, ModelGuard, common_model, model_in
@@ -76,6 +77,7 @@ class SGLangClient:
         self.guard = ModelGuard()
         self._session: aiohttp.ClientSession | None = None
         self._status_session: aiohttp.ClientSession | None = None
+        self._question_session: aiohttp.ClientSession | None = None
         self._poster: RowPoster | None = None
         self._gateway: str | None = None
         self._checks_answers = False
@@ -102,29 +104,7 @@ class SGLangClient:
             near = urlsplit(gateway).hostname in _LOOPBACK
             addresses = len(urls) if near else 1
         connections, limited_by = open_connections(addresses, servers=len(urls), through_gateway=near)
-        self._status_session = self._make_session(
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        )
-        self._session = self._make_session(
-            GuardedConnector(
-                self.guard,
-                limit=0,
-                keepalive_timeout=KEEPALIVE_S,
-                socket_factory=loopback_sources(addresses) if gateway and addresses > 1 else None,
-            )
-        )
-        self._poster = RowPoster(
-            self._session,
-            self.guard,
-            self.failures,
-            behind_gateway=gateway is not None,
-            timeout_s=self._timeout_s,
-        )
-        questions = ServerQuestions(
-            self._status_session,
-            behind_gateway=gateway is not None,
-            has_detokenizer=self._detokenizer is not None,
-        )
+        questions = self._connect(loopback_sources(addresses) if gateway and addresses > 1 else None)
         models = [await questions.model_info(url) for url in urls]
         servers = [await questions.server_info(url) for url in urls]
         source = await self._find_load_path(urls[0])
@@ -208,10 +188,28 @@ class SGLangClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        sessions = self._session, self._status_session
-        self._session = self._status_session = None
+        sessions = self._session, self._status_session, self._question_session
+        self._session = self._status_session = self._question_session = None
         for session in filter(None, sessions):
             await session.close()
+
+    def _connect(self, sources: SocketFactory | None) -> ServerQuestions:
+        """Make the sessions for rows, polls and questions; `sources` makes the sockets of rows."""
+        kept: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
+        rows = GuardedConnector(self.guard, socket_factory=sources, **kept)
+        self._session = self._make_session(rows)
+        self._status_session = self._make_session(aiohttp.TCPConnector(**kept))
+        # a question gets a connection of its own: one from before may lead to a server that is on its way out
+        self._question_session = self._make_session(aiohttp.TCPConnector(limit=0, force_close=True))
+        behind_gateway = self._gateway is not None
+        self._poster = RowPoster(
+            self._session, self.guard, self.failures, behind_gateway=behind_gateway, timeout_s=self._timeout_s
+        )
+        return ServerQuestions(
+            self._question_session,
+            behind_gateway=behind_gateway,
+            has_detokenizer=self._detokenizer is not None,
+        )
 
     def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
         """Guard the model of every address that takes rows; that of replicas that we started too."""

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 OWN_FILES = 12
 """File descriptors that a run opens beside its connections, after the engine is open: input, journal, part,
@@ -25,6 +26,8 @@ _OPEN_FILES = Path("/dev/fd")
 PORT_SHARE = 0.9
 """Fraction of the range of local ports that is used: a closed connection holds its port for a minute
 (TIME_WAIT)."""
+SocketFactory = Callable[[Any], socket.socket]
+"""Makes a socket for a connection to an address (as `getaddrinfo` returns it), not yet connected."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
 _LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
@@ -94,7 +97,7 @@ class HeldPort:
         self._hold.close()
 
 
-def loopback_sources(addresses: int) -> Callable[[tuple[int, int, int, str, tuple[str, int]]], socket.socket]:
+def loopback_sources(addresses: int) -> SocketFactory:
     """Return a maker of sockets for connections to loopback, which takes source addresses in turn.
 
     Local ports are limited for each pair of addresses, so a server that listens on 127.0.0.1 alone can have
@@ -103,7 +106,7 @@ def loopback_sources(addresses: int) -> Callable[[tuple[int, int, int, str, tupl
     """
     sources = itertools.cycle(f"127.0.0.{n}" for n in range(1, addresses + 1))
 
-    def connect_from_next(info: tuple[int, int, int, str, tuple[str, int]]) -> socket.socket:
+    def connect_from_next(info: Any) -> socket.socket:
         made = socket.socket(info[0], info[1], info[2])
         made.setblocking(False)
         if info[0] == socket.AF_INET and info[4][0].startswith("127.") and sys.platform == "linux":
