@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pyroaring import BitMap64
@@ -229,3 +230,5 @@ class Lease:
     """Ordinals of the rows."""
     positions: range | None
     """Where the rows stand in the order of sending; None for somewhere in the input."""
+    copy: Path | None = None
+    """The sorted copy that has the rows in the order of sending; None for the input itself."""

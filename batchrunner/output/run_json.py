@@ -129,6 +129,19 @@ def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
     write_json(run_dir.run_json, content, writer=run_dir.task)
 
 
+def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> None:
+    """Write into run.json that the run has more rows now; `new` is the fingerprint of its input.
+
+    So `merge` and `status` know them before the first of them is done. Without a run.json nothing is written:
+    the first attempt that sends rows writes it. Raises StorageError or ResumeError.
+    """
+    old = read_run_json(run_dir)
+    if old is not None:
+        grown = {**old["fingerprint"], "files": new["files"], "limit": new["limit"]}
+        content = {**old, "fingerprint": grown, "rows_total": rows_total}
+        write_json(run_dir.run_json, content, writer=run_dir.task)
+
+
 def without_secrets(job: Job) -> dict[str, Any]:
     """Return the job as run.json keeps it: values that may be secret (all of `engine.env`) become ***."""
     spec = job.model_dump(mode="json", exclude_unset=True)

@@ -49,6 +49,8 @@ class Report:
     """Rows that succeeded, of which an output was cut at `max_new_tokens`."""
     rows_resumed: int = 0
     """Rows that were done before this attempt."""
+    rows_of_others: int = 0
+    """Rows of the run, beyond `rows_total`, that other living tasks hold; some of them may be done."""
     wall_s: float = 0.0
     """Seconds of this attempt, from the engine being ready to the last row."""
     wall_s_all_starts: float = 0.0
@@ -94,8 +96,8 @@ class Report:
 
     @property
     def rows_left(self) -> int:
-        """Rows that a later attempt still has to do."""
-        return self.rows_total - self.rows_ok - self.rows_failed
+        """Rows that a later attempt, or another task, still has to do."""
+        return self.rows_total - self.rows_ok - self.rows_failed + self.rows_of_others
 
     def save(self, path: Path) -> None:
         """Write report.json."""
@@ -103,7 +105,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as report.json has it."""
-        return asdict(self)
+        return {**asdict(self), "rows_left": self.rows_left}
 
     def lines(self) -> list[str]:
         """Return the lines at the end of a run."""
@@ -111,7 +113,8 @@ class Report:
         done = f"{self.rows_ok} of {self.rows_total} rows ok{whole}, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
         again = f": {GO_ON}" if self.exit_code and not says_next_step(self.reason) else ""
-        extra += [f"{self.rows_left} left{again}"] if self.rows_left else []
+        others = "" if self.exit_code else " to other tasks"
+        extra += [f"{self.rows_left} left{others}{again}"] if self.rows_left else []
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
         if self.rows_ok + self.rows_failed > self.rows_resumed:
             lines.append(

@@ -33,6 +33,8 @@ class Attempt:
     rows_of_run: int
     """Rows of the whole run, over all tasks."""
     order: OrderDecision
+    rows_of_others: int = 0
+    """Rows that other living tasks held when this attempt found nothing to do."""
 
 
 def plan_attempt(
@@ -85,7 +87,8 @@ def _plan_joined(
     if rows.take_first(sleeper.sleep):
         return Attempt(rows, DoneRows(), rows_of_run, order)
     nothing = FixedRows(prepared, BitMap64(), rows_of_run, None)
-    return Attempt(nothing, done_by_all(prepared.run_dir), rows_of_run, order)
+    held, _ = rows.held_elsewhere()  # before the done rows are counted: what is held may end meanwhile
+    return Attempt(nothing, done_by_all(prepared.run_dir), rows_of_run, order, held)
 
 
 def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:

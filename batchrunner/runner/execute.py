@@ -17,10 +17,10 @@ from batchrunner.output.events import EventLog, attempts_in
 from batchrunner.output.files import writing
 from batchrunner.output.resume import drop_failed
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import read_run_json
+from batchrunner.output.run_json import fingerprint, raise_total, read_run_json
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.html.page import leave_page
-from batchrunner.report.report import Report
+from batchrunner.report.report import EXIT_STOPPED, Report
 from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
@@ -118,8 +118,13 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     """Make the report of an attempt that found nothing to do."""
     report = make_report(prepared.run_dir, attempt.done, attempt.rows.total, RowCounts())
     exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
-    if report.rows_left:
+    if report.rows_left > attempt.rows_of_others:
+        exit_code = EXIT_STOPPED
+        reason = "rows are left that no living task holds: run the same command again"
+    elif report.rows_left:
         reason = "nothing is free: other tasks do the rest"
+    else:
+        _raise_total(prepared, attempt)
     starts, wall_s = attempts_in(prepared.run_dir.events)
     old = read_run_json(prepared.run_dir) or {}
     engine = old.get("engine", {})
@@ -131,6 +136,14 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     if has_none and not isinstance(prepared.part, JoinTask):
         report.save(prepared.run_dir.report_json)
     return report
+
+
+def _raise_total(prepared: PreparedJob, attempt: Attempt) -> None:
+    """Write the total of an attempt that found all its rows done: other shards may have new ones to do."""
+    old = read_run_json(prepared.run_dir)
+    if old is not None and attempt.rows_of_run > old["rows_total"]:
+        new = fingerprint(prepared.job, prepared.dataset.files, "")
+        raise_total(prepared.run_dir, attempt.rows_of_run, new)
 
 
 async def _leave_page(run_dir: RunDir, control: Control) -> None:

@@ -52,7 +52,7 @@ from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Control
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.progress import Display, ProgressLog
-from batchrunner.runner.shard import JoinTask
+from batchrunner.runner.shard import JoinTask, Shard
 from batchrunner.runner.stop_rules import FailureLimit, StopRules
 from batchrunner.runner.task_rows import FixedRows
 
@@ -303,22 +303,35 @@ class Run:
     def _look_at_input(self) -> list[str]:
         """Return the files that were added since the start and that the job's limit does not exclude.
 
-        Raises InputChangedError where a file is not the same any more.
+        The share of a shard is that of the input at its start. Raises InputChangedError where a file is not
+        the same any more.
         """
         dataset, limit = self.prepared.dataset, self.prepared.job.input.limit
         dataset.check_unchanged()
-        return [] if limit is not None and self.attempt.rows_of_run >= limit else dataset.added_files()
+        is_full = limit is not None and self.attempt.rows_of_run >= limit
+        return [] if is_full or isinstance(self.prepared.part, Shard) else dataset.added_files()
 
     def _write_run_json(self) -> None:
-        job = self.prepared.job
+        job, rows = self.prepared.job, self.attempt.rows
+        mine, total = fingerprint(job, self.prepared.dataset.files, self.info.model), self.attempt.rows_of_run
+        if isinstance(rows, LeasedRows):  # another task may have found more files since this one was planned
+            plan = rows.newest_plan()
+            mine, total = {**plan.fingerprint, "model": self.info.model}, plan.rows_total
         write_run_json(
             self.prepared.run_dir,
             job,
-            fingerprint=fingerprint(job, self.prepared.dataset.files, self.info.model),
-            rows_total=self.attempt.rows_of_run,
+            fingerprint=mine,
+            rows_total=total,
             engine=asdict(self.info),
             versions=versions(self.info),
         )
+
+    def _rows_elsewhere(self) -> tuple[int, int]:
+        """Return the rows that other living tasks hold, and those that nobody living holds."""
+        with contextlib.suppress(OSError, BatchrunError):
+            if isinstance(self.attempt.rows, LeasedRows):
+                return self.attempt.rows.held_elsewhere()
+        return 0, 0
 
     def _finish(self, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool) -> Report:
         """Make the report, and write the end of the event log."""
@@ -336,7 +349,9 @@ class Run:
     ) -> Report:
         attempt, counts, run_dir = self.attempt, self.counts, self.prepared.run_dir
         report = make_report(run_dir, attempt.done, attempt.rows.total, counts)
-        exit_code, reason = self._verdict(report, failure, added)
+        held, unheld = self._rows_elsewhere() if failure is None else (0, 0)
+        report = replace(report, rows_of_others=held if not report.rows_left else 0)
+        exit_code, reason = self._verdict(report, failure, added, unheld)
         if not rows_on_disk:
             with contextlib.suppress(BatchrunError):  # count what is there
                 done = read_done(run_dir)
@@ -362,12 +377,16 @@ class Run:
         )
 
     def _verdict(
-        self, report: Report, failure: BatchrunError | None, added: Sequence[str]
+        self, report: Report, failure: BatchrunError | None, added: Sequence[str], unheld: int
     ) -> tuple[int, str]:
+        """Return the exit code and its reason; `unheld` rows of the run are held by no living task."""
         if failure is not None:
             return failure.exit_code, str(failure)
-        if report.rows_left:
+        if report.rows_left > report.rows_of_others:
             return self.control.exit_code, self.control.reason or "stopped"
+        if unheld:
+            gone = f"{unheld} rows are left that no living task holds: run the same command again"
+            return self.control.exit_code, self.control.reason or gone
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             return EXIT_STOPPED, (

@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from pyroaring import BitMap64
+
 from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
 from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_reason, last_sample
@@ -26,7 +28,7 @@ def status(run: str | Path) -> dict[str, Any]:
     leases = Leases(run_dir.leases)
     leases.refresh()
     rate = sum(task["last_sample"]["rows_per_s"] for task in tasks if task["last_sample"])
-    on_disk = sum(task["rows_on_disk"] for task in tasks)
+    on_disk = len(BitMap64().union(*(done.rows for done in found)))  # a row of two tasks counts once
     running = [task["running"] for task in tasks if task["running"]]
     return {
         "path": str(run_dir.path),

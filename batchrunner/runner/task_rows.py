@@ -1,7 +1,6 @@
 """The rows of one task, read and rendered while others are in flight."""
 
 import contextlib
-import functools
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -35,10 +34,9 @@ class TaskRows(ABC):
     is_shared: bool
     """Whether other tasks could do them, now or later."""
 
-    def __init__(self, prepared: PreparedJob, copy: Path | None) -> None:
-        """`copy` is the sorted copy of the input in whose order the rows are sent; None for input order."""
+    def __init__(self, prepared: PreparedJob) -> None:
+        """Read rows of this input."""
         self._prepared = prepared
-        self._copy = copy
         self._stopped = threading.Event()
 
     @abstractmethod
@@ -57,12 +55,12 @@ class TaskRows(ABC):
         """Read and render rows, a bounded batch at a time; blocks.
 
         An empty batch asks to send what was read so far, since the next lease may take a while. Raises
-        InputLostError, StorageError.
+        InputLostError, InputChangedError, StorageError.
         """
         lease = self.take(wait=True)
         if lease is None:  # then the sorted copy may be gone
             return
-        with contextlib.closing(_PatientReader(self._prepared, self._copy, self._stopped)) as reader:
+        with contextlib.closing(_PatientReader(self._prepared, self._stopped)) as reader:
             while lease is not None:
                 for batch in reader.read(lease):
                     yield self._prepared.renderer.render(batch, self._stopped.is_set)
@@ -79,9 +77,13 @@ class FixedRows(TaskRows):
     is_shared = False
 
     def __init__(self, prepared: PreparedJob, rows: BitMap64, total: int, copy: Path | None) -> None:
-        """`rows` are those to do, of `total` with those that were done before."""
-        super().__init__(prepared, copy)
-        self._lease: Lease | None = Lease(0, 0, rows, None)
+        """`rows` are those to do, of `total` with those that were done before.
+
+        `copy` is the sorted copy of the input in whose order they are sent; None for input order.
+        """
+        super().__init__(prepared)
+        self._copy = copy
+        self._lease: Lease | None = Lease(0, 0, rows, None, copy)
         self._uncommitted = rows
         self.total = total
         """Number of rows, those that earlier attempts ended included."""
@@ -112,14 +114,18 @@ class FixedRows(TaskRows):
 class _PatientReader:
     """Reads rows, and tries again a few times what cannot be read now."""
 
-    def __init__(self, prepared: PreparedJob, copy: Path | None, stopped: threading.Event) -> None:
-        leased = copy is not None and copy.parent == prepared.run_dir.leases
-        self._open = functools.partial(open_order, prepared, copy, leased=leased)
-        self._order: RowReader | None = self._open()
+    def __init__(self, prepared: PreparedJob, stopped: threading.Event) -> None:
+        self._prepared = prepared
         self._stopped = stopped
+        self._copy: Path | None = None  # what `_order` reads
+        self._order: RowReader | None = None
 
     def read(self, lease: Lease) -> Iterator[RowBatch]:
-        """Yield the rows of a lease until the run stops; raises InputLostError."""
+        """Yield the rows of a lease until the run stops; raises InputLostError or InputChangedError."""
+        if lease.copy != self._copy:
+            self.close()
+        self._copy = lease.copy
+        self._order = self._order or self._open()  # a copy that is gone will not come back
         left = lease.rows.copy()
         batches: Iterator[RowBatch] | None = None
 
@@ -143,6 +149,10 @@ class _PatientReader:
                 return
             yield batch
             left -= BitMap64(batch.rows)
+
+    def _open(self) -> RowReader:
+        leased = self._copy is not None and self._copy.parent == self._prepared.run_dir.leases
+        return open_order(self._prepared, self._copy, leased=leased)
 
     @property
     def _retrying(self) -> Retrying:

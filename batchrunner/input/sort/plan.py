@@ -38,15 +38,22 @@ def decide_order(
 
 
 def prepare_order(
-    job_input: JobInput, rows: BitMap64, directory: Path, token: str, check_stop: Callable[[], None]
+    job_input: JobInput,
+    rows: BitMap64,
+    directory: Path,
+    token: str,
+    check_stop: Callable[[], None],
+    *,
+    replace: bool = True,
 ) -> tuple[Path | None, OrderDecision]:
     """Decide on the order of these rows and sort them; return the path of the sorted copy and the decision.
 
-    The path is None for input order. The copy is written to `directory`, with `token` in its name; earlier
-    copies there are deleted. `check_stop` is called now and then, and may raise to end the sort. Raises
-    InputError, or OutputError where the disk has no space for the sort and `order` is not `auto`.
+    The path is None for input order. The copy is written to `directory`, with `token` in its name; with
+    `replace` earlier copies there are deleted. `check_stop` is called now and then, and may raise to end the
+    sort. Raises InputError, or OutputError where the disk has no space for it and `order` is not `auto`.
     """
-    remove_sorted_copies(directory)
+    if replace:
+        remove_sorted_copies(directory)
     decision = decide_order(job_input, rows, check_stop)
     if not rows:
         return None, decision

@@ -19,9 +19,9 @@ from batchrunner.output.files import writing
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import check_same_run, fingerprint
+from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
 from batchrunner.output.task_holder import DEAD_AFTER_S, POLL_S, is_held
-from batchrunner.output.task_lock import hold_task
+from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.cluster.lease_files import LeasePlan
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.cluster.leases import Leases
@@ -36,9 +36,10 @@ def join(
 ) -> tuple[LeasedRows, int, OrderDecision]:
     """Return the rows that this task will take, the number of rows of the whole run, and their order.
 
-    The first task makes the plan. After its end the next task that comes makes another one: of new rows, of
-    failed rows that are to be tried again, of rows whose part was moved away. `sleeper` sleeps while another
-    task makes a plan. Raises InputError, OutputError or ResumeError.
+    The first task makes the plan. A task that finds files added or a larger limit adds a plan of the new
+    rows, whatever has become of the others. After the end of all plans the next task that comes makes another
+    one: of failed rows that are to be tried again, of rows whose part was moved away. `sleeper` sleeps while
+    another task makes a plan. Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
     leases = Leases(run_dir.leases, run_dir.task)
@@ -46,24 +47,42 @@ def join(
         leases.refresh()
         if not leases.is_done():
             _leave_out_done_alone(prepared, leases, sleeper)
-        if leases.is_done():
-            _in_turn(
-                prepared,
-                leases,
-                sleeper,
-                partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed),
-            )
-        elif retry_failed:
+        if retry_failed and not leases.is_done():
             raise ResumeError(
-                f"{run_dir.path}: --retry-failed: other tasks are still at it: wait for their end"
+                f"{run_dir.path}: --retry-failed: other tasks are still at it, or died at it: wait for their "
+                "end, or run --join without --retry-failed first"
             )
+        plan = partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed)
+        while leases.is_done() or _is_behind(leases, prepared):
+            known = len(leases.plans)
+            _in_turn(prepared, leases, sleeper, plan)
+            if len(leases.plans) == known:  # there was nothing to add
+                break
     assert leases.plan is not None
-    new = fingerprint(prepared.job, prepared.dataset.files, "")
-    check_same_run(leases.plan.fingerprint, new, run_dir.path, model_known=False)
+    _check_plan(leases, prepared)
     leases.join()
-    plan = leases.plan
-    rows = LeasedRows(prepared, leases, plan, counts, events)
-    return rows, plan.rows_total, OrderDecision(**plan.choice)
+    rows = LeasedRows(prepared, leases, counts, events)
+    return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
+
+
+def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
+    """Raise ResumeError where the newest plan is one of another run."""
+    if leases.plan is not None:
+        new = fingerprint(prepared.job, prepared.dataset.files, "")
+        check_same_run(leases.plan.fingerprint, new, prepared.run_dir.path, model_known=False)
+
+
+def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
+    """Tell whether this task's input has files, or its limit has rows, that no plan has.
+
+    Raises ResumeError where the newest plan is one of another run.
+    """
+    if leases.plan is None:
+        return True
+    _check_plan(leases, prepared)
+    known = leases.plan.fingerprint
+    more_files = len(prepared.dataset.files) > len(known["files"])
+    return more_files or known["limit"] != prepared.job.input.limit
 
 
 def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleeper) -> None:
@@ -105,29 +124,50 @@ def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callab
 
 
 def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_failed: bool) -> None:
-    if not leases.is_done():  # another task was faster
+    is_done = leases.is_done()
+    if not (is_done or _is_behind(leases, prepared)):  # another task was faster
         return
     main = RunDir(prepared.run_dir.path)
     with hold_task(main, sleeper.sleep) as lock:  # no attempt without --join may be at work
         recover(main, lock)
-        done = _done_by_all(main, leases, sleeper)
+        done = _done_by_all(main, leases if is_done else None, sleeper)
         if retry_failed:
             for task in main.all_tasks():
                 drop_failed(task)
             done = _done_by_all(main, None, sleeper)
         selected = prepared.selected(sleeper.check)
         rows = selected - done
-        if rows or leases.plan is None:
-            remove_sorted_copies(main.task_directory)
-            path, choice = prepare_order(prepared, rows, leases.directory, lock.token, sleeper.check)
-            if path:
-                cuts, name = SortedCopy(path).group_starts, path.name
-            else:
-                cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
-            new = fingerprint(prepared.job, prepared.dataset.files, "")
-            leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
+        if not is_done:  # what is planned is done by others, or taken over from them
+            rows -= leases.planned()
+        if rows or _is_behind(leases, prepared):
+            _add_plan(prepared, leases, rows, selected, lock, sleeper, is_first=is_done)
         else:
             remove_sorted_copies(leases.directory)
+
+
+def _add_plan(
+    prepared: PreparedJob,
+    leases: Leases,
+    rows: BitMap64,
+    selected: BitMap64,
+    lock: TaskLock,
+    sleeper: Sleeper,
+    *,
+    is_first: bool,
+) -> None:
+    """Write a plan of these rows, of all that are `selected`; `is_first` says that no other is at work."""
+    run_dir = prepared.run_dir
+    remove_sorted_copies(RunDir(run_dir.path).task_directory)
+    path, choice = prepare_order(
+        prepared, rows, leases.directory, lock.token, sleeper.check, replace=is_first
+    )
+    if path:
+        cuts, name = SortedCopy(path).group_starts, path.name
+    else:
+        cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
+    new = fingerprint(prepared.job, prepared.dataset.files, "")
+    leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
+    raise_total(run_dir, len(selected), new)
 
 
 def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> BitMap64:

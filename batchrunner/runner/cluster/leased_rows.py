@@ -4,6 +4,7 @@ import functools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from pyroaring import BitMap64
@@ -46,14 +47,13 @@ class LeasedRows(TaskRows):
         self,
         prepared: PreparedJob,
         leases: Leases,
-        plan: LeasePlan,
         counts: RowCounts,
         events: EventLog,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Hold no lease yet; `counts` tells how many of the rows taken have ended."""
-        super().__init__(prepared, leases.directory / plan.order if plan.order else None)
+        super().__init__(prepared)
         self._leases = leases
         self._held = _HeldLeases(leases, events)
         self._takeover = Takeover(prepared.run_dir, leases, events)
@@ -105,10 +105,37 @@ class LeasedRows(TaskRows):
         """End all leases as they are."""
         self.stop()
         self._held.end_all()
-        if self._copy:
+        if copies := self._leases.copies():
             self._leases.refresh()
             if self._leases.is_done():
-                self._copy.unlink(missing_ok=True)
+                for copy in copies:
+                    copy.unlink(missing_ok=True)
+
+    def newest_plan(self) -> LeasePlan:
+        """Return the run's newest plan, which another task may have added. Raises OSError."""
+        now = Leases(self._leases.directory)
+        now.refresh()
+        assert now.plan is not None
+        return now.plan
+
+    def held_elsewhere(self) -> tuple[int, int]:
+        """Return the number of rows that other living tasks hold, and of those that nobody living holds.
+
+        Rows of plans that came after this task count as held while a living task holds some of that plan.
+        """
+        now = Leases(self._leases.directory)
+        now.refresh()
+        held, free = Counter[bool](), Counter[bool]()  # by whether this task knows the plan
+        unheld = 0
+        for number, (task, rows) in now.rows_held().items():
+            if task == self._prepared.run_dir.task or self._takeover.is_dead(task):
+                unheld += rows
+            else:
+                held[number < len(self._leases)] += rows
+        for number in now.free():
+            free[number < len(self._leases)] += now.count_left(number)
+        later = free[False] if held[False] else 0
+        return held.total() + later, unheld + free.total() - later
 
     def _wait_for_lease(self, sleep: Callable[[float], None]) -> Lease | None:
         """Take a lease, or wait until it is known that there is none for this task."""

@@ -66,7 +66,25 @@ class Leases:
 
     def rows_free(self) -> int:
         """Return the number of rows in free leases."""
-        return sum(self._count_left(number) for number in self.free())
+        return sum(map(self.count_left, self.free()))
+
+    def rows_held(self) -> dict[int, tuple[str, int]]:
+        """Return the task that holds each held lease, and the number of its rows, by the lease's number.
+
+        Some of the rows may be done.
+        """
+        return {
+            number: (task, self._count(number, self._turns[number][0]))
+            for number, task in self.held().items()
+        }
+
+    def planned(self) -> BitMap64:
+        """Return the rows of all plans, done or not."""
+        return BitMap64().union(*(plan.rows for plan in self.plans))
+
+    def copies(self) -> list[Path]:
+        """Return the sorted copies in whose orders the rows are sent."""
+        return [self.directory / plan.order for plan in self.plans if plan.order]
 
     def held_by(self, task: str) -> list[Lease]:
         """Return the leases that a task holds."""
@@ -103,17 +121,22 @@ class Leases:
         return self._turns[number][0] + 1 if number in self._turns else 0
 
     def _lease(self, number: int, turn: int) -> Lease:
-        return Lease(number, turn, self._left_before(number, turn), self._planned[number][1])
+        plan, positions = self._planned[number]
+        copy = self.directory / plan.order if plan.order else None
+        return Lease(number, turn, self._left_before(number, turn), positions, copy)
 
     def _is_free(self, number: int) -> bool:
-        return self._turns.get(number, (-1, True))[1] and self._count_left(number) > 0
+        return self._turns.get(number, (-1, True))[1] and self.count_left(number) > 0
 
-    def _count_left(self, number: int) -> int:
+    def count_left(self, number: int) -> int:
         """Return the number of rows left in a lease that nobody holds."""
-        if number not in self._turns:
+        return self._count(number, self._next_turn(number))
+
+    def _count(self, number: int, turn: int) -> int:
+        if turn == 0:
             plan, positions = self._planned[number]
             return plan.count(positions)
-        return len(self._left_before(number, self._next_turn(number)))
+        return len(self._left_before(number, turn))
 
     def _left_before(self, number: int, turn: int) -> BitMap64:
         if turn == 0:

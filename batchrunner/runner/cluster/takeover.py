@@ -36,6 +36,11 @@ class Takeover:
         """Number of other tasks that held leases at the last poll and were not known to be dead."""
         return sum(lives is not False for lives in self._lives.values())
 
+    def is_dead(self, task: str) -> bool:
+        """Tell whether a task is known to be dead; one that was never watched is looked at now."""
+        watch = self._watches.get(task) or self._watch(task)
+        return watch.poll() is False
+
     def settle(self) -> bool | None:
         """Take over from the tasks that were dead at the last poll.
 
