@@ -127,6 +127,12 @@ def slurm(
     partition: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
     account: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
     gpus_per_task: Annotated[str | None, typer.Option(metavar="N", help="As sbatch has it.")] = None,
+    cpus_per_task: Annotated[
+        str | None, typer.Option(metavar="N", help="As sbatch has it; 8 per GPU unless given.")
+    ] = None,
+    mem: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a task, as 200G; 64G per GPU unless given.")
+    ] = None,
     time: Annotated[
         str | None, typer.Option(metavar="4:00:00", help="Limit of a task, which is then requeued.")
     ] = None,
@@ -168,16 +174,19 @@ def slurm(
         partition=partition,
         account=account,
         gpus_per_task=gpus_per_task,
+        cpus_per_task=cpus_per_task,
+        mem=mem,
         time=time,
         sbatch=sbatch or [],
         grace_s=grace,
         static=static,
     )
-    _or_exit(to_slurm.make_logs, planned)
     if output is not None:
         _or_exit(to_slurm.save, planned, output)
     elif not submit:
         _print([_or_exit(planned.script)])
+    if output is not None or submit:
+        _or_exit(to_slurm.make_logs, planned)
     if submit:
         _print(_or_exit(to_slurm.submit, planned, merge=merge))
 

@@ -125,7 +125,8 @@ def submit(
     """Submit a job's array."""
     with IN_TURN, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SBATCH_PARTITION", partition)
-        done = batchrun("slurm", write_job(job, directory), "--submit", *options)
+        small = ("--cpus-per-task", 1, "--mem", "100M")
+        done = batchrun("slurm", write_job(job, directory), "--submit", *small, *options)
     assert done.exit_code == 0, done.stderr
     return Submitted(slurm, job, done.stdout)
 

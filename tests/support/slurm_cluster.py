@@ -84,7 +84,8 @@ class SlurmCluster:
         """Start all daemons, and wait until the nodes are idle."""
         host = socket.gethostname().partition(".")[0]
         nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=16 Gres=gpu:2"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=16 "
+            "RealMemory=4000 Gres=gpu:2"
             for node in (*NODES, *LOSSY_NODES)
         ]
         self.conf.write_text(

@@ -16,8 +16,17 @@ from batchrunner.report.report import EXIT_TIME_UP
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
+CPUS_PER_GPU, CPUS_WITHOUT_GPU = 8, 4
+"""CPU cores of a task, unless the user says how many: SGLang has a few busy processes for each GPU."""
+MEMORY_PER_GPU_G, MEMORY_WITHOUT_GPU_G = 64, 8
+"""Main memory of a task in GiB, unless the user says how much: an engine loads its weights through it."""
 COMMENT_AT = 48
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::[1-9]\d*)?)?")
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+"""Slurm's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+_CPU_OPTIONS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive"}
+_MEMORY_OPTIONS = {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
+_GPU_OPTIONS = {"gpus-per-task", "gpus-per-node", "gpus", "G", "gres"}
 _PLAIN = re.compile(r"[\w./:,=@%+-]+")
 
 _BODY = """
@@ -50,6 +59,11 @@ class SlurmArray:
     partition: str | None = None
     account: str | None = None
     gpus_per_task: str | None = None
+    cpus_per_task: str | None = None
+    mem: str | None = None
+    """Main memory of a task; None, as for `cpus_per_task`, for a value by its GPUs."""
+    launches: bool = True
+    """Whether a task starts an engine of its own."""
     time: str | None = None
     sbatch: Sequence[str] = ()
     """More options for the array, such as `qos=high`."""
@@ -65,6 +79,9 @@ class SlurmArray:
         _check_array(self.array, static=self.static)
         if self.grace_s <= CLOSING_S:
             raise JobError(f"--grace {self.grace_s}: {CLOSING_S} s of it are needed for closing: give more")
+        for name, value, _ in (("time", self.time, ""), *_more(self.sbatch)):
+            if name in {"time", "t"} and value:
+                _check_time(value, self.grace_s)
 
     @property
     def logs(self) -> Path:
@@ -83,6 +100,8 @@ class SlurmArray:
             ("requeue", "", "after a node's death or a preemption a task starts again, and resumes"),
             ("signal", f"B:USR1@{self.grace_s}", "this script is told so many seconds before the time limit"),
             ("ntasks", "1", "an engine for each task of the array"),
+            ("cpus-per-task", self._cpus(), "for the engine and the runner"),
+            ("mem", self._memory(), "main memory: the engine loads its weights through it"),
             ("gpus-per-task", self.gpus_per_task, "Slurm sets CUDA_VISIBLE_DEVICES, and the engine obeys"),
             ("time", self.time, "a task that needs longer is requeued"),
             *_more(self.sbatch),
@@ -102,6 +121,25 @@ class SlurmArray:
         run = shlex.quote(str(self.run))
         return self._head(directives) + f'\n"${{batchrun[@]}}" status {run}\n"${{batchrun[@]}}" merge {run}\n'
 
+    def _gpus(self) -> int:
+        """Return the GPUs of a task; a launched engine has one at least."""
+        given = [("gpus-per-task", self.gpus_per_task or "", ""), *_more(self.sbatch)]
+        texts = (value for name, value, _ in given if name in _GPU_OPTIONS)
+        counts = [int(found[1]) for text in texts for found in re.finditer(r"(?:^|:)(\d+)(?:$|[,(])", text)]
+        return max(sum(counts), int(self.launches))
+
+    def _cpus(self) -> str | None:
+        """Return the cores of a task; None where another option says how many."""
+        if self.cpus_per_task or _CPU_OPTIONS & {name for name, _, _ in _more(self.sbatch)}:
+            return self.cpus_per_task
+        return str(CPUS_PER_GPU * self._gpus() or CPUS_WITHOUT_GPU)
+
+    def _memory(self) -> str | None:
+        """Return the main memory of a task; None where another option says how much."""
+        if self.mem or _MEMORY_OPTIONS & {name for name, _, _ in _more(self.sbatch)}:
+            return self.mem
+        return f"{MEMORY_PER_GPU_G * self._gpus() or MEMORY_WITHOUT_GPU_G}G"
+
     def _log_to(self, name: str) -> tuple[str, str, str]:
         # Slurm takes % for the start of a pattern
         return ("output", str(self.logs).replace("%", "%%") + f"/{name}.log", "")
@@ -117,7 +155,8 @@ class SlurmArray:
         return "\n".join(
             [
                 "#!/bin/bash",
-                "# Written by `batchrun slurm`; submit it with `sbatch FILE`.",
+                "# Written by `batchrun slurm`. To submit it, first make the directory of its logs:",
+                f"#   mkdir -p {shlex.quote(str(self.logs))} && sbatch FILE",
                 *(_directive(n, v, why) for n, v, why in (*common, *directives) if v is not None),
                 f"\nbatchrun=({python})  # the preamble may set another, in a container say",
                 *(["", self.preamble.strip()] if self.preamble else []),
@@ -135,6 +174,7 @@ def plan_array(job: str, *, overrides: Sequence[str], preamble: str, **options: 
         directory=Path.cwd(),
         overrides=overrides,
         preamble=_text_or_file(preamble),
+        launches=loaded.engine.kind in {"server", "gateway", "inprocess"},
         **options,
     )
 
@@ -198,6 +238,26 @@ def _check_array(text: str, *, static: bool) -> None:
         raise JobError(f"--array {text}: write it as 0-15, 1,3,7 or 0-15%4 (four at once)")
     if static and len(ranges) > 1:
         raise JobError(f"--array {text}: with --static one range, such as 0-15: shares are counted from it")
+
+
+def _check_time(text: str, grace_s: int) -> None:
+    """Raise JobError where a time limit has no form of Slurm's, or leaves a task no time to work."""
+    if text.upper() in {"UNLIMITED", "INFINITE"}:
+        return
+    found = _TIME.fullmatch(text)
+    if not found:
+        raise JobError(f"--time {text}: write it as 90 (minutes), 4:00:00 or 1-12:00:00")
+    days, *given = (int(number) if number else 0 for number in found.groups())
+    if found["days"] is not None or found["third"] is not None:
+        hours, minutes, seconds = given
+    else:
+        hours, (minutes, seconds) = 0, given[:2]
+    limit_s = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if 0 < limit_s <= grace_s:  # 0 is no limit
+        raise JobError(
+            f"--time {text}: the last {grace_s} s of it (--grace) are for the end of a task, so that none "
+            "would ever do a row: give more time, or less grace"
+        )
 
 
 def _more(options: Sequence[str]) -> list[tuple[str, str, str]]:
