@@ -15,6 +15,10 @@ from batchrunner.output.files import TEMPORARY
 
 LEAST_FREE_BYTES = 16 << 20
 """A run does not begin on a disk with less free space than this."""
+OWNER = "owner"
+"""Name of the file in a task directory that names the process which holds it."""
+TUNE = "tune"
+"""Name of the directory in an output path that `batchrun tune` writes to."""
 MAIN_TASK = "main"
 """Name of the only task of a run that is not divided among several tasks."""
 _TASK_FILES = (

@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from batchrunner.core.errors import OutputError, ResumeError
 from batchrunner.core.types import InputFile
 from batchrunner.job.spec import Job
 from batchrunner.output.files import write_json
-from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import OWNER, TUNE, RunDir
 
+MOST_DEPTH = 3
+"""Levels of directories below output.path that are searched for other runs."""
 FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
@@ -127,6 +130,51 @@ def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
     """
     content = {"format": FORMAT, "job": without_secrets(job), **values}
     write_json(run_dir.run_json, content, writer=run_dir.task)
+
+
+def holds_run(directory: Path) -> bool:
+    """Tell whether a directory is the output path of a run, which may have just begun."""
+    try:
+        found = orjson.loads((directory / "run.json").read_bytes())
+        if isinstance(found, dict) and found.keys() >= _KEYS:
+            return True
+    except (OSError, orjson.JSONDecodeError):
+        pass
+    with contextlib.suppress(OSError):
+        return any(directory.glob(f"tasks/*/{OWNER}"))
+    return False
+
+
+def refuse_nesting(run_dir: RunDir) -> None:
+    """Raise OutputError where the run would lie in another one, or another one in it.
+
+    One would read, count or delete files of the other. Trials of `tune` lie in RUN/tune on purpose.
+    """
+    path = run_dir.path.resolve()
+    chain = (path, *path.parents)
+    for inner, outer in pairwise(chain):
+        if inner.name == TUNE:
+            break
+        if holds_run(outer):
+            raise OutputError(
+                f"output.path {run_dir.path}: lies in the output path of another run, {outer}: "
+                "give a directory outside of it"
+            )
+    for inner in _runs_below(path):
+        if TUNE not in inner.relative_to(path).parts:
+            raise OutputError(
+                f"output.path {run_dir.path}: holds the output path of another run, {inner}: "
+                "give another directory"
+            )
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    """Yield the runs in a directory, some levels deep."""
+    for depth in range(1, MOST_DEPTH + 1):
+        below = "*/" * depth
+        found = {file.parent for file in path.glob(f"{below}run.json")}
+        found |= {file.parents[2] for file in path.glob(f"{below}tasks/*/{OWNER}")}
+        yield from filter(holds_run, sorted(found))
 
 
 def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 
 import orjson
 
-from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import OWNER, RunDir
 
-OWNER, HEARTBEAT = "owner", "heartbeat"
-"""Names of the two files in the task directory."""
+HEARTBEAT = "heartbeat"
+"""Name of the file in the task directory with the counter."""
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
 UNNAMED_AFTER_S = 5.0

@@ -20,12 +20,11 @@ import orjson
 
 from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostError
 from batchrunner.output.files import make_directory, sync_directory
-from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import OWNER, RunDir
 from batchrunner.output.task_holder import (
     ABANDONED_PID,
     DEAD_AFTER_S,
     HEARTBEAT,
-    OWNER,
     POLL_S,
     SHORT_POLL_S,
     LivenessMonitor,

@@ -13,9 +13,21 @@ from batchrunner.input.render import Renderer
 from batchrunner.job.spec import Job
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
-from batchrunner.output.run_json import DISCARD, check_same_run, fingerprint, read_run_json
+from batchrunner.output.run_json import (
+    DISCARD,
+    check_same_run,
+    fingerprint,
+    holds_run,
+    read_run_json,
+    refuse_nesting,
+)
 from batchrunner.output.task_holder import is_held
 from batchrunner.runner.shard import JoinTask, Shard, split_option
+
+RESULT_DIRECTORIES = {"parts", "merged"}
+"""Directories of a run that may be the input of another one."""
+RUN_DIRECTORIES = {*RESULT_DIRECTORIES, "tasks", "leases", "merged.tmp"}
+"""Directories of a run in which Parquet files may lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling, render_s=job.limits.render)
     run_dir.check_writable()
+    refuse_nesting(run_dir)
     return PreparedJob(job, dataset, renderer, run_dir, part)
 
 
@@ -51,15 +64,34 @@ def _open_dataset(path: str | list[str], run_dir: RunDir) -> Dataset:
     """Open the input, which must not contain the run's own results: the next attempt would read them."""
     try:
         run = run_dir.path.resolve()
-    except ValueError as failure:
+    except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
     dataset = Dataset(path, run)
+    _refuse_results(path, dataset)
     for file in dataset.files:
         if run in Path(file.path).resolve().parents:
             raise OutputError(
                 f"output.path {run_dir.path}: the input file {file.path} lies in it: give another directory"
             )
     return dataset
+
+
+def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
+    """Refuse results of other runs that a directory or a pattern names by accident.
+
+    They are meant where the path itself leads into a run: `out/run/parts`, `out/*/merged/*.parquet`.
+    """
+    given = [path] if isinstance(path, str) else path
+    if any({*Path(each).absolute().parts} & RESULT_DIRECTORIES for each in given):
+        return
+    places = {Path(file.path).parent for file in dataset.files}
+    for place in sorted(places):
+        inside = next((each for each in (place, *place.parents) if each.name in RUN_DIRECTORIES), None)
+        if inside and holds_run(inside.parent):
+            raise InputError(
+                f"{join_paths(path)}: names files of the run {inside.parent} too, such as those in {place}: "
+                f"name the input more closely, or {inside.parent}/parts if its results are meant"
+            )
 
 
 def _check_split(run_dir: RunDir, *, begun: bool) -> None:

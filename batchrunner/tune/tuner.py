@@ -22,6 +22,7 @@ from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.files import writing
+from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
@@ -64,7 +65,7 @@ def tune(
         )
     check_model(engine.model)
     prepared = prepare(job)
-    directory = prepared.run_dir.path / "tune"
+    directory = prepared.run_dir.path / TUNE
     with hold_task(prepared.run_dir, directory=directory):
         found = _search(source, prepared, engine, directory, allow, budget_s)
     if apply and found.args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ import batchrunner
 from batchrunner.core.errors import JobError, StorageError
 from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
 from tests.support.refusals import AS_ROOT, refusal, told
+from tests.support.task import Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +71,57 @@ def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:
     refusal({**job, "prompt": {"text": "txt"}}, tmp_path, "--fresh")
     url = "http://127.0.0.1:9"
     refusal({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path, "--fresh")
+
+
+@pytest.mark.parametrize("below", ["parts", "tasks/main", "x", "deep/in/it"])
+def test_a_run_in_another_one(tmp_path: Path, below: str) -> None:
+    """An output path in that of another run is refused, and so is one that another run lies in."""
+    outer, inner = tmp_path / "run", tmp_path / "run" / below
+    assert batchrun(write_job(job_of(tmp_path), tmp_path)).exit_code == 0
+    job = job_of(tmp_path, output={"path": str(inner)})
+    told(refusal(job, tmp_path), f"output.path {inner}", f"another run, {outer}: give a directory outside")
+    shutil.rmtree(outer)
+    (tmp_path / "link").symlink_to(outer)
+    outer.mkdir()
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    told(refusal(job_of(tmp_path), tmp_path), f"holds the output path of another run, {inner}")
+    linked = job_of(tmp_path, output={"path": str(tmp_path / "link")})
+    told(refusal(linked, tmp_path), f"holds the output path of another run, {inner}")
+
+
+def test_a_run_in_one_that_loads_its_engine(tmp_path: Path) -> None:
+    """A run counts as one before its run.json is there."""
+    Task(job_of(tmp_path, output={"path": f"{tmp_path}/out/run"}), "loads")
+    job = job_of(tmp_path, output={"path": f"{tmp_path}/out/run/parts"})
+    told(refusal(job, tmp_path), "lies in the output path of another run")
+    job = job_of(tmp_path, output={"path": f"{tmp_path}/out"})
+    told(refusal(job, tmp_path), "holds the output path of another run")
+
+
+def test_a_link_to_a_run(tmp_path: Path) -> None:
+    """A link to a run is that run: it is resumed, and refused to another job; a circle is refused."""
+    job = job_of(tmp_path)
+    assert batchrunner.run(job, overrides=["input.limit=4"]).rows_ok == 4
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert batchrunner.run({**job, "output": {"path": str(tmp_path / "link")}}).rows_resumed == 4
+    other = job_of(tmp_path, output={"path": str(tmp_path / "link")}, sampling={"temperature": 0.5})
+    told(refusal(other, tmp_path), "sampling.temperature")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    assert refusal(job_of(tmp_path, output={"path": f"{tmp_path}/circle/run"}), tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.parquet", "/*/*/*.parquet"])
+def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> None:
+    """A directory or a pattern that also names the results of another run is refused."""
+    write_rows(tmp_path / "data" / "day" / "x" / "a.parquet", 10)
+    source = {"path": f"{tmp_path}/data{pattern}"}
+    job = job_of(tmp_path, input=source, output={"path": f"{tmp_path}/data/run1"})
+    for limit in (5, 10):  # its own results do not count
+        assert batchrunner.run(job, overrides=[f"input.limit={limit}"]).rows_ok == limit
+    second = {**job, "output": {"path": f"{tmp_path}/data/run2"}}
+    told(refusal(second, tmp_path), f"names files of the run {tmp_path}/data/run1 too")
+    meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
+    assert batchrunner.run(meant).rows_ok == 10
 
 
 @pytest.mark.parametrize(
