@@ -263,18 +263,12 @@ def merge(run: RunArgument) -> None:
 
     Example: batchrun merge out/summarize
     """
-    from batchrunner.output.merge import merge as merge_parts  # noqa: PLC0415
-    from batchrunner.output.run_dir import RunDir  # noqa: PLC0415
-    from batchrunner.report.html.page import leave_page  # noqa: PLC0415
-    from batchrunner.report.report import EXIT_DONE, EXIT_STOPPED  # noqa: PLC0415
-    from batchrunner.report.totals import report_of_all  # noqa: PLC0415
+    from batchrunner.report.merged import MergedRun, merge_run  # noqa: PLC0415
 
-    merged: Path = _or_exit(merge_parts, run)
-    report: Report = _or_exit(report_of_all, run)
-    leave_page(RunDir(run))
-    _tell("\n".join(report.lines()))
-    _print([str(merged)])
-    raise typer.Exit(EXIT_STOPPED if report.rows_left else EXIT_DONE)  # what reads it may want all of it
+    merged: MergedRun = _or_exit(merge_run, run)
+    _tell("\n".join(merged.lines()))
+    _print([str(merged.path)])
+    raise typer.Exit(merged.exit_code)
 
 
 @app.command()

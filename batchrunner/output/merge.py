@@ -9,11 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import OutputError, ResumeError, TaskHeldError
+from batchrunner.core.errors import BatchrunError, OutputError, ResumeError, TaskHeldError
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.files import sync_directory, writing
 from batchrunner.output.parts import open_part, recover
+from batchrunner.output.resume import done_by_all
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_json import holds_run
 from batchrunner.output.task_lock import hold_task
 
 BUCKET_ROWS = 100_000
@@ -38,6 +40,13 @@ def merge(run: str | Path) -> Path:
             with contextlib.suppress(TaskHeldError), hold_task(task) as lock, writing(task.parts):
                 recover(task, lock)
     parts = run_dir.all_parts()
+    if not parts and holds_run(run_dir.path):
+        nothing = BatchrunError(
+            f"{run}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals: "
+            "wait for the run's end if it is at work, else run the same command again; then merge again"
+        )
+        nothing.exit_code = 1
+        raise nothing
     if not parts:
         raise OutputError(f"{run}: no parts to merge: not a run's output path, or nothing has finished yet")
     work = run_dir.merged.with_name("merged.tmp")

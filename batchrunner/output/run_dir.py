@@ -17,6 +17,8 @@ LEAST_FREE_BYTES = 16 << 20
 """A run does not begin on a disk with less free space than this."""
 OWNER = "owner"
 """Name of the file in a task directory that names the process which holds it."""
+ENGINE_STARTING = "engine-starting"
+"""Name of the file in a task directory that is there while the task's engine starts."""
 TUNE = "tune"
 """Name of the directory in an output path that `batchrun tune` writes to."""
 MAIN_TASK = "main"
@@ -29,6 +31,7 @@ _TASK_FILES = (
     "engine*.log",
     "owner*",
     "heartbeat",
+    ENGINE_STARTING,
     "*order-*.parquet*",
 )
 """Names of the files that a task writes into its directory."""

@@ -18,6 +18,7 @@ from batchrunner.output.files import writing
 from batchrunner.output.resume import drop_failed
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import fingerprint, raise_total, read_run_json
+from batchrunner.output.starting import engine_starting
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import EXIT_STOPPED, Report
@@ -78,7 +79,8 @@ async def execute(
                 job.engine, log_dir=run_dir.log_directory, limits=job.limits, detokenizer=detokenizer_for(job)
             )
             stack.push_async_callback(engine.close)
-            info = await _open(engine, control)
+            with engine_starting(run_dir):
+                info = await _open(engine, control)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if model_of(job.engine) is None and not fresh:

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,21 @@ from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_reason, last_sample
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
-from batchrunner.output.run_json import require_run_json
+from batchrunner.output.run_json import holds_run, read_run_json, require_run_json
+from batchrunner.output.starting import Starting, starting_of
 from batchrunner.output.task_holder import holder_of, is_recent
 from batchrunner.report.report import GO_ON, cause_lines, duration, says_next_step
 from batchrunner.runner.cluster.leases import Leases
 
 
 def status(run: str | Path) -> dict[str, Any]:
-    """Return the state of a run; raises OutputError if the path holds none."""
+    """Return the state of a run; raises OutputError if the path holds none.
+
+    Before the first task has begun to send rows, the model is None, and so is the number of rows where no
+    plan tells it.
+    """
     run_dir = RunDir(run)
-    facts = require_run_json(run_dir)
+    facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
     run_dirs = run_dir.all_tasks()
     found = [read_done(task) for task in run_dirs]
     tasks = [_task(task, done) for task, done in zip(run_dirs, found, strict=True)]
@@ -30,21 +36,22 @@ def status(run: str | Path) -> dict[str, Any]:
     rate = sum(task["last_sample"]["rows_per_s"] for task in tasks if task["last_sample"])
     on_disk = len(BitMap64().union(*(done.rows for done in found)))  # a row of two tasks counts once
     running = [task["running"] for task in tasks if task["running"]]
+    total = facts["rows_total"] if facts else leases.plan.rows_total if leases.plan else None
     return {
         "path": str(run_dir.path),
         "running": ", ".join(running) or None,
-        "model": facts["engine"]["model"],
-        "simulated": facts["engine"]["simulated"],
-        "rows_total": facts["rows_total"],
+        "model": facts["engine"]["model"] if facts else None,
+        "simulated": bool(facts and facts["engine"]["simulated"]),
+        "rows_total": total,
         "rows_on_disk": on_disk,
         "rows_failed": sum(task["rows_failed"] for task in tasks),
         "rows_cut": sum(task["rows_cut"] for task in tasks),
         "failures": sum((done.counts.failures for done in found), start=Failures()).summary(),
         "reason": None if running else last_reason(run_dir.events),
         "output_tokens": sum(task["output_tokens"] for task in tasks),
-        "finished": not running and on_disk >= facts["rows_total"],
+        "finished": facts is not None and not running and on_disk >= facts["rows_total"],
         "rows_per_s": rate,
-        "time_left_s": (facts["rows_total"] - on_disk) / rate if rate else None,
+        "time_left_s": (total - on_disk) / rate if rate and total is not None else None,
         "leases": _count(leases) if leases.plan else None,
         "tasks": tasks,
     }
@@ -70,6 +77,7 @@ def _task(run_dir: RunDir, done: DoneRows) -> dict[str, Any]:
         "rows_failed": done.counts.failed,
         "rows_cut": done.counts.cut,
         "output_tokens": done.counts.output_tokens,
+        "starting": asdict(starting) if holder and (starting := starting_of(run_dir)) else None,
         "last_sample": sample if holder and sample and is_recent(sample) else None,
     }
 
@@ -77,13 +85,14 @@ def _task(run_dir: RunDir, done: DoneRows) -> dict[str, Any]:
 def status_lines(state: dict[str, Any]) -> list[str]:
     """Return a state as a person reads it."""
     total, on_disk = state["rows_total"], state["rows_on_disk"]
-    share = on_disk / total if total else 1.0
     cut = f"{state['rows_cut']} cut at max_new_tokens, " if state["rows_cut"] else ""
     simulated = " [simulated]" if state["simulated"] else ""
+    of_all = "rows" if total is None else f"of {total} rows"
+    share = f" ({on_disk / total if total else 1.0:.1%})" if total is not None else ""
     lines = [
-        f"{state['path']}: {state['model']}{simulated}",
+        f"{state['path']}: {state['model'] or 'no row was sent yet'}{simulated}",
         (
-            f"{on_disk} of {total} rows on disk ({share:.1%}), {state['rows_failed']} failed, "
+            f"{on_disk} {of_all} on disk{share}, {state['rows_failed']} failed, "
             f"{cut}{state['output_tokens']:,} output tokens"
         ),
     ]
@@ -122,6 +131,9 @@ def _task_lines(task: dict[str, Any], held: int) -> list[str]:
         )
     if task["running"]:
         lines.append(f"running: {task['running']}")
+        if task["starting"]:
+            lines.append(str(Starting(**task["starting"])))
+            return lines
         if sample := task["last_sample"]:
             age_s = max(0.0, time.time() - sample["time"])
             lines.append(f"{age_s:.0f} s ago: {sample_line(sample)}")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import re
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 import batchrunner
 from batchrunner.output.events import read_events
@@ -19,6 +23,7 @@ from tests.conftest import (
     started,
     write_job,
 )
+from tests.support.rows import status_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +42,69 @@ def test_an_old_sample_is_not_shown(tmp_path: Path) -> None:
         state = status(run_dir.path)
     assert (state["tasks"][0]["last_sample"], state["rows_per_s"]) == (None, 0)
     assert state["running"]
+
+
+@pytest.mark.parametrize("join", [[], ["--join"]])
+def test_while_the_engine_starts(tmp_path: Path, join: list[str]) -> None:
+    """Before the first row `status` says for how long the engine has been starting, also in a later start."""
+    job = job_of(tmp_path, rows=20)
+    silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
+    late = f"engine={{kind: attach, urls: ['http://127.0.0.1:{silent.getsockname()[1]}']}}"
+    file = write_job(job, tmp_path)
+    for limit in (10, 20):
+        with silent.dup(), started(file, *join, "--set", late, "--set", f"input.limit={limit}") as loading:
+            eventually(lambda: any(task["starting"] for task in _tasks(tmp_path / "run")))
+            eventually(lambda: "engine" in [_step(task) for task in _tasks(tmp_path / "run")])
+            shown = batchrun("status", tmp_path / "run")
+            assert shown.exit_code == 0
+            assert re.search(r"^engine starting, \d+ s$", shown.stdout, re.MULTILINE)
+            assert "running: batchrun with pid" in shown.stdout
+            assert not json.loads(batchrun("status", tmp_path / "run", "--json").stdout)["finished"]
+            loading.process.kill()
+            loading.process.wait()
+        assert "not running: run the same command again" in batchrun("status", tmp_path / "run").stdout or (
+            limit == 20
+        )
+        assert not any(task["starting"] for task in _tasks(tmp_path / "run"))
+        assert batchrun(file, *join, "--set", f"input.limit={limit}").exit_code == 0
+    silent.close()
+
+
+def _tasks(run: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = status_of(run).get("tasks", [])
+    return found
+
+
+def _step(task: dict[str, Any]) -> str | None:
+    return task["starting"]["what"] if task["starting"] else None
+
+
+@pytest.mark.parametrize("parts", [0, 1])
+def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) -> None:
+    """`merge` says how many rows are in journals and how many are missing, and what to do; exit code 1."""
+    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 30 else "answer"
+    part_rows = 20 if parts else 10_000
+    job = job_of(tmp_path, server, rows=40, output={"part_rows": part_rows, "durable": 0.1}, window=10)
+    file = write_job(job, tmp_path)
+    with started(file) as process:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
+        merged = batchrun("merge", tmp_path / "run")
+        assert merged.exit_code == 1
+        if parts:
+            assert (
+                "merged: 20 of 40 rows, 20 are missing (10 of them are done, in journals of tasks at work): "
+                "wait for the run's end, then merge again"
+            ) in merged.stderr
+        else:
+            assert "no part is written yet, 30 rows are in journals: wait for the run's end" in merged.stderr
+        process.process.kill()
+        process.process.wait()
+    merged = batchrun("merge", tmp_path / "run")
+    assert merged.exit_code == 1
+    assert "merged: 30 of 40 rows, 10 are missing: run the same command again, then merge" in merged.stderr
+    server.answer_held()
+    assert batchrun(file).exit_code == 0
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
 
 
 def test_parts_can_be_read_at_any_moment(tmp_path: Path, server: FakeSGLang) -> None:
