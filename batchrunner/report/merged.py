@@ -44,8 +44,8 @@ class MergedRun:
             )
             then = "wait for the run's end" if self.is_at_work else "run the same command again"
             lines.append(
-                f"merged: {self.rows} of {self.report.rows_total} rows, {missing} are missing{journals if in_journals else ''}: "
-                f"{then}, then merge again"
+                f"merged: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
+                f"{journals}: {then}, then merge again"
             )
         return lines
 
