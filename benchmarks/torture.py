@@ -8,7 +8,12 @@ what is done again may only have ended in the last second (by default; here `dur
 kills a minute).
 
 In half of the rounds several starts join the run (`--join`), and each that is killed is replaced by another.
-In half of either, rows are sorted first (`order: prefix`).
+Those that were killed stay zombies until the end of the round: nobody asks for their exit status. In half of
+either, rows are sorted first (`order: prefix`).
+
+In further rounds (`--changes N`) the input changes during a run: its file is replaced, rewritten in place or
+truncated, or a file is added. No row of a new content may be in the results, and the exit code must say that
+rows are missing.
 
 The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
 tiny random model at temperature 0, every second one behind the real gateway. In each of them the gateway, a
@@ -76,6 +81,10 @@ class Totals:
     redone: int = 0
     redone_too_late: int = 0
     vanished: int = 0
+    changes: int = 0
+    """Rounds in which the input changed."""
+    unnoticed: int = 0
+    """Changes after which a start ended with a wrong exit code, or with a row of another content."""
     by_moment: Counter[str] = field(default_factory=Counter)
 
     def killed(self, moment: str) -> None:
@@ -228,24 +237,35 @@ class Round:
         job_file = self.folder / "job.yaml"
         job_file.write_text(json.dumps(self.job))
         running = [self._spawn(job_file, kill=True) for _ in range(TOGETHER)]
+        zombies: list[_Joined] = []
         while running:
             time.sleep(0.05)
             cut_off = time.monotonic()
-            for each in [each for each in running if each.process.poll() is not None]:
+            statuses = {each.process.pid: _status(each.process) for each in running}
+            for each in [each for each in running if statuses[each.process.pid] is not None]:
                 running.remove(each)
-                if each.process.returncode == 0:
-                    continue
-                if each.process.returncode != -signal.SIGKILL:
-                    raise SystemExit(f"exit {each.process.returncode} in {self.folder}")
-                kills -= 1
-                self.totals.killed(each.where)
-                self._look(cut_off, each.process.pid)
-                running.append(self._spawn(job_file, kill=kills > 0))
+                zombies.append(each)
+                status = statuses[each.process.pid]
+                if status not in {0, 1, -signal.SIGKILL}:  # 1: others died, and their rows are left
+                    raise SystemExit(f"exit {status} in {self.folder}")
+                kills -= self._note_death(each, cut_off) if status == -signal.SIGKILL else 0
+                if status:
+                    running.append(self._spawn(job_file, kill=kills > 0))
             for each in running:
                 if time.monotonic() > each.dies_at:
                     each.process.kill()
-        self._spawn(job_file, kill=False).process.wait(LONGEST_START_S)  # what the last dead have left
+        last = self._spawn(job_file, kill=False).process.wait(LONGEST_START_S)  # what the last dead have left
+        if last:
+            raise SystemExit(f"exit {last} in {self.folder}")
+        for each in zombies:
+            each.process.wait()
         self._judge()
+
+    def _note_death(self, joined: _Joined, cut_off: float) -> int:
+        """Count a start that was killed, and look at what it left; return 1."""
+        self.totals.killed(joined.where)
+        self._look(cut_off, joined.process.pid)
+        return 1
 
     def _spawn(self, job_file: Path, *, kill: bool) -> _Joined:
         by_time = not kill or self.made.random() < 0.3
@@ -338,6 +358,69 @@ def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals:
         print(f"round {number}: {totals.kills} kills", file=sys.stderr, flush=True)
 
 
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit status of a process, None while it runs; one that has ended stays a zombie."""
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def changed_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:
+    """Change the input at a random moment of a run; then put it back, and let a start finish the run."""
+    made = random.Random(seed)
+    for number in range(rounds):
+        folder = scratch / f"changed-{number}"
+        source = _texts(folder / "in" / "a.parquet", 0)
+        kept, what = source.read_bytes(), ("replaced", "rewritten", "truncated", "added")[number % 4]
+        job = job_for(folder, source.parent, {"kind": "simulated", "step_s": 0.005, "max_running": 16})
+        job["order"], job["input"]["columns"] = made.choice(("input", "prefix")), ["text"]
+        (folder / "job.yaml").write_text(json.dumps(job))
+        command = [sys.executable, "-m", "batchrunner", str(folder / "job.yaml"), "-q"]
+        command += ["--join"] * made.randint(0, 1)
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            parts = folder / "run" / "parts"
+            while process.poll() is None and not list(parts.glob("part-*.parquet")):
+                time.sleep(0.02)
+            time.sleep(made.uniform(0.0, 0.3))
+            runs_on = process.poll() is None
+            _change(source, what)
+            status = process.wait(LONGEST_START_S)
+        wrong = runs_on and status not in {0, 1 if what == "added" else 2}  # 0: it was over before
+        if what != "added":
+            source.write_bytes(kept)
+        last = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=LONGEST_START_S, check=False)
+        rows = pq.read_table(parts).select(["row", "text"]).to_pylist()
+        right = all(row["text"] == f"row {row['row']}" for row in rows)
+        totals.changes += 1
+        totals.unnoticed += bool(wrong or not right or last.returncode)
+        expected = set(range(2 * ROWS if what == "added" else ROWS))
+        totals.rows += len(expected)
+        totals.lost += len(expected - {row["row"] for row in rows})
+        totals.doubled += len(rows) - len({row["row"] for row in rows})
+    print(f"{rounds} rounds with changed input", file=sys.stderr, flush=True)
+
+
+def _texts(path: Path, first: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [f"row {row}" for row in range(first, first + ROWS)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=50)
+    return path
+
+
+def _change(source: Path, what: str) -> None:
+    other = _texts(source.with_name("other.tmp"), ROWS)
+    if what == "replaced":
+        other.replace(source)
+    elif what == "rewritten":
+        source.write_bytes(other.read_bytes())
+    elif what == "truncated":
+        source.write_bytes(source.read_bytes()[:-100])
+    else:
+        other.replace(source.with_name("b.parquet"))
+    other.unlink(missing_ok=True)
+
+
 def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed: int, totals: Totals) -> None:
     """Kill the gateway, a scheduler and the runner in the middle of real work."""
     model = str(make_tiny_llama(scratch / "tiny", tokenizer))
@@ -400,6 +483,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--real", type=int, default=0, help="rounds with the real engine")
+    parser.add_argument("--changes", type=int, default=12, help="rounds in which the input changes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -416,18 +500,25 @@ def main() -> None:
         ids = list(range(ROWS))
         pq.write_table(pa.table({"id": ids, "text": [f"row {i}" for i in ids]}), source, row_group_size=50)
         simulated_rounds(Path(scratch), source, args.kills, args.seed, totals)
+        changed_rounds(Path(scratch), args.changes, args.seed, totals)
         if args.real:
             real_rounds(Path(scratch), source, args.tokenizer, args.real, args.seed, totals)
     line = (
         f"torture: {totals.kills} kills, {totals.rows:,} rows, {totals.lost} lost, {totals.doubled} doubled, "
         f"{totals.different} different, {totals.vanished} durable ones gone, {totals.redone} done again "
-        f"({totals.redone_too_late} of them older than {DURABLE_S + LATE_S:g} s)"
+        f"({totals.redone_too_late} of them older than {DURABLE_S + LATE_S:g} s), "
+        f"{totals.changes} changes of the input, {totals.unnoticed} unnoticed"
     )
     if args.real:
         line += f"; kills with the real engine: {totals.of_real_engine()}"
     figures = {
         "goal_met": not (
-            totals.lost or totals.doubled or totals.different or totals.vanished or totals.redone_too_late
+            totals.lost
+            or totals.doubled
+            or totals.different
+            or totals.vanished
+            or totals.redone_too_late
+            or totals.unnoticed
         ),
         "took_s": round(time.monotonic() - began, 1), "real_rounds": args.real, "seed": args.seed,
         "kills_by_moment": dict(totals.by_moment),
