@@ -227,18 +227,23 @@ def _table_of(rows: object) -> pa.Table:
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
         raise InputError(f"{wanted} (got {type(rows).__name__})")
     try:
-        if hasattr(rows, "__arrow_c_stream__"):
-            return pa.table(rows)
-        listed = list(rows)
-        for row in listed:
-            if not isinstance(row, Mapping):
-                raise InputError(f"{wanted} (got a row of type {type(row).__name__})")
-        names = dict.fromkeys(chain.from_iterable(listed))  # a row may have more than the first one
-        if listed and not names:
-            raise InputError(f"{wanted} (got {len(listed)} rows without a column: give each one at least)")
-        return pa.table({name: [row.get(name) for row in listed] for name in names})
-    except (TypeError, ValueError, pa.ArrowException) as failure:
-        raise InputError(f"rows: cannot be made a table: {failure}") from None
+        return pa.table(rows) if hasattr(rows, "__arrow_c_stream__") else _table_of_rows(rows, wanted)
+    except InputError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - values of any kind: a number over 64 bits, for example
+        raise InputError(f"rows: cannot be made a table: {type(failure).__name__}: {failure}") from None
+
+
+def _table_of_rows(rows: Iterable[object], wanted: str) -> pa.Table:
+    listed: list[Mapping[str, Any]] = []
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise InputError(f"{wanted} (got a row of type {type(row).__name__})")
+        listed.append(row)
+    names = dict.fromkeys(chain.from_iterable(listed))  # a row may have more than the first one
+    if listed and not names:
+        raise InputError(f"{wanted} (got {len(listed)} rows without a column: give each one at least)")
+    return pa.table({name: [row.get(name) for row in listed] for name in names})
 
 
 def _write(table: pa.Table, path: Path) -> None:

@@ -70,6 +70,10 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
     )
 
 
+_SAMPLED = {"signals", "in_flight", "window", "rows_total", "rows_done"}
+"""Values without which a sample, of a damaged log, is left out."""
+
+
 class _TaskReader:
     """Adds the load of one task to a series, from the time since its servers have their present flags."""
 
@@ -97,12 +101,14 @@ class _TaskReader:
                     if self._start and not _alike(self._start, event):
                         self._restart()
                     self._start, self._tracks, self._retractions = event, {}, {}
-                case "engine_recalled" | "engine_healed" if not event["new"].items() <= self._learned.items():
-                    self._learned |= event["new"]
+                case "engine_recalled" | "engine_healed" if (
+                    not _new_args(event).items() <= self._learned.items()
+                ):
+                    self._learned |= _new_args(event)
                     self._restart()
                 case "tokenize":
                     self.client.tokenize = event.get("where")
-                case "sample":
+                case "sample" if event.keys() >= _SAMPLED:
                     self._count_retractions(event)
                     self._add(event)
         tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
@@ -169,3 +175,9 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
         if client.outputs:
             client.longest_output = int(pc.quantile(tokens, 0.99)[0].as_py())
+
+
+def _new_args(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that an engine began with; none of a damaged event."""
+    new = event.get("new")
+    return new if isinstance(new, dict) else {}

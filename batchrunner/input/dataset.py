@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError
+from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.types import InputFile
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
@@ -223,7 +223,9 @@ class DatasetReader:
             try:
                 for batch in self._read_file(source, file, wanted):
                     yield self._dataset.with_partitions(batch, file, self._columns)
-            except (OSError, pa.ArrowException) as failure:
+            except BatchrunError:
+                raise
+            except source.read_errors as failure:
                 source.check_unchanged()
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 

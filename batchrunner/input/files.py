@@ -30,13 +30,23 @@ def find_files(given: Sequence[str], run: Path | None = None) -> tuple[pafs.File
         try:
             local = isinstance(fs, pafs.LocalFileSystem)
             files = _local_files(name, Path(path)) if local else _remote_files(name, fs, path)
-        except (OSError, pa.ArrowException) as failure:  # a name is too long, a directory not accessible
+        except InputError:
+            raise
+        except read_errors(fs) as failure:  # a name is too long, a directory not accessible
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
         others = {real: file for real, file in files.items() if run not in Path(real).parents}
         for real, file in (others or files).items():
             _check_name(file)
             found.setdefault(real, file)
     return fs, sorted(found.values())
+
+
+def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:
+    """Return what a file system raises where it cannot read.
+
+    That of another package (hf://, by huggingface_hub) raises what its network library does.
+    """
+    return (Exception,) if isinstance(fs, pafs.PyFileSystem) else (OSError, pa.ArrowException)
 
 
 def _check_name(file: str) -> None:
@@ -52,7 +62,7 @@ def _locate(given: str) -> tuple[pafs.FileSystem, str]:
         return pafs.LocalFileSystem(), given
     try:
         fs, path = pafs.FileSystem.from_uri(given)
-    except (OSError, pa.ArrowException) as failure:
+    except Exception as failure:  # noqa: BLE001 - hf:// and others are opened by packages with their own errors
         raise InputError(f"{given}: cannot be opened: {first_line(failure)}") from None
     return fs, path
 

@@ -13,7 +13,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import InputChangedError, InputError
-from batchrunner.input.files import first_line
+from batchrunner.input.files import first_line, read_errors
 
 READ_BUFFER_BYTES = 1 << 20
 """Bytes of the buffers through which column chunks are streamed, instead of being loaded whole."""
@@ -64,17 +64,19 @@ class SourceFile:
         self.path = path
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
         """Whether it costs little to look at the file again."""
+        self.read_errors = read_errors(fs)
+        """What reading it raises, see `files.read_errors`."""
         try:
             self._seen = self._look()
-            self._size = fs.get_file_info(path).size
-            if not self._size:
-                raise InputError(f"{path}: is empty (0 bytes): not a Parquet file")
+            self._size = self._size_now()
             with fs.open_input_file(path) as source:
                 self.digest = _digest(source, self._size)
                 source.seek(0)
                 parquet = pq.ParquetFile(source)
                 footer, self.schema = parquet.metadata, parquet.schema_arrow
-        except (OSError, pa.ArrowException) as failure:
+        except InputError:
+            raise
+        except read_errors(fs) as failure:
             raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
         self.row_groups = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
         self.rows: int = footer.num_rows
@@ -97,7 +99,7 @@ class SourceFile:
                 return
             size = self._fs.get_file_info(self.path).size
             same = size == self._size and self._digest_now(size) == self.digest
-        except (OSError, pa.ArrowException):
+        except read_errors(self._fs):
             return
         if not same:
             raise InputChangedError(
@@ -110,7 +112,9 @@ class SourceFile:
         """Return the uncompressed bytes of these columns; raises InputError."""
         try:
             return sum(span.size for span in spans(self._footer or self.open().metadata, columns))
-        except (OSError, pa.ArrowException) as failure:
+        except InputError:
+            raise
+        except read_errors(self._fs) as failure:
             raise InputError(f"{self.path}: cannot be read: {first_line(failure)}") from None
 
     def _look(self) -> tuple[int, ...]:
@@ -122,6 +126,12 @@ class SourceFile:
         if info.type == pafs.FileType.NotFound:
             raise FileNotFoundError(self.path)
         return info.size, info.mtime_ns or 0
+
+    def _size_now(self) -> int:
+        size: int = self._fs.get_file_info(self.path).size
+        if not size:
+            raise InputError(f"{self.path}: is empty (0 bytes): not a Parquet file")
+        return size
 
     def _digest_now(self, size: int) -> str:
         with self._fs.open_input_file(self.path) as source:

@@ -6,42 +6,23 @@ Precedence, lowest first: the file, environment variables (`BATCHRUN__ENGINE__MO
 import difflib
 import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
+from batchrunner.job.yaml_text import parse, read_text
 
 T = TypeVar("T")
 ENV_PREFIX = "BATCHRUN__"
 """Prefix of environment variables that override the job."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, where YAML would keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # `<<: *base` is not a key: the base class merges it
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                continue  # the base class raises a better error
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def load_job(
@@ -111,37 +92,15 @@ def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:
         return adapter.validate_python(tree)
     except ValidationError as failure:
         raise JobError(f"{name}: {_explain(failure, adapter.json_schema(), tree)}") from None
+    except RecursionError:
+        raise JobError(f"{name}: a value is nested too deeply") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise JobError(f"{path}: no such job file") from None
-    except IsADirectoryError:
-        raise JobError(f"{path}: is a directory: give the job file in it") from None
-    except (OSError, UnicodeDecodeError) as failure:
-        raise JobError(f"{path}: cannot be read as a job file: {failure}") from None
-    tree = _parse(text, str(path))
+    tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise JobError(f"{path}: a job is a mapping with input, prompt, output, engine (got {_kind(tree)})")
     return tree
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as failure:
-        raise JobError(f"{where}: {_yaml_problem(failure)}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as failure:
-        # errors of PyYAML's constructors: a date with month 13, `!!int x`
-        raise JobError(f"{where}: not valid YAML: {failure}") from None
-
-
-def _yaml_problem(failure: yaml.YAMLError) -> str:
-    mark = getattr(failure, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}not valid YAML: {getattr(failure, 'problem', None) or str(failure).splitlines()[0]}"
 
 
 def _override(tree: dict[str, Any], path: list[str], text: str, *, where: str) -> None:
@@ -161,7 +120,7 @@ def _value_of(text: str, where: str) -> Any:
     it, because it joins lines and drops what follows ` #`.
     """
     try:
-        value = _parse(text, where)
+        value = parse(text, where)
     except JobError:
         if re.match(r"\s*(\[|{(?![{%#]))", text):  # clearly meant as a list or a mapping
             raise
@@ -198,8 +157,14 @@ def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> 
     messages = dict.fromkeys(_message(p) for p in problems if _path_in(tree, p) == path)
     message = ", or ".join(messages)
     got = problem["input"]
-    shown = "" if "(got " in message or isinstance(got, (Mapping, BaseModel)) else f" (got {got!r})"
+    shown = "" if "(got " in message or isinstance(got, (Mapping, BaseModel)) else f" (got {_brief(got)})"
     return f"{where + ': ' if where else ''}{message}{shown}{more}"
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    limit = 200
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _message(problem: ErrorDetails) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from batchrunner.output.event_shapes import is_event
 from batchrunner.output.files import writing
 
 TAIL_BYTES = 1 << 20
@@ -150,5 +151,5 @@ def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             event = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
-        if isinstance(event, dict) and "event" in event:
+        if isinstance(event, dict) and is_event(event):
             yield event

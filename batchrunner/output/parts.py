@@ -27,8 +27,11 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
             yield part
     except FileNotFoundError:
         raise
-    except (OSError, KeyError, pa.ArrowException):  # KeyError: a column is missing
-        raise ResumeError(f"{path}: is damaged: move it away, and its rows will be done again") from None
+    except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError: a column is missing
+        reason = str(failure).strip().partition("\n")[0]
+        raise ResumeError(
+            f"{path}: is damaged: move it away, and its rows will be done again ({reason})"
+        ) from None
 
 
 def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:

@@ -1,6 +1,5 @@
 """run.json: the job of a run, and the fingerprint by which a later attempt recognises the same run."""
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -14,6 +13,7 @@ from batchrunner.core.types import InputFile
 from batchrunner.job.spec import Job
 from batchrunner.output.files import write_json
 from batchrunner.output.run_dir import OWNER, TUNE, RunDir
+from batchrunner.output.run_facts import problem_in
 
 MOST_DEPTH = 3
 """Levels of directories below output.path that are searched for other runs."""
@@ -21,8 +21,6 @@ FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
 """What a user types to discard a run, for error messages."""
-_KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
-"""Keys that every run.json has."""
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
 
@@ -106,12 +104,19 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
         content = run_dir.run_json.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    with contextlib.suppress(orjson.JSONDecodeError):
+    except OSError as failure:
+        raise ResumeError(f"{run_dir.run_json}: cannot be read: {failure.strerror or failure}") from None
+    found = None
+    try:
         found = orjson.loads(content)
-        if isinstance(found, dict) and found.keys() >= _KEYS and found["format"] == FORMAT:
-            return found
+        problem = problem_in(found)
+    except orjson.JSONDecodeError as failure:
+        problem = f"not JSON: {failure}"
+    if problem is None and isinstance(found, dict):
+        return found
     raise ResumeError(
-        f"{run_dir.run_json}: not a run file of this version: take another output.path, or {DISCARD}"
+        f"{run_dir.run_json}: not a run file of this version: {problem}: "
+        f"take another output.path, or {DISCARD}"
     )
 
 
@@ -124,7 +129,7 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
 
 
 def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
-    """Write run.json with the job and these values, whose names are the rest of `_KEYS`.
+    """Write run.json with the job and these values, whose names are the other fields of `RunFacts`.
 
     Raises StorageError.
     """

@@ -20,6 +20,7 @@ from batchrunner.core.errors import ResumeError
 from batchrunner.input.render import values_of
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.journal import read_journal
+from batchrunner.output.parts import open_part
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.charts import BinnedValues, round_step
@@ -98,6 +99,10 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
             _register(connection, parts, journals)
             return _read(connection, done.counts, _answers(parts[-1]) if parts else newest)
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
+        for part in parts:
+            with contextlib.suppress(FileNotFoundError), open_part(part) as file:
+                for _ in file.iter_batches():  # raises a ResumeError that names the damaged one
+                    pass
         where = parts[0].parent if parts else tasks[0].path
         raise ResumeError(f"{where}: results cannot be read: {str(failure).splitlines()[0]}") from None
 

@@ -1,0 +1,98 @@
+"""Reads YAML strictly and in bounded time: no repeated key, no huge file, no aliases that multiply."""
+
+import codecs
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batchrunner.core.errors import JobError
+
+MOST_BYTES = 2 << 20
+"""Bytes of a job file at most: tens of thousands of times a common one, and read in some seconds."""
+MOST_VALUES = 200_000
+"""Values of a job at most, with those that aliases repeat."""
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a repeated key, where YAML would keep the last value, and alias bombs."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the document; raises ConstructorError where its aliases repeat too many values."""
+        node = super().get_single_node()
+        if node is not None:
+            self._count(node, {})
+        return node
+
+    def _count(self, node: yaml.Node, known: dict[int, int | None]) -> int:
+        """Return how many values a node has once its aliases are resolved."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        size = known.setdefault(id(node), 0)
+        if size is None:
+            raise yaml.constructor.ConstructorError(None, None, "an alias stands in itself", node.start_mark)
+        if size:
+            return size
+        known[id(node)] = None
+        pairs = isinstance(node, yaml.MappingNode)
+        below = [item for pair in node.value for item in pair] if pairs else node.value
+        size = 1 + sum(self._count(item, known) for item in below)
+        if size > MOST_VALUES:
+            problem = f"it has more than {MOST_VALUES:,} values, with those that aliases repeat"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        known[id(node)] = size
+        return size
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<: *base` is not a key: the base class merges it
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # the base class raises a better error
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a job file, which is UTF-8, or UTF-16 with its mark; raises JobError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise JobError(f"{path}: is no job file: it has more than {MOST_BYTES >> 20} MiB")
+        return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
+    except FileNotFoundError:
+        raise JobError(f"{path}: no such job file") from None
+    except IsADirectoryError:
+        raise JobError(f"{path}: is a directory: give the job file in it") from None
+    except UnicodeDecodeError as failure:
+        raise JobError(f"{path}: cannot be read as a job file: {failure}: save it as UTF-8") from None
+    except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
+        raise JobError(f"{path}: cannot be read as a job file: {failure}") from None
+
+
+def parse(text: str, where: str) -> Any:
+    """Return the value of a YAML text; raises JobError, naming `where`."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as failure:
+        raise JobError(f"{where}: {_problem(failure)}") from None
+    except RecursionError:
+        raise JobError(f"{where}: not valid YAML: it is nested too deeply") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
+        # errors of PyYAML's constructors: a date with month 13, `!!int x`
+        raise JobError(f"{where}: not valid YAML: {str(failure).partition(';')[0]}") from None
+
+
+def _problem(failure: yaml.YAMLError) -> str:
+    mark = getattr(failure, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    return f"{where}not valid YAML: {getattr(failure, 'problem', None) or str(failure).splitlines()[0]}"
