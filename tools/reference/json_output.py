@@ -59,6 +59,9 @@ STATUS = {
     "rows_total": "Rows that the job selects.",
     "rows_on_disk": "Rows that ended, failed ones included, and are safe on disk.",
     "rows_failed": "Rows that have an `error`.",
+    "rows_cut": "Rows that succeeded, of which an output was cut at `max_new_tokens`.",
+    "failures": "Failed rows by cause, largest group first: `rows`, `example_row`, `example`.",
+    "reason": "Why the last attempt ended; null while somebody is at work, and after a kill.",
     "output_tokens": "Generated tokens of the rows on disk.",
     "finished": "Whether all rows are on disk and nobody is at work.",
     "rows_per_s": "Rows per second of all tasks that are at work.",
@@ -73,6 +76,7 @@ TASK = {
     "running": "Who is at work, in words; null if nobody is.",
     "rows_on_disk": "Rows that the task ended.",
     "rows_failed": "Those of them that have an `error`.",
+    "rows_cut": "Those of them of which an output was cut at `max_new_tokens`.",
     "output_tokens": "Generated tokens of its rows.",
     "last_sample": "Its newest [sample](events.md#sample); null if it is not at work.",
 }
