@@ -47,6 +47,7 @@ class OpenEngine:
     """An engine that is ready and serves run after run; made by `open_engine`.
 
     It lives on an event loop of its own, in a thread, so that runs from any thread or loop can use it.
+    `spec` is the `engine` part of a job that it was made from; `info` is what the engine reports of itself.
     """
 
     def __init__(self, portal: BlockingPortal, spec: EngineSpec, engine: Engine, info: EngineInfo) -> None:

@@ -14,7 +14,8 @@ ERRORS = """## Errors of the library
 
 The [library](library.md) raises these errors instead. The exit code is that of the command in the same
 case. A run with too many failed rows (3), or stopped by `limits.deadline` (1), raises no error: see
-`exit_code` in the report."""
+`exit_code` in the report. An error that ends a run has the report of the rows done until then as
+`error.report`; it is None where the run had not begun."""
 
 
 def page() -> str:

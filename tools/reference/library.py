@@ -67,6 +67,7 @@ def _signature(function: object) -> str:
     if len(text) + len(result) <= SHORT:
         return f"({text}){result}"
     arguments = re.split(r", (?![^\[(]*[\])])", text)
+    arguments = [re.sub(r"(: [^=]+)=", r"\1 = ", argument) for argument in arguments]
     return "(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){result}"
 
 
