@@ -1,5 +1,6 @@
 """run.json: the job of a run, and the fingerprint by which a later attempt recognises the same run."""
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -13,7 +14,7 @@ from batchrunner.core.types import InputFile
 from batchrunner.job.spec import Job
 from batchrunner.output.files import write_json
 from batchrunner.output.run_dir import OWNER, TUNE, RunDir
-from batchrunner.output.run_facts import problem_in
+from batchrunner.output.run_facts import RunFacts, problem_in
 
 MOST_DEPTH = 3
 """Levels of directories below output.path that are searched for other runs."""
@@ -141,7 +142,7 @@ def holds_run(directory: Path) -> bool:
     """Tell whether a directory is the output path of a run, which may have just begun."""
     try:
         found = orjson.loads((directory / "run.json").read_bytes())
-        if isinstance(found, dict) and found.keys() >= _KEYS:
+        if isinstance(found, dict) and found.keys() >= RunFacts.model_fields.keys():
             return True
     except (OSError, orjson.JSONDecodeError):
         pass
