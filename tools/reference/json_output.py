@@ -1,5 +1,7 @@
 """The page on report.json and on what `--json` prints."""
 
+import inspect
+
 from batchrunner.advise.rules.rule import Advice
 from batchrunner.core.types import EngineInfo, TokenizerInfo
 from batchrunner.input.sort.decide import OrderDecision
@@ -78,6 +80,8 @@ TASK = {
     "rows_failed": "Those of them that have an `error`.",
     "rows_cut": "Those of them of which an output was cut at `max_new_tokens`.",
     "output_tokens": "Generated tokens of its rows.",
+    "starting": "Its step before the first row: `what` (`input` while the input is read and sorted, `engine` "
+    "while the engine starts) and `since_s`, the seconds since it began; null afterwards.",
     "last_sample": "Its newest [sample](events.md#sample); null if it is not at work.",
 }
 ADVISE = {
@@ -116,10 +120,14 @@ TRIAL = {
 }
 
 
+ROWS_LEFT = f"\n| `rows_left` | integer | {inspect.getdoc(Report.rows_left)} |"
+"""The one key that is computed from the others."""
+
+
 def page() -> str:
     """Return the page."""
     tables: dict[str, str] = {
-        "## report.json": field_table(Report),
+        "## report.json": field_table(Report) + ROWS_LEFT,
         "### failures": _keys(FAILURES),
         "### engine": field_table(EngineInfo),
         "### engine.tokenizing": field_table(TokenizerInfo),
