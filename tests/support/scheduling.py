@@ -1,4 +1,4 @@
-"""Tests that pytest-xdist gives to one worker: they share an engine, a gateway, a browser or a site.
+"""Tests that pytest-xdist gives to one worker: they share an engine, a cluster or an import that takes 10 s.
 
 The marks of `--dist loadgroup` would say the same, but pytest-xdist 3.8 ignores them under pytest 9.2.
 """
@@ -16,6 +16,9 @@ GROUPS = {
     "test_real_replicas.py": "replicas",
     "test_slurm.py": "slurm",
     "tests/test_site.py": "site",
+    "test_tokens_made_here.py": "transformers",
+    "tests/input/tokenize/test_chat_template.py": "transformers",
+    "tests/input/tokenize/test_encoder.py": "transformers",
 }
 """The group of each file, in tests/e2e unless it has its path; every other test is a group of its own."""
 
