@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.api import OpenEngine, arun, generate, open_engine, run
+    from batchrunner.api import arun, generate, open_engine, run
     from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from batchrunner.job.spec import Job
     from batchrunner.report.report import Report
+    from batchrunner.runner.open_engine import OpenEngine
 
     __version__: str
 
@@ -45,7 +46,7 @@ __all__ = [
 
 _HOMES = {
     "Job": "job.spec",
-    "OpenEngine": "api",
+    "OpenEngine": "runner.open_engine",
     "Report": "report.report",
     "arun": "api",
     "generate": "api",
