@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from batchrunner.job.spec import Job
     from batchrunner.report.report import Report
     from batchrunner.runner.open_engine import OpenEngine
+    from batchrunner.runner.progress_calls import Progress
 
     __version__: str
 
@@ -34,6 +35,7 @@ __all__ = [
     "JobError",
     "OpenEngine",
     "OutputError",
+    "Progress",
     "Report",
     "ResumeError",
     "StorageError",
@@ -47,6 +49,7 @@ __all__ = [
 _HOMES = {
     "Job": "job.spec",
     "OpenEngine": "runner.open_engine",
+    "Progress": "runner.progress_calls",
     "Report": "report.report",
     "arun": "api",
     "generate": "api",

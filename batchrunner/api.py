@@ -25,6 +25,7 @@ from batchrunner.output.merge import merge
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
 from batchrunner.runner.open_engine import OpenEngine, execute_in_portal, open_portal
+from batchrunner.runner.progress_calls import ProgressListener, make_displays
 from batchrunner.runner.shard import new_join_task
 
 JobSource = Job | Mapping[str, Any] | str | Path
@@ -71,17 +72,22 @@ def run(
     fresh: bool = False,
     retry_failed: bool = False,
     join: bool = False,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
 ) -> Report:
     """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
 
     Also works where an event loop is running, which it blocks: prefer `arun` there. `overrides` are texts
     `a.b=c` as for `--set`. With `join` the rows are shared with all other starts that say so, as in each
-    worker of a pipeline; a report counts the rows of all. Raises BatchrunError; a report with exit code 3
-    (too many failed rows) or 1 (a deadline) is returned, not raised.
+    worker of a pipeline; a report counts the rows of all. `progress` shows a bar, in a notebook as a widget.
+    `on_progress` is called with a Progress at most once a second and at the end, in the thread of the run.
+    Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a deadline) is returned, not
+    raised.
     """
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
     part = new_join_task() if join else None
-    return _run(loaded, engine, fresh=fresh, retry_failed=retry_failed, part=part)
+    display = make_displays(progress=progress, on_progress=on_progress)
+    return _run(loaded, engine, fresh=fresh, retry_failed=retry_failed, part=part, display=display)
 
 
 async def arun(
@@ -92,13 +98,15 @@ async def arun(
     fresh: bool = False,
     retry_failed: bool = False,
     join: bool = False,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
 ) -> Report:
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
     part = new_join_task() if join else None
-    if engine is not None:
-        return await engine.acall(loaded, fresh=fresh, retry_failed=retry_failed, part=part)
-    return await execute(loaded, fresh=fresh, retry_failed=retry_failed, part=part)
+    display = make_displays(progress=progress, on_progress=on_progress)
+    start = execute if engine is None else engine.acall
+    return await start(loaded, fresh=fresh, retry_failed=retry_failed, part=part, display=display)
 
 
 def generate(
@@ -109,6 +117,8 @@ def generate(
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
     limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
 ) -> pa.Table:
     """Send every row and return the results as a pyarrow Table in input order.
 
@@ -121,6 +131,8 @@ def generate(
     prompt. `engine` is an open engine, the `engine` part of a job, a model's name or directory (a server is
     started), the address of a server or a list of addresses, or "simulated". `columns` are carried into the
     result, whose other columns are those of a result row (`row`, `output`, `finish_reason`, …, `error`).
+    `progress` and `on_progress` are as for `run`.
+
     Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
     what an iterator of `rows` raises.
     """
@@ -142,7 +154,8 @@ def generate(
         )
         if not dataset.total_rows:
             return _no_results(job, dataset)
-        report = _run(job, engine if isinstance(engine, OpenEngine) else None, page=False)
+        display = make_displays(progress=progress, on_progress=on_progress)
+        report = _run(job, engine if isinstance(engine, OpenEngine) else None, page=False, display=display)
         if report.rows_left:
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"
