@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.api import arun, generate, open_engine, run
+    from batchrunner.api import arun, generate, open_engine, run, stream
     from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
@@ -44,6 +44,7 @@ __all__ = [
     "generate",
     "open_engine",
     "run",
+    "stream",
 ]
 
 _HOMES = {
@@ -55,6 +56,7 @@ _HOMES = {
     "generate": "api",
     "open_engine": "api",
     "run": "api",
+    "stream": "api",
 }
 
 

@@ -1,9 +1,8 @@
 """batchrunner as a library: blocking calls, their async counterparts, and an engine for several runs."""
 
-import functools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.engines.registry import make_engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.render import Renderer
-from batchrunner.input.tables import Data, default_prompt, paths_of, write_parquet
+from batchrunner.input.tables import Data, Row, default_prompt, paths_of, write_parquet
 from batchrunner.job.call import job_of_call
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
@@ -24,9 +23,10 @@ from batchrunner.output.columns import result_schema
 from batchrunner.output.merge import merge
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
-from batchrunner.runner.open_engine import OpenEngine, execute_in_portal, open_portal
+from batchrunner.runner.open_engine import OpenEngine, cancelled_once, open_portal
 from batchrunner.runner.progress_calls import ProgressListener, make_displays
 from batchrunner.runner.shard import new_join_task
+from batchrunner.runner.stream_call import StreamCall
 
 JobSource = Job | Mapping[str, Any] | str | Path
 
@@ -164,11 +164,51 @@ def generate(
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.glob("*.parquet")))
 
 
+def stream(
+    rows: Data | AsyncIterable[Row],
+    *,
+    prompt: str | Mapping[str, Any] | None = None,
+    engine: OpenEngine | EngineLike,
+    sampling: Mapping[str, Any] | None = None,
+    columns: Sequence[str] = (),
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    output: str | Path | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> AsyncGenerator[dict[str, Any]]:
+    """Send rows as they come and yield each as it ends, as a dict with the columns of a result row.
+
+    Example: `async for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
+
+    The arguments are those of `generate`; `rows` may also be an asynchronous iterator. An iterator is read a
+    few thousand rows ahead, and not while the program is behind; it may be endless. It is read in a thread,
+    an asynchronous one in the running event loop. The columns are those of its first rows. Rows come in the
+    order in which they end; `row` is the position in the input. Failed rows have an `error`.
+
+    Without `output` nothing stays on disk. With it the rows are also stored in a run directory of that path,
+    before the first is sent: the same call resumes, and first yields what earlier starts did.
+
+    Leaving the loop, closing the generator or cancelling the task ends the requests in flight and closes the
+    engine, unless it is an open one. Raises BatchrunError, and what an iterator of `rows` raises, after the
+    rows that it gave.
+    """
+    opened = engine if isinstance(engine, OpenEngine) else None
+    spec = opened.spec if opened else parse_engine(engine)  # type: ignore[arg-type]
+
+    def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
+        template = default_prompt(schema) if prompt is None else prompt
+        return job_of_call(paths, template, sampling, columns, limits, output=output, engine=spec)
+
+    display = make_displays(progress=progress, on_progress=on_progress)
+    call = StreamCall(rows, paths_of(rows), make_job, opened.loop if opened else None, display)
+    return call.in_memory() if output is None else call.in_run_directory(Path(output))
+
+
 def _run(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
     if engine is not None:
         return engine.call(job, **options)
     with open_portal() as portal:
-        report: Report = portal.call(functools.partial(execute_in_portal, job, **options))
+        report: Report = portal.call(lambda: cancelled_once(execute(job, **options)))
         return report
 
 

@@ -6,7 +6,7 @@ through it, and the others are known by their methods.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -111,21 +111,37 @@ def batches_of(data: object, *, chunk_rows: int | None = None) -> Iterator[pa.Re
     Batches of an iterator may differ in their columns and types. Raises InputError, and what an iterator
     raises.
     """
-    if isinstance(data, (bytes, Mapping)):
-        raise InputError(f"{_WANTED} (got {type(data).__name__})")
+    stream = as_batches(data)
+    if stream is None:
+        yield from _of_rows(iter(as_rows(data)), chunk_rows)
+    else:
+        yield from stream
+
+
+def as_batches(data: object) -> Iterator[pa.RecordBatch] | None:
+    """Return the batches of a table, a data frame or a data set; None where it is none; raises InputError."""
     try:
-        stream = _stream_of(data)
+        return _stream_of(data)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as failure:
         raise InputError(f"rows: cannot be made a table: {first_line(failure)}") from None
-    if stream is not None:
-        yield from stream
-        return
-    values: Any = data
+
+
+def as_rows(data: object) -> Iterable[Any]:
+    """Return data that has no columns as an iterable of rows; raises InputError where it is none."""
+    values: object = data
     if hasattr(data, "__arrow_c_array__") or hasattr(data, "__arrow_c_stream__"):
         values = _values_of(data)
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
         raise InputError(f"{_WANTED} (got {type(data).__name__})")
-    yield from _of_rows(iter(values), chunk_rows)
+    return values
+
+
+def rows_known(data: Any) -> int:
+    """Return the number of rows where it costs nothing (a relation of duckdb runs its query), else 0."""
+    for name in ("num_rows", "height"):  # of pyarrow and Hugging Face, of polars
+        if isinstance(count := getattr(data, name, None), int):
+            return count
+    return len(data) if isinstance(data, (list, tuple)) or hasattr(data, "iterrows") else 0
 
 
 def default_prompt(schema: pa.Schema) -> str:
@@ -250,7 +266,7 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
     return row
 
 
-def _table_of(rows: list[Mapping[str, Any]], first: int) -> pa.Table:
+def _table_of(rows: Sequence[Mapping[str, Any]], first: int) -> pa.Table:
     names = dict.fromkeys(chain.from_iterable(rows))  # a row may have more than the first one
     if not names:
         raise InputError(
@@ -262,13 +278,18 @@ def _table_of(rows: list[Mapping[str, Any]], first: int) -> pa.Table:
     return pa.table({name: _column_of(name, rows, first) for name in names})
 
 
-def _column_of(name: str, rows: list[Mapping[str, Any]], first: int) -> pa.Array:
+def batches_of_rows(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa.RecordBatch]:
+    """Return mappings as batches; `first` is the number of the first one. Raises InputError."""
+    return list(_table_of(rows, first).to_batches())
+
+
+def _column_of(name: str, rows: Sequence[Mapping[str, Any]], first: int) -> pa.Array:
     try:
         return pa.array([row.get(name) for row in rows])
-    except (TypeError, ValueError, OverflowError, pa.ArrowException) as failure:
+    except Exception as failure:  # noqa: BLE001 - values of any kind: a number over 64 bits, for example
         raise InputError(
-            f"rows: cannot be made a table: column {name!r}, rows {first} to {first + len(rows) - 1}: "
-            f"{first_line(failure)}"
+            f"rows: cannot be made a table: {type(failure).__name__}: column {name!r}, "
+            f"rows {first} to {first + len(rows) - 1}: {first_line(failure)}"
         ) from None
 
 
