@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.api import OpenEngine, arun, generate, open_engine, run
+    from batchrunner.api import arun, generate, open_engine, run, stream
     from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     )
     from batchrunner.job.spec import Job
     from batchrunner.report.report import Report
+    from batchrunner.runner.open_engine import OpenEngine
+    from batchrunner.runner.progress_calls import Progress
 
     __version__: str
 
@@ -33,6 +35,7 @@ __all__ = [
     "JobError",
     "OpenEngine",
     "OutputError",
+    "Progress",
     "Report",
     "ResumeError",
     "StorageError",
@@ -41,16 +44,19 @@ __all__ = [
     "generate",
     "open_engine",
     "run",
+    "stream",
 ]
 
 _HOMES = {
     "Job": "job.spec",
-    "OpenEngine": "api",
+    "OpenEngine": "runner.open_engine",
+    "Progress": "runner.progress_calls",
     "Report": "report.report",
     "arun": "api",
     "generate": "api",
     "open_engine": "api",
     "run": "api",
+    "stream": "api",
 }
 
 

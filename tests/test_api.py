@@ -304,7 +304,7 @@ MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: batchrunner.generate(["a"], prompt="x", engine=INSTANT), "a row of type str"),
+        (lambda: batchrunner.generate([["a"]], prompt="x", engine=INSTANT), "a row of type list"),
         (lambda: batchrunner.generate([{}, {}], prompt="x", engine=INSTANT), "2 rows without a column"),
         (lambda: batchrunner.generate(7, prompt="x", engine=INSTANT), "got int"),
         (

@@ -20,6 +20,10 @@ class Timing:
     worker_check: float = 0.02
     """Pause, for each worker of a gateway, between two questions to all of them for their models. Answers
     wait for the next question."""
+    progress: float = 1.0
+    """Shortest pause between two calls of a program's `on_progress`."""
+    iterator_end: float = 1.0
+    """Longest wait for a program's iterator to end, when its stream is closed; it may block."""
     first_retry: float = 0.25
     """Longest pause after the first attempt of a row; it doubles with each further attempt."""
     longest_retry: float = 30.0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 import pyarrow as pa
@@ -14,7 +14,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, PromptKind, Request, RowRef
-from batchrunner.input.dataset import Dataset, RowBatch
+from batchrunner.input.dataset import RowBatch
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
@@ -30,12 +30,23 @@ Row = dict[str, Any]
 """Values of a row by column."""
 
 
+class ColumnSource(Protocol):
+    """What has columns: a data set, or the rows of a program."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All columns."""
+
+    def field(self, name: str, *, where: str) -> pa.Field:
+        """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
+
+
 class Renderer:
     """Renders the rows of a job. `columns` are the input columns that it reads, `kind` is its prompt kind."""
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: ColumnSource,
         source: InputSpec,
         prompt: PromptSpec,
         sampling: SamplingSpec,
@@ -152,7 +163,7 @@ PromptSource = tuple[PromptKind, Callable[[Row], Any], list[str]]
 """The kind of the prompts, the function that makes a row's prompt, and the columns that it reads."""
 
 
-def _prompt_source(prompt: PromptSpec, dataset: Dataset, limit: RenderLimit) -> PromptSource:
+def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit) -> PromptSource:
     if prompt.user is not None:
         return _messages_from_templates(prompt, dataset.schema.names, limit)
     if prompt.text is not None and is_template(prompt.text):
@@ -245,7 +256,7 @@ _COLUMN_TYPES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] =
 
 
 def _split_sampling(
-    sampling: SamplingSpec, dataset: Dataset
+    sampling: SamplingSpec, dataset: ColumnSource
 ) -> tuple[dict[str, Any], dict[str, str], str | FromColumn | None]:
     """Return the parameters that all rows share, the column of each other one, and the LoRA adapter."""
     fixed: dict[str, Any] = {}

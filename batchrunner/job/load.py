@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -19,6 +19,10 @@ from batchrunner.job.spec import Job
 from batchrunner.job.yaml_text import parse, read_text
 
 T = TypeVar("T")
+EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
+"""What an engine may be given as: the `engine` part of a job, or a short form of it."""
+ENGINE_KINDS = ("attach", "gateway", "inprocess", "server")
+"""Kinds of engines that need more than their name."""
 ENV_PREFIX = "BATCHRUN__"
 """Prefix of environment variables that override the job."""
 _YAML_MARKS = tuple("\"'|>!&*")
@@ -77,14 +81,39 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
             raise JobError(f"job: give a path, a mapping or a Job (got {_kind(source)})")
 
 
-def parse_engine(source: Mapping[str, Any] | EngineSpec) -> EngineSpec:
-    """Return the engine from the `engine` part of a job; raises JobError."""
+def parse_engine(source: EngineLike) -> EngineSpec:
+    """Return the engine from the `engine` part of a job, or from a short form of it; raises JobError.
+
+    The short forms: a model's name or directory (a server is started), the address of a server or a list of
+    addresses (attached), `simulated`.
+    """
     if isinstance(source, BaseModel):
         return source
-    if not isinstance(source, Mapping):
-        raise JobError(f"engine: give an open engine or the `engine` part of a job (got {_kind(source)})")
+    tree = _deep_copy(source) if isinstance(source, Mapping) else _engine_of_short_form(source)
     adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
-    return _validated(adapter, _deep_copy(source), "engine")
+    return _validated(adapter, tree, "engine")
+
+
+def _engine_of_short_form(source: object) -> dict[str, Any]:
+    """Return the `engine` part of a job that a text, a path or a list of addresses stands for."""
+    if isinstance(source, (list, tuple)):
+        return {"kind": "attach", "urls": list(source)}
+    if isinstance(source, os.PathLike):
+        return {"kind": "server", "model": os.fspath(source)}
+    if not isinstance(source, str) or not source.strip():
+        raise JobError(
+            "engine: give an open engine, the `engine` part of a job, a model, an address, a list of "
+            f"addresses or 'simulated' (got {_kind(source)})"
+        )
+    if source == "simulated":
+        return {"kind": "simulated"}
+    if "://" in source:
+        return {"kind": "attach", "urls": [source]}
+    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source):
+        raise JobError(f"engine: an address starts with http:// or https:// (got {source!r})")
+    if source in ENGINE_KINDS:
+        raise JobError(f"engine: {source!r} needs more than its name: give the `engine` part of a job")
+    return {"kind": "server", "model": source}
 
 
 def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:

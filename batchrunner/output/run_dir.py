@@ -53,6 +53,8 @@ class RunDir:
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
+        self.given = self.path / "given" / "rows.parquet"
+        """Rows that a program gave to `stream`, from where every start reads them."""
         self.run_json = self.path / "run.json"
         self.log_directory = self.path if task == MAIN_TASK else self.task_directory
         """Directory of the task's events, report and engine log."""

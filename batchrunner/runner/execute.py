@@ -25,6 +25,7 @@ from batchrunner.report.report import EXIT_STOPPED, Report
 from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
+from batchrunner.runner.handover import Handover
 from batchrunner.runner.prepare import PreparedJob, check_resumes, check_same_weights, prepare
 from batchrunner.runner.progress import Display, NoDisplay
 from batchrunner.runner.run import build_run, give_back
@@ -46,12 +47,14 @@ async def execute(
     display: Display | None = None,
     control: Control | None = None,
     page: bool = True,
+    handover: Handover | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json, and report.html (`page`).
 
     `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `part` says
-    which rows this task does of a run that several tasks do; without it, all. Raises BatchrunError if the run
-    could not start or go on; finished rows are kept.
+    which rows this task does of a run that several tasks do; without it, all. `handover` gets every
+    row, those that earlier attempts ended first. Raises BatchrunError if the run could not start or go on;
+    finished rows are kept.
     """
     if part and fresh:
         raise JobError("--fresh would discard what other tasks have done: delete the directory instead")
@@ -73,6 +76,7 @@ async def execute(
         )
         stack.push_async_callback(give_back, attempt.rows, lock)
         if not (attempt.rows.unread or fresh):
+            await _give_earlier(run_dir, handover)
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
             engine = make_engine(
@@ -98,8 +102,16 @@ async def execute(
                 run_dir.discard_merged()
         with contextlib.closing(events):
             events.open()
-            run = await build_run(prepared, attempt, engine, info, lock, counts, events, control, display)
+            await _give_earlier(run_dir, handover)
+            run = await build_run(
+                prepared, attempt, engine, info, lock, counts, events, control, display, handover
+            )
             return await run.go()
+
+
+async def _give_earlier(run_dir: RunDir, handover: Handover | None) -> None:
+    if handover is not None:
+        await handover.put_earlier(run_dir)
 
 
 @contextlib.contextmanager

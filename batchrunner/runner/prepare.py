@@ -69,7 +69,8 @@ def _open_dataset(path: str | list[str], run_dir: RunDir) -> Dataset:
     dataset = Dataset(path, run)
     _refuse_results(path, dataset)
     for file in dataset.files:
-        if run in Path(file.path).resolve().parents:
+        real = Path(file.path).resolve()
+        if run in real.parents and real != run_dir.given.resolve():
             raise OutputError(
                 f"output.path {run_dir.path}: the input file {file.path} lies in it: give another directory"
             )

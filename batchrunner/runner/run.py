@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,29 +13,8 @@ from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import BatchrunError, StorageError
 from batchrunner.core.types import EngineInfo
-from batchrunner.dispatch.concurrency.controller import Decision
-from batchrunner.dispatch.concurrency.gauges import QueueGauges
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.concurrency.window import cost_of_connections, tokens_a_row
-from batchrunner.dispatch.dispatcher import Dispatcher
-from batchrunner.dispatch.feedback import Feedback, write_decisions
-from batchrunner.dispatch.feeder import Feeder
-from batchrunner.dispatch.incidents import IncidentLog
-from batchrunner.dispatch.load_loop import LoadLoop
-from batchrunner.dispatch.load_summary import LoadSummary
-from batchrunner.dispatch.prefix_order.distance import ReuseDistance
-from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
-from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
-from batchrunner.dispatch.prefix_order.reorder import Reorderer
-from batchrunner.dispatch.queue import Backlog
-from batchrunner.dispatch.retries import Retries, RetryPolicy
-from batchrunner.dispatch.route_totals import RouteTotals
-from batchrunner.dispatch.slots import Slots
-from batchrunner.dispatch.snapshot import Monitor
-from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.dispatch.feedback import write_decisions
 from batchrunner.engines.base import Engine
-from batchrunner.job.queue_band import QueueBand
-from batchrunner.job.spec import Job
 from batchrunner.output.columns import result_schema
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.disk_wait import DiskWait
@@ -50,10 +28,12 @@ from batchrunner.report.totals import make_report, verdict_of_done, versions
 from batchrunner.runner.attempt import Attempt
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Control
+from batchrunner.runner.handover import Handover, StoredAndGiven
 from batchrunner.runner.prepare import PreparedJob
-from batchrunner.runner.progress import Display, ProgressLog
+from batchrunner.runner.progress import Display
+from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
 from batchrunner.runner.shard import JoinTask, Shard
-from batchrunner.runner.stop_rules import FailureLimit, StopRules
+from batchrunner.runner.stop_rules import FailureLimit
 from batchrunner.runner.task_rows import FixedRows
 
 log = logging.getLogger(__name__)
@@ -73,33 +53,18 @@ async def build_run(
     events: EventLog,
     control: Control,
     display: Display,
+    handover: Handover | None = None,
 ) -> Run:
     """Return a run that is ready to send its first row; the `engine` is open, `lock` is held on the task.
 
-    Raises StorageError, or CannotTokenizeError if the job needs client-side tokenization and it is not
-    possible.
+    `handover` gets the rows too. Raises StorageError, or CannotTokenizeError if the job needs client-side
+    tokenization and it is not possible.
     """
     job, run_dir, rows = prepared.job, prepared.run_dir, attempt.rows
     began = time.monotonic()
     earlier_starts, earlier_s = attempts_in(run_dir.events)
     _write_start(prepared, attempt, info, events)
-    tokenizer = PromptTokenizer(job, prepared.renderer.kind, engine, info, events)
-    limits = ConcurrencyLimits(
-        info,
-        QueueBand(*job.queue),
-        tokens_a_row(job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None),
-        most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
-        fixed=None if job.window == "auto" else job.window,
-    )
-    if cost := cost_of_connections(info, limits.fixed):
-        log.warning("%s", cost)
-    gauges = QueueGauges()
-    loads = gauges.believable(await engine.loads(), {}, began)
-    first_windows = limits.begin(loads, began, unsent=rows.unread)
-
-    # rows: source → reorder → tokenise → queue → slot → engine → count → store
-    reorderer = _reorderer(job, info, schedulers=len(first_windows))
-    slots = Slots(limits.windows)
+    windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
     writer = ResultWriter(
         run_dir,
         _schema(prepared, info),
@@ -107,29 +72,16 @@ async def build_run(
         samples=job.sampling.n,
         durable_s=job.output.durable,
         lock=lock,
-        counter=FailureLimit(counts, control, slots, job.limits.abort_failed_share),
+        counter=FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share),
         listener=rows,
         disk=DiskWait(job.limits.disk_wait, control),
     )
-    backlog = Backlog(rows, reorderer, slots, writer)
-    primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
-    feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, writer)
-    retries = Retries(RetryPolicy(job.limits.max_attempts, job.limits.engine_wait), backlog)
-    totals = RouteTotals(info.routes, began)
-    feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
-    dispatcher = Dispatcher(backlog, slots, engine, retries, feedback, by_affinity=info.keeps_together)
-
-    # load samples: engine → slots → summary, display and event log, stop rules
-    summary = LoadSummary(limits, slots)
-    monitor = Monitor(
-        rows, attempt.done, counts, slots, limits, backlog, totals, now=began, simulated=info.simulated
-    )
-    incidents = IncidentLog(engine, events)
-    progress = ProgressLog(monitor, incidents, display, events, now=began)
-    stop_rules = StopRules(writer, control, job.limits.deadline, now=began)
-    load_loop = LoadLoop(engine, feedback, backlog, [summary, progress, stop_rules])
-
-    _log_start(attempt, slots, first_windows, events, fixed=limits.fixed is not None)
+    results = writer if handover is None else StoredAndGiven(writer, handover, samples=job.sampling.n)
+    sending = build_sending(
+        job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
+        control, display, began=began,
+    )  # fmt: skip
+    _log_start(attempt, windows, events)
     return Run(
         prepared=prepared,
         attempt=attempt,
@@ -138,17 +90,8 @@ async def build_run(
         control=control,
         counts=counts,
         events=events,
-        feeder=feeder,
-        backlog=backlog,
-        dispatcher=dispatcher,
+        sending=sending,
         writer=writer,
-        load_loop=load_loop,
-        limits=limits,
-        reorderer=reorderer,
-        totals=totals,
-        summary=summary,
-        incidents=incidents,
-        progress=progress,
         began=began,
         earlier_starts=earlier_starts,
         earlier_s=earlier_s,
@@ -167,16 +110,6 @@ def _write_start(prepared: PreparedJob, attempt: Attempt, info: EngineInfo, even
     )
 
 
-def _reorderer(job: Job, info: EngineInfo, *, schedulers: int) -> Reorderer:
-    reorders = job.order != "input"
-    return Reorderer(
-        ReuseDistance(info, schedulers) if reorders and info.caches_prefixes else None,
-        OutputLengths() if reorders else None,
-        dedupe=job.dedupe,
-        caches=schedulers,
-    )
-
-
 def _schema(prepared: PreparedJob, info: EngineInfo) -> pa.Schema:
     metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
     if info.simulated:
@@ -184,20 +117,18 @@ def _schema(prepared: PreparedJob, info: EngineInfo) -> pa.Schema:
     return result_schema(prepared.renderer.carried_schema, samples=prepared.job.sampling.n, metadata=metadata)
 
 
-def _log_start(
-    attempt: Attempt, slots: Slots, first_windows: list[Decision], events: EventLog, *, fixed: bool
-) -> None:
-    if fixed:
+def _log_start(attempt: Attempt, windows: Windows, events: EventLog) -> None:
+    if windows.limits.fixed is not None:
         why = "set by the job"
     else:
-        write_decisions(events, first_windows)
-        count = len(first_windows)
-        why = first_windows[0].reason + (f"; {count} schedulers" if count > 1 else "")
+        write_decisions(events, windows.first)
+        count = len(windows.first)
+        why = windows.first[0].reason + (f"; {count} schedulers" if count > 1 else "")
     log.info(
         "%d rows to do, %d done before; window %d (%s)",
         attempt.rows.unread,
         len(attempt.done.rows),
-        slots.window,
+        windows.slots.window,
         why,
     )
     log.info("%s", attempt.order)
@@ -231,17 +162,8 @@ class Run:
     control: Control
     counts: RowCounts
     events: EventLog
-    feeder: Feeder
-    backlog: Backlog
-    dispatcher: Dispatcher
+    sending: Sending
     writer: ResultWriter
-    load_loop: LoadLoop
-    limits: ConcurrencyLimits
-    reorderer: Reorderer
-    totals: RouteTotals
-    summary: LoadSummary
-    incidents: IncidentLog
-    progress: ProgressLog
     began: float
     """Time of the beginning, in seconds of the monotonic clock."""
     earlier_starts: int
@@ -258,8 +180,8 @@ class Run:
         failure: BatchrunError | None = None
         rows_on_disk = True
         added: list[str] = []
-        sending = asyncio.ensure_future(self.dispatcher.run(self.feeder))
-        polling = asyncio.ensure_future(self.load_loop.run())
+        sending = asyncio.ensure_future(self.sending.dispatcher.run(self.sending.feeder))
+        polling = asyncio.ensure_future(self.sending.load_loop.run())
         self.control.listen(functools.partial(self._stop, sending))
         try:
             await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
@@ -295,7 +217,7 @@ class Run:
 
     def _stop(self, sending: asyncio.Future[None]) -> None:
         """Send no row any more; if all is to end at once, cancel those in flight."""
-        self.backlog.stop()
+        self.sending.backlog.stop()
         self.attempt.rows.stop()
         if self.control.at_once:
             sending.cancel()
@@ -336,10 +258,10 @@ class Run:
     def _finish(self, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool) -> Report:
         """Make the report, and write the end of the event log."""
         now = time.monotonic()
-        self.incidents.update()
+        self.sending.incidents.update()
         report = self._report(failure, added, now - self.began, rows_on_disk=rows_on_disk)
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
-            self.progress.finish(now)
+            self.sending.progress.finish(now)
             self.events.write("end", exit_code=report.exit_code, reason=report.reason)
             report.save(self.prepared.run_dir.report_json)
         return report
@@ -368,10 +290,10 @@ class Run:
             output_tokens_per_s=round(counts.output_tokens / wall_s, 1),
             rows_per_s=round(counts.done / wall_s, 2),
             engine=asdict(self.info),
-            window=self.limits.window,
-            load=self.summary.as_dict(retractions=self.totals.retractions),
-            incidents=self.incidents.reported,
-            sharing=self.reorderer.sharing(),
+            window=self.sending.limits.window,
+            load=self.sending.summary.as_dict(retractions=self.sending.totals.retractions),
+            incidents=self.sending.incidents.reported,
+            sharing=self.sending.reorderer.sharing(),
             simulated=self.info.simulated,
             versions=versions(self.info),
         )

@@ -5,7 +5,6 @@ from typing import Protocol
 
 from batchrunner.core.types import Outcome, SchedulerLoad
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.writer import ResultWriter
 from batchrunner.runner.control import Control
 
 FEWEST_ROWS = 100
@@ -18,6 +17,13 @@ class InFlightTotal(Protocol):
     @property
     def in_flight(self) -> int:
         """Requests in flight."""
+
+
+class CheckedWriter(Protocol):
+    """What takes outcomes, and may fail in the background."""
+
+    def check(self) -> None:
+        """Raise the StorageError of what failed in the background."""
 
 
 class FailureLimit:
@@ -59,7 +65,7 @@ class StopRules:
     """Checks at every load sample whether the run has to end before its last row."""
 
     def __init__(
-        self, writer: ResultWriter, control: Control, deadline_s: float | None, *, now: float
+        self, writer: CheckedWriter, control: Control, deadline_s: float | None, *, now: float
     ) -> None:
         """Allow `deadline_s` seconds from `now` on (`limits.deadline`); None for no limit."""
         self._writer = writer

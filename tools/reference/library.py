@@ -9,6 +9,7 @@ from typing import Any
 
 import batchrunner
 from batchrunner.report.report import Report
+from batchrunner.runner.progress_calls import Progress
 from tools.reference.markdown import fenced, field_table, paragraphs
 
 HEAD = """# Python library
@@ -45,6 +46,8 @@ def _class(name: str, kind: type) -> str:
     parts = [f"## {name}", _linked(paragraphs(kind.__doc__))]
     if kind is Report:
         parts += ["Its fields are the keys of report.json:", field_table(kind)]
+    if kind is Progress:
+        parts += ["Its fields:", field_table(kind)]
     if name == "Job":
         parts += [
             "Its fields are those of a [job file](job-file.md). `Job.model_validate(mapping)` makes one."

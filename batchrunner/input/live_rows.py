@@ -1,0 +1,106 @@
+"""Rows that come while a run goes on → requests; their columns and types may change on the way."""
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.types as pt
+
+from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.types import Outcome, Request, RowRef
+from batchrunner.input.columns_read import unknown_column
+from batchrunner.input.dataset import RowBatch
+from batchrunner.input.render import Renderer
+from batchrunner.input.schemas import normalize, normalized
+from batchrunner.job.spec import Job
+
+MOST_RENDERERS = 64
+"""Schemas whose renderers are kept."""
+
+
+class LiveColumns:
+    """The columns of one batch."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All columns."""
+        return self._schema
+
+    def field(self, name: str, *, where: str) -> pa.Field:
+        """Return the field of a column; raises InputError where there is none, or several."""
+        found = self._schema.get_all_field_indices(name)
+        if not found:
+            raise InputError(f"{where}: {unknown_column(name, self._schema.names)}")
+        if len(found) > 1:
+            raise InputError(f"{where}: the rows have {len(found)} columns {name!r}: give one only")
+        return self._schema.field(found[0])
+
+
+class LiveRenderer:
+    """Renders batches by prompt, sampling and columns of a job; the first batch tells the columns.
+
+    A later batch may lack a column, which is null there, or have another type in it. Rows whose types do not
+    fit the job fail; columns that the job does not use do not matter.
+    """
+
+    def __init__(self, job: Job, first: pa.Schema) -> None:
+        """Check the job against the columns of the first batch; raises JobError or InputError."""
+        self._job = job
+        fields = (_text_if_null(field) for field in normalized(first))
+        self._first = pa.schema(fields)
+        renderer = self._make(self._first)
+        self.kind = renderer.kind
+        self.columns = renderer.columns
+        self._carried_schema = renderer.carried_schema
+        self._renderers: dict[pa.Schema, Renderer] = {}
+
+    def render(
+        self, rows: range, data: pa.RecordBatch, is_stopped: Callable[[], bool]
+    ) -> list[Request | Outcome]:
+        """Return a request for each row, or an Outcome where it cannot be rendered.
+
+        `rows` are the ordinals of the rows of `data`.
+        """
+        data = self._used(data)
+        try:
+            renderer = self._renderer_of(data.schema)
+        except BatchrunError as failure:
+            return self.failed(rows, str(failure))
+        return renderer.render(RowBatch(list(rows), data), is_stopped)
+
+    def failed(self, rows: range, error: str) -> list[Request | Outcome]:
+        """Return rows of which nothing is known but the error; their carried columns are null."""
+        carried = pa.RecordBatch.from_arrays(
+            [pa.nulls(len(rows), field.type) for field in self._carried_schema], schema=self._carried_schema
+        )
+        return [Outcome(RowRef(row, carried, at), None, error, None, 0) for at, row in enumerate(rows)]
+
+    def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the columns that the job uses; one that is missing or has nulls only gets the first type."""
+        columns = {}
+        for name in self.columns:
+            found = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
+            columns[name] = (
+                pa.nulls(data.num_rows, self._first.field(name).type) if pt.is_null(found.type) else found
+            )
+        if not columns:  # a prompt without a column: the number of rows matters
+            return data.select([])
+        return normalize(pa.RecordBatch.from_pydict(columns))
+
+    def _renderer_of(self, schema: pa.Schema) -> Renderer:
+        if schema not in self._renderers:
+            if len(self._renderers) >= MOST_RENDERERS:
+                self._renderers.clear()
+            self._renderers[schema] = self._make(schema)
+        return self._renderers[schema]
+
+    def _make(self, schema: pa.Schema) -> Renderer:
+        job = self._job
+        return Renderer(LiveColumns(schema), job.input, job.prompt, job.sampling, render_s=job.limits.render)
+
+
+def _text_if_null(field: pa.Field) -> pa.Field:
+    """Return a field with the type of texts where the first rows have no value in it."""
+    return field.with_type(pa.string()) if pt.is_null(field.type) else field

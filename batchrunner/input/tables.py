@@ -1,0 +1,347 @@
+"""Data as people have it in Python → Arrow: tables, data frames, data sets, texts and mappings.
+
+No package of these is imported: what speaks Arrow's PyCapsule interface (`__arrow_c_stream__`) is read
+through it, and the others are known by their methods.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from batchrunner.core.errors import InputError
+from batchrunner.input.files import find_files, first_line
+from batchrunner.output.files import writing
+
+TEXT = "text"
+"""Name of the column that texts become."""
+CHUNK_ROWS, CHUNK_BYTES = 1024, 16 << 20
+"""Most rows of an iterator that are converted together, and the bytes of their texts."""
+_INDEX = "__index_level_"
+"""Beginning of the name of a column that pandas makes of an index."""
+_WANTED = (
+    "rows: give texts, mappings, a table or data frame (pyarrow, pandas, polars, duckdb, datasets), "
+    "or the path of files"
+)
+
+
+class SupportsArrow(Protocol):
+    """A table of another library, by Arrow's PyCapsule interface."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Export the table."""
+
+
+class SupportsBatches(Protocol):
+    """A data set of pyarrow, which is read batch by batch."""
+
+    def to_batches(self) -> Iterable[pa.RecordBatch]:
+        """Read the data set."""
+
+
+class SupportsCollect(Protocol):
+    """A lazy frame of polars."""
+
+    def collect(self) -> Any:
+        """Compute the frame."""
+
+
+Row: TypeAlias = str | Mapping[str, Any] | None
+Data: TypeAlias = (
+    str | os.PathLike[str] | SupportsArrow | SupportsBatches | SupportsCollect | pa.Table | Iterable[Row]
+)
+"""What rows may come as."""
+
+
+def paths_of(data: object) -> list[str] | None:
+    """Return the files, directories or globs that the data names; None where it is no path.
+
+    Raises InputError where a text names nothing.
+    """
+    if isinstance(data, (list, tuple)) and data and all(isinstance(item, os.PathLike) for item in data):
+        return [os.fspath(item) for item in data]
+    if isinstance(data, os.PathLike):
+        return [os.fspath(data)]
+    if not isinstance(data, str):
+        return None
+    try:
+        find_files([data])
+    except InputError as failure:
+        most = 200
+        told = str(failure)
+        told = told if len(told) <= most else f"{told[:most]}…"
+        raise InputError(f"rows: {told} (a text names files: give texts as a list)") from None
+    return [data]
+
+
+def write_parquet(data: object, path: Path) -> None:
+    """Write data as one Parquet file; an iterator is read in bounded memory.
+
+    Chunks of an iterator may differ in their columns and types, which are unified. Raises InputError, and
+    what an iterator raises.
+    """
+    segments = _Segments(path)
+    with contextlib.closing(segments):
+        # a list is converted as one: it is in memory anyway
+        for batch in batches_of(data, chunk_rows=len(data) if isinstance(data, (list, tuple)) else None):
+            with _writing_parquet(path):
+                segments.add(batch)
+        with _writing_parquet(path):
+            segments.join()
+
+
+@contextlib.contextmanager
+def _writing_parquet(path: Path) -> Iterator[None]:
+    try:
+        with writing(path):
+            yield
+    except pa.ArrowException as failure:  # a type that Parquet has not
+        raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
+
+
+def batches_of(data: object, *, chunk_rows: int | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield data as Arrow batches, at least one; `chunk_rows` rows of an iterator are converted together.
+
+    Batches of an iterator may differ in their columns and types. Raises InputError, and what an iterator
+    raises.
+    """
+    stream = as_batches(data)
+    if stream is None:
+        yield from _of_rows(iter(as_rows(data)), chunk_rows)
+    else:
+        yield from stream
+
+
+def as_batches(data: object) -> Iterator[pa.RecordBatch] | None:
+    """Return the batches of a table, a data frame or a data set; None where it is none; raises InputError."""
+    try:
+        return _stream_of(data)
+    except (TypeError, ValueError, OverflowError, pa.ArrowException) as failure:
+        raise InputError(f"rows: cannot be made a table: {first_line(failure)}") from None
+
+
+def as_rows(data: object) -> Iterable[Any]:
+    """Return data that has no columns as an iterable of rows; raises InputError where it is none."""
+    values: object = data
+    if hasattr(data, "__arrow_c_array__") or hasattr(data, "__arrow_c_stream__"):
+        values = _values_of(data)
+    if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
+        raise InputError(f"{_WANTED} (got {type(data).__name__})")
+    return values
+
+
+def rows_known(data: Any) -> int:
+    """Return the number of rows where it costs nothing (a relation of duckdb runs its query), else 0."""
+    for name in ("num_rows", "height"):  # of pyarrow and Hugging Face, of polars
+        if isinstance(count := getattr(data, name, None), int):
+            return count
+    return len(data) if isinstance(data, (list, tuple)) or hasattr(data, "iterrows") else 0
+
+
+def default_prompt(schema: pa.Schema) -> str:
+    """Return the template of the only text column; raises InputError where there is none, or more."""
+    names = [field.name for field in schema if _is_text(field.type) and not field.name.startswith(_INDEX)]
+    if len(names) != 1:
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise InputError(
+            f"prompt: give one, since the rows have {len(names)} text columns and not 1 "
+            f"(columns: {columns or 'none'})"
+        )
+    name = names[0].replace("\\", "\\\\").replace('"', '\\"')
+    return f'{{{{ row["{name}"] }}}}'
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pt.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
+
+
+def _stream_of(data: Any) -> Iterator[pa.RecordBatch] | None:
+    """Return the batches of a table, a data frame or a data set; None for anything else."""
+
+    def has(*names: str) -> bool:
+        return all(hasattr(data, name) for name in names)
+
+    batches: Iterator[pa.RecordBatch] | None = None
+    if has("__arrow_c_stream__"):
+        with contextlib.suppress(pa.ArrowInvalid):  # a column, which has values and no columns
+            batches = _from_reader(pa.RecordBatchReader.from_stream(data))
+    elif has("collect", "lazy"):  # a lazy frame of polars
+        batches = _from_frames(data)
+    elif has("scanner"):  # a data set of pyarrow
+        batches = _from_reader(data.scanner().to_reader())
+    elif has("to_reader"):  # a scanner of pyarrow
+        batches = _from_reader(data.to_reader())
+    elif has("with_format", "iter"):  # a data set of Hugging Face
+        batches = _from_tables(data.with_format("arrow").iter(batch_size=CHUNK_ROWS), data)
+    elif has("iterrows"):  # a data frame of pandas before 2.2
+        batches = _from_reader(pa.Table.from_pandas(data).to_reader())
+    return batches
+
+
+def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    is_empty = True
+    try:
+        for batch in reader:
+            is_empty = False
+            yield batch
+    except (OSError, pa.ArrowException) as failure:  # of a query or a file behind the reader
+        raise InputError(f"rows: cannot be read: {first_line(failure)}") from None
+    if is_empty:
+        yield _no_rows(reader.schema)
+
+
+def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
+
+
+def _from_frames(lazy: Any) -> Iterator[pa.RecordBatch]:
+    is_empty = True
+    for frame in lazy.collect_batches() if hasattr(lazy, "collect_batches") else [lazy.collect()]:
+        is_empty = False
+        yield from _from_reader(pa.RecordBatchReader.from_stream(frame))
+    if is_empty:
+        yield from _from_reader(pa.RecordBatchReader.from_stream(lazy.collect()))
+
+
+def _from_tables(tables: Iterable[pa.Table], data: Any) -> Iterator[pa.RecordBatch]:
+    is_empty = True
+    for table in tables:
+        is_empty = False
+        yield from table.to_batches()
+    if is_empty:
+        features = getattr(data, "features", None)
+        yield _no_rows(features.arrow_schema if features else pa.schema([(TEXT, pa.string())]))
+
+
+def _values_of(data: Any) -> Iterable[Any]:
+    """Return the values of a column that speaks Arrow's interface."""
+    try:
+        is_stream = hasattr(data, "__arrow_c_stream__")
+        column = pa.chunked_array(data) if is_stream else pa.chunked_array([pa.array(data)])
+    except (TypeError, ValueError, pa.ArrowException) as failure:
+        raise InputError(f"rows: cannot be made a table: {first_line(failure)}") from None
+    return chain.from_iterable(chunk.to_pylist() for chunk in column.chunks)
+
+
+def _of_rows(rows: Iterator[Row], chunk_rows: int | None) -> Iterator[pa.RecordBatch]:
+    first = 0
+    while chunk := _chunk(rows, first, chunk_rows):
+        yield from _table_of(chunk, first).to_batches()
+        first += len(chunk)
+    if not first:
+        yield _no_rows(pa.schema([(TEXT, pa.string())]))
+
+
+def _chunk(rows: Iterator[Row], first: int, chunk_rows: int | None) -> list[Mapping[str, Any]]:
+    """Take the next rows as mappings, by `chunk_rows` or as many as have CHUNK_BYTES."""
+    chunk: list[Mapping[str, Any]] = []
+    size = 0
+    for row in rows:
+        chunk.append(as_mapping(row, first + len(chunk)))
+        if chunk_rows is None:
+            size += sum(len(value) for value in chunk[-1].values() if isinstance(value, (str, bytes)))
+            if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
+                break
+        elif len(chunk) == chunk_rows:
+            break
+    return chunk
+
+
+def as_mapping(row: object, number: int) -> Mapping[str, Any]:
+    """Return a row as a mapping: a text is the column `text`; raises InputError, naming its number."""
+    if isinstance(row, str):
+        return {TEXT: row}
+    if row is None:
+        return {}
+    if not isinstance(row, Mapping):
+        raise InputError(f"{_WANTED} (got a row of type {type(row).__name__}: row {number})")
+    return row
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]], first: int) -> pa.Table:
+    names = dict.fromkeys(chain.from_iterable(rows))  # a row may have more than the first one
+    if not names:
+        raise InputError(
+            f"{_WANTED} (got {len(rows)} rows without a column, from row {first} on: give each one at least)"
+        )
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"rows: a column has the name {name!r}: give a text")
+    return pa.table({name: _column_of(name, rows, first) for name in names})
+
+
+def batches_of_rows(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa.RecordBatch]:
+    """Return mappings as batches; `first` is the number of the first one. Raises InputError."""
+    return list(_table_of(rows, first).to_batches())
+
+
+def _column_of(name: str, rows: Sequence[Mapping[str, Any]], first: int) -> pa.Array:
+    try:
+        return pa.array([row.get(name) for row in rows])
+    except Exception as failure:  # noqa: BLE001 - values of any kind: a number over 64 bits, for example
+        raise InputError(
+            f"rows: cannot be made a table: {type(failure).__name__}: column {name!r}, "
+            f"rows {first} to {first + len(rows) - 1}: {first_line(failure)}"
+        ) from None
+
+
+class _Segments:
+    """Writes batches to Parquet files of one schema each, and then joins these into one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: list[Path] = []
+        self._schemas: list[pa.Schema] = []
+        self._writer: pq.ParquetWriter | None = None
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Write a batch; raises OSError or ArrowException."""
+        if self._writer is None or not batch.schema.equals(self._schemas[-1]):
+            self.close()
+            file = self._path.with_name(f"{self._path.name}.{len(self._files)}")
+            self._writer = pq.ParquetWriter(file, batch.schema)
+            self._files.append(file)
+            self._schemas.append(batch.schema)
+        self._writer.write_batch(batch)
+
+    def join(self) -> None:
+        """Put the segments together under the path; raises OSError, ArrowException or InputError."""
+        self.close()
+        if len(self._files) == 1:
+            self._files[0].rename(self._path)
+            return
+        try:
+            schema = pa.unify_schemas(self._schemas, promote_options="permissive")
+        except (TypeError, ValueError, pa.ArrowException) as failure:
+            raise InputError(f"rows: their types do not fit together: {first_line(failure)}") from None
+        with pq.ParquetWriter(self._path, schema) as writer:
+            for file in self._files:
+                with pq.ParquetFile(file) as segment:
+                    for batch in segment.iter_batches(CHUNK_ROWS):
+                        writer.write_batch(_cast(batch, schema))
+                file.unlink()
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _cast(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Return a batch with these columns; one that it has not is null."""
+    columns = [
+        batch.column(field.name).cast(field.type)
+        if field.name in batch.schema.names
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

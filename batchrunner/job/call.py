@@ -1,0 +1,40 @@
+"""The job of a call of the library, from its arguments."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchrunner.core.errors import JobError
+from batchrunner.job.engine import EngineSpec
+from batchrunner.job.load import load_job
+from batchrunner.job.spec import Job, LimitsSpec
+
+
+def job_of_call(
+    paths: Sequence[str],
+    prompt: str | Mapping[str, Any],
+    sampling: Mapping[str, Any] | None,
+    columns: Sequence[str],
+    limits: Mapping[str, Any] | LimitsSpec | None,
+    *,
+    output: Path,
+    engine: EngineSpec,
+) -> Job:
+    """Return the job that reads `paths` and writes into the directory `output`; raises JobError.
+
+    `prompt` is the template of the user message, or the `prompt` part of a job; `columns` are carried. No
+    variable of the environment changes the job.
+    """
+    if isinstance(columns, str):
+        raise JobError(f"columns: give a list of names, such as [{columns!r}]")
+    if isinstance(limits, LimitsSpec):
+        limits = limits.model_dump(exclude_unset=True)
+    tree = {
+        "input": {"path": list(paths), "columns": list(columns)},
+        "prompt": {"user": prompt} if isinstance(prompt, str) else prompt,
+        "sampling": sampling or {},
+        "output": {"path": str(output)},
+        "engine": engine.model_dump(exclude_unset=True),
+        "limits": limits or {},
+    }
+    return load_job(tree, environ={})

@@ -1,0 +1,149 @@
+"""Outcomes on their way from a run to the program that iterates over a stream."""
+
+import asyncio
+from collections import deque
+from typing import Any, Protocol
+
+import pyarrow as pa
+from pyroaring import BitMap64
+
+from batchrunner.core.types import Outcome
+from batchrunner.input.dataset import RowBatch
+from batchrunner.input.render import UnreadableValue, rows_of, values_of
+from batchrunner.output.parts import open_part
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.writer import ResultWriter
+
+MOST_ROWS = 256
+"""Rows that wait for the program; with more the run pauses."""
+
+
+class Handover:
+    """Rows that ended, as dicts, bounded: `put` waits while the program is behind.
+
+    All methods are called in the event loop of the run.
+    """
+
+    def __init__(self) -> None:
+        self._rows: deque[dict[str, Any]] = deque()
+        self._ended = False
+        self._came = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def put(self, row: dict[str, Any]) -> None:
+        """Add a row once there is room."""
+        while len(self._rows) >= MOST_ROWS:
+            self._room.clear()
+            await self._room.wait()
+        self._rows.append(row)
+        self._came.set()
+
+    async def take(self) -> list[dict[str, Any]]:
+        """Take all rows that are there; waits for the first. Empty at the end."""
+        while not self._rows and not self._ended:
+            self._came.clear()
+            await self._came.wait()
+        rows = list(self._rows)
+        self._rows.clear()
+        self._room.set()
+        return rows
+
+    async def put_earlier(self, run_dir: RunDir) -> None:
+        """Add the rows in the parts of a run, each once; raises ResumeError where a part is damaged."""
+        given = BitMap64()
+        for path in run_dir.all_parts():
+            with open_part(path) as part:
+                for batch in part.iter_batches(MOST_ROWS):
+                    for row in await asyncio.to_thread(_rows_of, batch):
+                        if row["row"] not in given:
+                            given.add(row["row"])
+                            await self.put(row)
+
+    def end(self) -> None:
+        """Record that no more rows come."""
+        self._ended = True
+        self._came.set()
+
+
+class OutcomeCount(Protocol):
+    """Counts outcomes."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+
+
+class GivenResults:
+    """Gives outcomes to the program, and stores them nowhere; what a stream has for a ResultWriter."""
+
+    def __init__(self, handover: Handover, counter: OutcomeCount, *, samples: int) -> None:
+        """Take the parts; `samples` is the number of answers per row."""
+        self._handover = handover
+        self._counter = counter
+        self._samples = samples
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count an outcome and give it to the program; waits while the program is behind."""
+        self._counter.add(outcome)
+        await self._handover.put(row_of(outcome, samples=self._samples))
+
+    def check(self) -> None:
+        """Do nothing: nothing happens in the background."""
+
+
+class StoredAndGiven:
+    """Stores outcomes, and then gives them to the program."""
+
+    def __init__(self, writer: ResultWriter, handover: Handover, *, samples: int) -> None:
+        """Take the parts; `samples` is the number of answers per row."""
+        self._writer = writer
+        self._handover = handover
+        self._samples = samples
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count, store and give an outcome; waits while disk or program are behind. Raises StorageError."""
+        await self._writer.put(outcome)
+        await self._handover.put(row_of(outcome, samples=self._samples))
+
+    def check(self) -> None:
+        """Raise the StorageError of a background write that failed for good."""
+        self._writer.check()
+
+
+def row_of(outcome: Outcome, *, samples: int) -> dict[str, Any]:
+    """Return an outcome as a row with the columns of a result."""
+    ref, completion = outcome.ref, outcome.completion
+
+    def each(values: list[Any]) -> Any:
+        return values[0] if samples == 1 else values
+
+    carried = {
+        name: _value_at(ref.carried.column(at), ref.position)
+        for at, name in enumerate(ref.carried.schema.names)
+    }
+    return {
+        "row": ref.row,
+        **carried,
+        "output": each(completion.texts) if completion else None,
+        "finish_reason": each(completion.finish_reasons) if completion else None,
+        "prompt_tokens": completion.prompt_tokens if completion else None,
+        "cached_tokens": completion.cached_tokens if completion else None,
+        "completion_tokens": each(completion.completion_tokens) if completion else None,
+        "latency_s": outcome.latency_s,
+        "attempts": outcome.attempts,
+        "error": outcome.error,
+    }
+
+
+def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return the rows of a part."""
+    rows = rows_of(RowBatch(list(range(batch.num_rows)), batch), batch.schema.names)
+    return [
+        {name: None if isinstance(value, UnreadableValue) else value for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def _value_at(column: Any, position: int) -> Any:
+    """Return a value of a carried column; None where Python cannot represent it."""
+    (value,) = values_of(column.slice(position, 1))
+    return None if isinstance(value, UnreadableValue) else value

@@ -1,0 +1,128 @@
+"""An engine that serves several runs on an event loop of its own, and how runs are started on such a loop."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from anyio import CancelScope
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from batchrunner.core.errors import BatchrunError
+from batchrunner.core.standard_streams import open_missing_descriptors
+from batchrunner.core.types import EngineInfo
+from batchrunner.engines.base import Engine
+from batchrunner.job.engine import EngineSpec
+from batchrunner.job.spec import Job
+from batchrunner.report.report import Report
+from batchrunner.runner.execute import execute
+
+T = TypeVar("T")
+
+
+class PortalWork(Generic[T]):
+    """Work on an event loop in another thread: if it is cancelled, then once, and its end is waited for."""
+
+    def __init__(self, portal: BlockingPortal, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Start it; raises RuntimeError where the loop has ended."""
+        self._ended: Future[None] = Future()
+        self._running: Future[T] = portal.start_task_soon(self._to_its_end, work)
+
+    def wait(self) -> T:
+        """Wait and return the result; an interrupt cancels the work."""
+        try:
+            return self._running.result()
+        except KeyboardInterrupt:
+            self._running.cancel()
+            self._ended.result()
+            raise
+
+    async def wait_async(self) -> T:
+        """Wait and return the result; cancelling this cancels the work."""
+        try:
+            return await asyncio.wrap_future(self._running)
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+
+    async def cancel(self) -> None:
+        """Cancel the work, unless it has ended, and wait for its end."""
+        self._running.cancel()
+        await self._end()
+
+    async def _end(self) -> None:
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+
+    async def _to_its_end(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return await cancelled_once(work())
+        finally:
+            self._ended.set_result(None)
+
+
+async def cancelled_once(work: Coroutine[Any, Any, T]) -> T:
+    """Do work in a portal, whose cancellation comes again at every await.
+
+    A run that is cancelled writes its finished rows, for which it has to wait: it is cancelled once only.
+    """
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        running.cancel()
+        with CancelScope(shield=True):
+            await asyncio.wait([running])
+        raise
+
+
+class EngineLoop:
+    """The event loop on which a stream is sent: that of an open engine, or a new one."""
+
+    def __init__(self, portal: BlockingPortal, engine: Engine | None, info: EngineInfo | None) -> None:
+        self._portal = portal
+        self._engine = engine
+        self._info = info
+
+    def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> PortalWork[T]:
+        """Start work, with the open engine as `engine` and `info`; raises BatchrunError if it is closed."""
+        try:
+            return PortalWork(self._portal, functools.partial(work, engine=self._engine, info=self._info))
+        except RuntimeError:
+            raise BatchrunError("the engine is closed: use it within its `with open_engine(…)`") from None
+
+    async def ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the loop and return its result; cancelling this cancels it."""
+        return await asyncio.wrap_future(self._portal.start_task_soon(question))
+
+
+class OpenEngine:
+    """An engine that is ready and serves run after run; made by `open_engine`.
+
+    It lives on an event loop of its own, in a thread, so that runs from any thread or loop can use it.
+    `spec` is the `engine` part of a job that it was made from; `info` is what the engine reports of itself.
+    """
+
+    def __init__(self, portal: BlockingPortal, spec: EngineSpec, engine: Engine, info: EngineInfo) -> None:
+        self._engine = engine
+        self.spec = spec
+        self.info = info
+        self.loop = EngineLoop(portal, engine, info)
+        """The loop on which it lives."""
+
+    def call(self, job: Job, **options: Any) -> Report:
+        """Run a job on this engine and wait; an interrupt ends the run, whose finished rows are kept."""
+        return self.loop.start(functools.partial(execute, job, **options)).wait()
+
+    async def acall(self, job: Job, **options: Any) -> Report:
+        """Run a job on this engine; cancelling it ends the run, whose finished rows are kept."""
+        return await self.loop.start(functools.partial(execute, job, **options)).wait_async()
+
+
+@contextmanager
+def open_portal() -> Iterator[BlockingPortal]:
+    """Start an event loop in a thread of its own; an interrupt in the caller cancels what runs there."""
+    open_missing_descriptors()
+    with start_blocking_portal("asyncio", backend_options={"use_uvloop": True}) as portal:
+        yield portal

@@ -1,0 +1,166 @@
+"""What sends rows and watches the engine meanwhile, built in the order in which rows and samples flow.
+
+It is the same for a run, whose outcomes are written, and for a stream, whose outcomes go to a program.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from batchrunner.core.types import EngineInfo, Outcome, PromptKind
+from batchrunner.dispatch.concurrency.controller import Decision
+from batchrunner.dispatch.concurrency.gauges import QueueGauges
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.concurrency.window import cost_of_connections, tokens_a_row
+from batchrunner.dispatch.dispatcher import Dispatcher
+from batchrunner.dispatch.feedback import Feedback
+from batchrunner.dispatch.feeder import Feeder
+from batchrunner.dispatch.incidents import IncidentLog
+from batchrunner.dispatch.load_loop import LoadLoop
+from batchrunner.dispatch.load_summary import LoadSummary
+from batchrunner.dispatch.prefix_order.distance import ReuseDistance
+from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
+from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
+from batchrunner.dispatch.prefix_order.reorder import Reorderer
+from batchrunner.dispatch.queue import Backlog
+from batchrunner.dispatch.retries import Retries, RetryPolicy
+from batchrunner.dispatch.route_totals import RouteTotals
+from batchrunner.dispatch.slots import Slots
+from batchrunner.dispatch.snapshot import Monitor, RowTotal
+from batchrunner.dispatch.source import RowSource
+from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.engines.base import Engine
+from batchrunner.job.queue_band import QueueBand
+from batchrunner.job.spec import Job
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
+from batchrunner.output.resume import DoneRows
+from batchrunner.runner.control import Control
+from batchrunner.runner.progress import Display, ProgressLog
+from batchrunner.runner.stop_rules import StopRules
+
+log = logging.getLogger(__name__)
+
+
+class CountedSource(RowSource, RowTotal, Protocol):
+    """Rows to send, whose number is known or estimated."""
+
+
+class Results(Protocol):
+    """What takes the outcomes."""
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count and store an outcome; waits while what takes them is behind. Raises StorageError."""
+
+    def check(self) -> None:
+        """Raise the StorageError of what failed in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How many requests may be in flight, at the beginning."""
+
+    limits: ConcurrencyLimits
+    gauges: QueueGauges
+    slots: Slots
+    first: list[Decision]
+    """The first window of each scheduler, with its reason."""
+
+
+async def open_windows(job: Job, engine: Engine, info: EngineInfo, *, unsent: int, now: float) -> Windows:
+    """Return the first windows of an open engine, by its load `now`, for so many unsent rows."""
+    limits = ConcurrencyLimits(
+        info,
+        QueueBand(*job.queue),
+        tokens_a_row(job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None),
+        most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
+        fixed=None if job.window == "auto" else job.window,
+    )
+    if cost := cost_of_connections(info, limits.fixed):
+        log.warning("%s", cost)
+    gauges = QueueGauges()
+    first = limits.begin(gauges.believable(await engine.loads(), {}, now), now, unsent=unsent)
+    return Windows(limits, gauges, Slots(limits.windows), first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """The parts that send rows, built by `build_sending`."""
+
+    feeder: Feeder
+    backlog: Backlog
+    dispatcher: Dispatcher
+    load_loop: LoadLoop
+    limits: ConcurrencyLimits
+    reorderer: Reorderer
+    totals: RouteTotals
+    summary: LoadSummary
+    incidents: IncidentLog
+    progress: ProgressLog
+
+
+def build_sending(
+    job: Job,
+    kind: PromptKind,
+    rows: CountedSource,
+    done: DoneRows,
+    engine: Engine,
+    info: EngineInfo,
+    windows: Windows,
+    results: Results,
+    counts: RowCounts,
+    events: EventLog,
+    control: Control,
+    display: Display,
+    *,
+    began: float,
+) -> Sending:
+    """Return what sends `rows`, with prompts of a kind, to an open engine, and their outcomes to `results`.
+
+    `done` are rows of earlier attempts. Raises CannotTokenizeError if the job needs client-side tokenization
+    and it is not possible.
+    """
+    tokenizer = PromptTokenizer(job, kind, engine, info, events)
+    limits, gauges, slots = windows.limits, windows.gauges, windows.slots
+
+    # rows: source → reorder → tokenise → queue → slot → engine → count → store
+    reorderer = _reorderer(job, info, windows.first)
+    backlog = Backlog(rows, reorderer, slots, results)
+    primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
+    feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results)
+    retries = Retries(RetryPolicy(job.limits.max_attempts, job.limits.engine_wait), backlog)
+    totals = RouteTotals(info.routes, began)
+    feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
+    dispatcher = Dispatcher(backlog, slots, engine, retries, feedback, by_affinity=info.keeps_together)
+
+    # load samples: engine → slots → summary, display and event log, stop rules
+    summary = LoadSummary(limits, slots)
+    monitor = Monitor(rows, done, counts, slots, limits, backlog, totals, now=began, simulated=info.simulated)
+    incidents = IncidentLog(engine, events)
+    progress = ProgressLog(monitor, incidents, display, events, now=began)
+    stop_rules = StopRules(results, control, job.limits.deadline, now=began)
+    load_loop = LoadLoop(engine, feedback, backlog, [summary, progress, stop_rules])
+    return Sending(
+        feeder=feeder,
+        backlog=backlog,
+        dispatcher=dispatcher,
+        load_loop=load_loop,
+        limits=limits,
+        reorderer=reorderer,
+        totals=totals,
+        summary=summary,
+        incidents=incidents,
+        progress=progress,
+    )
+
+
+def _reorderer(job: Job, info: EngineInfo, schedulers: Sequence[Decision]) -> Reorderer:
+    reorders = job.order != "input"
+    return Reorderer(
+        ReuseDistance(info, len(schedulers)) if reorders and info.caches_prefixes else None,
+        OutputLengths() if reorders else None,
+        dedupe=job.dedupe,
+        caches=len(schedulers),
+    )

@@ -1,0 +1,200 @@
+"""One call of `stream`: what it opens, in the program's event loop, and closes when its end comes."""
+
+import asyncio
+import contextlib
+import functools
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrunner.core.errors import BatchrunError, InputError, ResumeError
+from batchrunner.core.types import EngineInfo, PromptKind
+from batchrunner.engines.base import Engine
+from batchrunner.input.dataset import Dataset
+from batchrunner.input.live_rows import LiveRenderer
+from batchrunner.input.tables import rows_known, write_parquet
+from batchrunner.job.spec import Job
+from batchrunner.output.files import make_directory, writing
+from batchrunner.output.run_dir import RunDir
+from batchrunner.runner.execute import execute
+from batchrunner.runner.handover import Handover
+from batchrunner.runner.open_engine import EngineLoop, open_portal
+from batchrunner.runner.progress import Display
+from batchrunner.runner.row_feed import RowBuffer, make_reader
+from batchrunner.runner.stream_rows import FailedRow, FileRows, LiveRows, StreamRows, take_batches
+from batchrunner.runner.stream_run import send_stream
+
+COMPARED_ROWS = 1024
+"""Rows that are read at once to compare the rows of two starts."""
+
+
+class JobMaker(Protocol):
+    """Makes the job of a call, once the columns of its rows are known."""
+
+    def __call__(self, schema: pa.Schema, paths: list[str], output: Path) -> Job:
+        """Return the job that reads `paths`; raises JobError or InputError."""
+
+
+class StreamCall:
+    """A call of `stream`: its arguments, checked where that needs no rows."""
+
+    def __init__(
+        self,
+        data: object,
+        paths: list[str] | None,
+        make_job: JobMaker,
+        loop: EngineLoop | None,
+        display: Display,
+    ) -> None:
+        """Take the arguments; `paths` are the files that the data names, `loop` is that of an open engine."""
+        self._data = data
+        self._paths = paths
+        self._make_job = make_job
+        self._loop = loop
+        self._display = display
+
+    async def in_memory(self) -> AsyncGenerator[dict[str, Any]]:
+        """Yield rows as they end; nothing stays on disk."""
+        async with contextlib.AsyncExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
+            buffer = RowBuffer()
+            if self._paths:
+                source = await asyncio.to_thread(self._open_files, self._paths, scratch)
+            else:
+                reader = make_reader(self._data, buffer)
+                reader.start()
+                stack.push_async_callback(reader.close)
+                source = await asyncio.to_thread(self._open_iterator, buffer, scratch)
+            if source is not None:
+                job, kind, rows = source
+                handover = Handover()
+                loop = await self._open_loop(stack)
+                running = loop.start(
+                    functools.partial(send_stream, job, kind, rows, handover, self._display, scratch)
+                )
+                stack.push_async_callback(running.cancel)
+                while taken := await loop.ask(handover.take):
+                    for row in taken:
+                        yield row
+                await running.wait_async()
+            if buffer.failure is not None:
+                raise buffer.failure
+
+    async def in_run_directory(self, output: Path) -> AsyncGenerator[dict[str, Any]]:
+        """Yield rows as they end, and store them in a run directory; rows of earlier starts come first."""
+        async with contextlib.AsyncExitStack() as stack:
+            paths = self._paths or [await self._keep_rows(output, stack)]
+            dataset = await asyncio.to_thread(Dataset, paths, RunDir(output).path.resolve())
+            job = self._make_job(dataset.schema, paths, output)
+            if not dataset.total_rows:
+                return
+            handover = Handover()
+            loop = await self._open_loop(stack)
+            running = loop.start(functools.partial(_execute_and_give, job, handover, self._display))
+            stack.push_async_callback(running.cancel)
+            while taken := await loop.ask(handover.take):
+                for row in taken:
+                    yield row
+            await running.wait_async()
+
+    async def _open_loop(self, stack: contextlib.AsyncExitStack) -> EngineLoop:
+        if self._loop is not None:
+            return self._loop
+        opening = open_portal()  # its end waits for threads: not in the program's event loop
+        portal = await asyncio.to_thread(opening.__enter__)
+        stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
+        return EngineLoop(portal, None, None)
+
+    def _open_files(self, paths: list[str], scratch: Path) -> tuple[Job, PromptKind, StreamRows] | None:
+        """Return the rows of files; None where they have none."""
+        dataset = Dataset(paths)
+        job = self._make_job(dataset.schema, paths, scratch)
+        renderer = LiveRenderer(job, dataset.schema)
+        return (job, renderer.kind, FileRows(renderer, dataset)) if dataset.total_rows else None
+
+    def _open_iterator(self, buffer: RowBuffer, scratch: Path) -> tuple[Job, PromptKind, StreamRows] | None:
+        """Wait for the first rows of an iterator, which say what columns there are; None without rows."""
+        first, known = take_batches(buffer, 0), None
+        while first and known is None:
+            known = next((piece for piece in first if not isinstance(piece, FailedRow)), None)
+            if known is None:
+                assert isinstance(first[0], FailedRow)
+                raise InputError(first[0].error)
+            if not known.num_rows:  # a table's columns, before its first rows
+                first = take_batches(buffer, 0)
+        if known is None:
+            return None
+        job = self._make_job(known.schema, [str(scratch)], scratch)
+        renderer = LiveRenderer(job, known.schema)
+        if first is None:
+            return None
+        return job, renderer.kind, LiveRows(renderer, buffer, first, rows_known(self._data))
+
+    async def _keep_rows(self, output: Path, stack: contextlib.AsyncExitStack) -> str:
+        """Write the rows into the run directory, from where every start reads them; return their path.
+
+        Raises ResumeError where an earlier start had other rows.
+        """
+        run_dir = RunDir(output)
+        run_dir.check_writable()
+        with writing(run_dir.given):
+            make_directory(run_dir.given.parent)
+        data = self._data
+        if isinstance(data, AsyncIterable):
+            buffer = RowBuffer()
+            reader = make_reader(data, buffer)
+            reader.start()
+            stack.push_async_callback(reader.close)
+            data = _rows_in(buffer)
+        with tempfile.TemporaryDirectory(prefix="given-", dir=run_dir.given.parent) as scratch:
+            new = Path(scratch) / run_dir.given.name
+            await asyncio.to_thread(write_parquet, data, new)
+            if not run_dir.given.exists():
+                with writing(run_dir.given):
+                    new.replace(run_dir.given)
+            elif not await asyncio.to_thread(_are_equal, run_dir.given, new):
+                raise ResumeError(
+                    f"{run_dir.path} holds another run: it began with other rows; give the same rows, or "
+                    "take another output"
+                )
+        return str(run_dir.given)
+
+
+def _rows_in(buffer: RowBuffer) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a buffer one by one, and raise what the program's iterator raised."""
+    while (taken := buffer.take()) is not None:
+        assert isinstance(taken, list)
+        yield from taken
+    if buffer.failure is not None:
+        raise buffer.failure
+
+
+def _are_equal(one: Path, other: Path) -> bool:
+    """Tell whether two Parquet files have the same rows; raises nothing where one cannot be read."""
+    with (
+        contextlib.suppress(OSError, pa.ArrowException),
+        pq.ParquetFile(one) as old,
+        pq.ParquetFile(other) as new,
+    ):
+        if not old.schema_arrow.equals(new.schema_arrow) or old.metadata.num_rows != new.metadata.num_rows:
+            return False
+        batches = zip_longest(old.iter_batches(COMPARED_ROWS), new.iter_batches(COMPARED_ROWS))
+        return all(a is not None and b is not None and a.equals(b) for a, b in batches)
+    return False
+
+
+async def _execute_and_give(
+    job: Job, handover: Handover, display: Display, *, engine: Engine | None, info: EngineInfo | None
+) -> None:
+    """Run a job and give its rows to `handover`; raises BatchrunError, also where rows were not sent."""
+    try:
+        report = await execute(job, engine=engine, info=info, display=display, handover=handover)
+    finally:
+        handover.end()
+    if report.rows_left:
+        raise BatchrunError(f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent")

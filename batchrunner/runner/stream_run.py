@@ -1,0 +1,95 @@
+"""One stream: rows as they come → an engine → the program, with nothing on disk but the engine's log."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from pathlib import Path
+
+from batchrunner.core.errors import BatchrunError
+from batchrunner.core.types import EngineInfo, PromptKind
+from batchrunner.engines.base import Engine
+from batchrunner.engines.registry import make_engine
+from batchrunner.job.spec import Job
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
+from batchrunner.output.resume import DoneRows
+from batchrunner.runner.control import Control
+from batchrunner.runner.handover import GivenResults, Handover
+from batchrunner.runner.progress import Display
+from batchrunner.runner.sending import Sending, build_sending, open_windows
+from batchrunner.runner.stop_rules import FailureLimit
+from batchrunner.runner.stream_rows import StreamRows
+
+log = logging.getLogger(__name__)
+
+
+async def send_stream(
+    job: Job,
+    kind: PromptKind,
+    rows: StreamRows,
+    handover: Handover,
+    display: Display,
+    log_directory: Path,
+    *,
+    engine: Engine | None = None,
+    info: EngineInfo | None = None,
+) -> None:
+    """Send all rows, with prompts of a kind, and give their outcomes to `handover`, which ends with them.
+
+    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. Cancelled, it
+    cancels the requests in flight. Raises BatchrunError where the engine cannot be opened or is lost, or
+    where a limit of the job ended the stream.
+    """
+    control, counts, events = Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(contextlib.closing(display))
+            if engine is None or info is None:
+                engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits)
+                stack.push_async_callback(engine.close)
+                info = await engine.open()
+            for note in info.notes:
+                log.info("%s", note)
+            stack.enter_context(contextlib.closing(events))
+            events.open()
+            began = time.monotonic()
+            windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
+            counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
+            results = GivenResults(handover, counter, samples=job.sampling.n)
+            sending = build_sending(
+                job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
+                began=began,
+            )  # fmt: skip
+            await _send(sending, rows, control)
+        if control.reason is not None:
+            raise BatchrunError(f"{control.reason}: the stream ended after {counts.done} rows")
+    finally:
+        rows.stop()
+        handover.end()
+
+
+async def _send(sending: Sending, rows: StreamRows, control: Control) -> None:
+    """Send until all rows have an outcome or the stream is to stop."""
+    control.listen(functools.partial(_stop, sending, rows, control))
+    dispatching = asyncio.ensure_future(sending.dispatcher.run(sending.feeder))
+    polling = asyncio.ensure_future(sending.load_loop.run())
+    try:
+        await asyncio.wait((dispatching, polling), return_when=asyncio.FIRST_COMPLETED)
+        if not dispatching.done():
+            polling.result()  # it failed: that ends the stream
+        await dispatching
+    finally:
+        rows.stop()
+        for task in (dispatching, polling):
+            task.cancel()
+        await asyncio.gather(dispatching, polling, return_exceptions=True)
+        sending.progress.finish(time.monotonic())
+
+
+def _stop(sending: Sending, rows: StreamRows, control: Control) -> None:
+    """Send no row any more, once the stream is to stop."""
+    if control.reason is not None:
+        sending.backlog.stop()
+        rows.stop()

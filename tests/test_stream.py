@@ -1,0 +1,492 @@
+"""`stream` sends rows as they come and gives each as it ends, in bounded memory, with nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import queue
+import threading
+from contextlib import aclosing, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError, ResumeError
+from tests.conftest import INSTANT
+from tests.support.fake_sglang import PATIENCE_S, Behaviour, FakeSGLang, Sent
+from tests.test_generate import FORMS, NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+TEXT = {"text": "text"}
+"""A prompt without a chat template: the server sees the texts as they are."""
+
+
+async def all_of(*args: Any, **options: Any) -> list[dict[str, Any]]:
+    """Return all rows of a stream, in the order in which they came."""
+    return [row async for row in batchrunner.stream(*args, **options)]
+
+
+async def collect(values: list[Any], column: str, *args: Any, **options: Any) -> None:
+    """Collect the values of a column as they come, of a stream that may fail."""
+    async for row in batchrunner.stream(*args, **options):
+        values.append(row[column])  # noqa: PERF401 - those before a failure too
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - what it waits for happens in other threads
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of temporary files, which is empty."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    return tmp_path / "scratch"
+
+
+# --- rows ---
+
+
+async def test_a_row_has_the_columns_of_a_result(server: FakeSGLang) -> None:
+    """A row is a dict with its number, its carried columns and the columns of a result."""
+    rows = await all_of(["a", "b"], prompt=TEXT, engine=server.url, columns=["text"])
+    table = batchrunner.generate(["a", "b"], prompt=TEXT, engine=INSTANT, columns=["text"])
+    assert [list(row) for row in rows] == [table.column_names] * 2
+    assert sorted((row["row"], row["text"], row["output"]) for row in rows) == [
+        (0, "a", "answer 0 to a"),
+        (1, "b", "answer 0 to b"),
+    ]
+
+
+async def test_samples_are_lists() -> None:
+    """With several samples a row has a list of outputs, as in a table."""
+    (row,) = await all_of(["a"], engine="simulated", sampling={"n": 3, "max_new_tokens": 1})
+    assert [len(row[name]) for name in ("output", "finish_reason", "completion_tokens")] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_rows_of_any_form(form: str, tmp_path: Path) -> None:
+    """The data may be whatever `generate` takes."""
+    rows = await all_of(FORMS[form](tmp_path), prompt="{{ name }}", engine=INSTANT, columns=["id", "name"])
+    rows.sort(key=lambda row: row["row"])
+    assert [{"id": row["id"], "name": row["name"]} for row in rows] == NAMES.to_pylist()
+    assert [row["error"] for row in rows] == [None] * 3
+
+
+async def test_rows_come_as_they_end(server: FakeSGLang) -> None:
+    """A row that takes long holds no other one up."""
+    server.script = lambda sent: "hold" if sent.prompt == "slow" else "answer"
+    came = []
+    async for row in batchrunner.stream(["slow", "quick", "quicker"], prompt=TEXT, engine=server.url):
+        came.append(row["row"])
+        if len(came) == 2:
+            server.answer_held()
+    assert sorted(came[:2]) == [1, 2]
+    assert came[2] == 0
+
+
+async def test_a_row_is_sent_when_it_comes() -> None:
+    """A program may make its next row of the last answer: no row waits for others to come."""
+    answers: asyncio.Queue[str] = asyncio.Queue()
+
+    async def questions() -> AsyncIterator[str]:
+        question = "begin"
+        for _ in range(20):
+            yield question
+            question = await answers.get()
+
+    count = 0
+    async for row in batchrunner.stream(questions(), engine=INSTANT, sampling={"max_new_tokens": 3}):
+        answers.put_nowait(row["output"])
+        count += 1
+    assert count == 20
+
+
+async def test_an_iterator_that_blocks_holds_nothing_up() -> None:
+    """An iterator is read in a thread: the program's event loop goes on while it waits."""
+    waiting: queue.Queue[str | None] = queue.Queue()
+    waiting.put("first")
+    came = []
+    async for row in batchrunner.stream(iter(waiting.get, None), engine=INSTANT):
+        came.append(row["row"])
+        waiting.put("next" if len(came) < 20 else None)
+    assert came == list(range(20))
+
+
+async def test_a_slow_program_slows_the_reading() -> None:
+    """An endless iterator is read a little ahead of what the program takes, and no further."""
+    read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        while True:
+            read += 1
+            yield f"text {read}"
+
+    async with aclosing(batchrunner.stream(endless(), engine=INSTANT)) as rows:
+        taken = 0
+        for _ in range(3):
+            async for _row in rows:
+                taken += 1
+                if taken % 3000 == 10:
+                    break
+            else:
+                pytest.fail("the stream ended")
+            before = -1
+            while before != read:  # until nothing is read any more
+                before = read
+                await asyncio.sleep(0.5)
+            assert taken <= read < taken + 8000
+        assert taken == 6010
+
+
+async def test_a_slow_program_slows_an_asynchronous_iterator() -> None:
+    """The same holds for an asynchronous iterator, which shares the program's event loop."""
+    read = 0
+
+    async def endless() -> AsyncIterator[dict[str, int]]:
+        nonlocal read
+        while True:
+            read += 1
+            yield {"i": read}
+
+    async with aclosing(batchrunner.stream(endless(), prompt="{{ i }}", engine=INSTANT)) as rows:
+        await anext(rows)
+        before = -1
+        while before != read:
+            before = read
+            await asyncio.sleep(0.5)
+        assert read < 8000
+
+
+# --- rows that are not like the others ---
+
+
+async def test_columns_and_types_may_change() -> None:
+    """A program's rows need not have one type; a column that is missing is null."""
+
+    async def rows() -> AsyncIterator[dict[str, Any]]:
+        for row in ({"text": "a", "x": 1}, {"text": "b", "x": "one"}, {"text": "c"}, {"x": 2.5, "text": "d"}):
+            yield row
+
+    for data in (
+        rows,
+        lambda: [{"text": "a", "x": 1}, {"text": "b", "x": "one"}, {"text": "c"}, {"text": "d", "x": 2.5}],
+    ):
+        came = await all_of(data(), prompt=TEXT, engine=INSTANT, columns=["x"])
+        assert {row["row"]: row["x"] for row in came} == {0: 1, 1: "one", 2: None, 3: 2.5}
+        assert [row["error"] for row in came] == [None] * 4
+
+
+async def test_a_bad_row_ends_no_stream() -> None:
+    """A value that cannot be held, sent or rendered fails its row, by name, and no other."""
+    rows: list[dict[str, Any] | str | None] = [
+        "good", {"text": 10**30}, {"text": 7}, {"text": None}, {"other": "x"}, None, {},
+        {"text": "\ud800"}, "good",
+    ]  # fmt: skip
+    came = sorted(
+        await all_of(rows, prompt=TEXT, engine=INSTANT, columns=["text"]), key=lambda row: row["row"]
+    )
+    assert [row["row"] for row in came] == list(range(9))
+    assert [row["row"] for row in came if row["error"] is None] == [0, 8]
+    assert "column 'text'" in came[1]["error"]
+    assert "must be a string (got int64)" in came[2]["error"]
+    assert came[1]["text"] is None
+
+
+async def test_a_program_may_use_its_mapping_again() -> None:
+    """The row is what the mapping held when it was given."""
+
+    def rows() -> Iterator[dict[str, int]]:
+        row = {}
+        for row["i"] in range(100):
+            yield row
+
+    came = await all_of(rows(), prompt="{{ i }}", engine=INSTANT, columns=["i"])
+    assert sorted((row["row"], row["i"]) for row in came) == [(i, i) for i in range(100)]
+
+
+@pytest.mark.parametrize("rows", [[], pa.table({"t": pa.array([], pa.string())})])
+async def test_nothing_gives_nothing(rows: Any, tmp_path: Path) -> None:
+    """A stream of no rows ends at once; no engine is opened for it."""
+    absent = "http://127.0.0.1:9"
+    assert await all_of(rows, prompt="x", engine=absent) == []
+    assert await all_of(rows, prompt="x", engine=absent, output=tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "error", "told"),
+    [
+        (["a"], {"engine": 7}, JobError, "engine: give an open engine"),
+        (["a"], {"engine": "http://127.0.0.1:9"}, EngineStartError, "127.0.0.1:9"),
+        (7, {}, InputError, "got int"),
+        ({"text": "a"}, {}, InputError, "got dict"),
+        ([7], {}, InputError, "a row of type int: row 0"),
+        ([{}], {}, InputError, "without a column"),
+        ("no such file", {}, InputError, "give texts as a list"),
+        ([{"a": 1}], {}, InputError, "prompt: give one"),
+        (["a"], {"prompt": "{{ nothing }}"}, JobError, "unknown column 'nothing'"),
+        (["a"], {"columns": ["nothing"]}, InputError, "unknown column 'nothing'"),
+        (["a"], {"columns": "text"}, JobError, "columns: give a list"),
+        (["a"], {"sampling": {"top": 1}}, JobError, "unknown key 'sampling.top'"),
+    ],
+)
+async def test_wrong_arguments_are_explained(
+    rows: Any, options: dict[str, Any], error: type[BatchrunError], told: str, scratch: Path, tmp_path: Path
+) -> None:
+    """A slip is one clear line, with and without `output`, and leaves nothing behind."""
+    for output in ({}, {"output": tmp_path / "run"}):
+        with pytest.raises(error, match=told) as caught:
+            await all_of(rows, **{"engine": INSTANT, **options, **output})
+        assert len(str(caught.value).splitlines()) == 1
+    assert list(scratch.iterdir()) == []
+
+
+# --- ends ---
+
+
+def failing(kind: str) -> Any:
+    """Return an iterator that fails after 300 rows."""
+
+    def rows() -> Iterator[str]:
+        yield from map(str, range(300))
+        raise KeyError("mine")
+
+    async def asynchronous() -> AsyncIterator[str]:
+        for row in rows():
+            yield row
+
+    return rows() if kind == "iterator" else asynchronous()
+
+
+@pytest.mark.parametrize("kind", ["iterator", "asynchronous iterator"])
+async def test_an_iterator_s_error_comes_last(kind: str, server: FakeSGLang) -> None:
+    """What the program's iterator raises comes through as it is, after the answers to what it gave."""
+    came: list[int] = []
+    with pytest.raises(KeyError, match="mine"):
+        await collect(came, "row", failing(kind), prompt=TEXT, engine=server.url)
+    assert sorted(came) == list(range(300))
+
+
+@pytest.mark.parametrize("kind", ["iterator", "asynchronous iterator"])
+async def test_with_output_an_iterator_s_error_comes_first(kind: str, tmp_path: Path) -> None:
+    """With `output` all rows are stored before the first is sent: an error of the iterator sends none."""
+    with pytest.raises(KeyError, match="mine"):
+        await all_of(failing(kind), prompt=TEXT, engine="http://127.0.0.1:9", output=tmp_path / "run")
+
+
+class Producer:
+    """An iterator of rows that notices its end."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def rows(self) -> Iterator[str]:
+        try:
+            for number in range(10_000):
+                yield str(number)
+        finally:
+            self.closed.set()
+
+    async def rows_later(self) -> AsyncIterator[str]:
+        try:
+            for row in self.rows():
+                yield row
+        finally:
+            self.closed.set()
+
+
+async def leave(server: FakeSGLang, data: Any, how: str) -> None:
+    """Leave a stream while requests are in flight."""
+    server.script = lambda sent: "answer" if sent.prompt == "0" else "hold"
+
+    async def use() -> None:
+        async for _ in batchrunner.stream(data, prompt=TEXT, engine=server.url):
+            await asyncio.to_thread(server.wait_for, 5)
+            if how == "break":
+                break
+            if how == "error":
+                raise ZeroDivisionError
+
+    using = asyncio.create_task(use())
+    if how == "cancel":
+        await asyncio.to_thread(server.wait_for, 5)
+        using.cancel()
+    expected = {"cancel": asyncio.CancelledError, "error": ZeroDivisionError}
+    with pytest.raises(expected[how]) if how in expected else nullcontext():
+        await using
+    del using
+    gc.collect()  # an error's traceback holds the generator
+
+
+@pytest.mark.parametrize("kind", ["iterator", "asynchronous iterator"])
+@pytest.mark.parametrize("how", ["break", "cancel", "error"])
+async def test_leaving_the_loop_ends_everything(
+    how: str, kind: str, server: FakeSGLang, scratch: Path
+) -> None:
+    """Whoever leaves the loop leaves no request, no thread, no file and no open iterator behind."""
+    before = set(threading.enumerate())
+    producer = Producer()
+    await leave(server, producer.rows() if kind == "iterator" else producer.rows_later(), how)
+    await eventually(lambda: not list(scratch.iterdir()))
+    await eventually(producer.closed.is_set)
+    await eventually(
+        lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("batchrunner")]
+    )
+    sent = len(server.sent)
+    server.answer_held()
+    await asyncio.sleep(0.2)
+    assert len(server.sent) == sent  # nothing is sent any more
+
+
+async def test_an_iterator_that_blocks_is_not_waited_for() -> None:
+    """A stream is closed while its iterator waits for something that never comes."""
+    never = threading.Event()
+
+    def rows() -> Iterator[str]:
+        yield "a"
+        never.wait()
+
+    async with aclosing(batchrunner.stream(rows(), engine=INSTANT)) as came:
+        assert (await anext(came))["row"] == 0
+    never.set()
+
+
+async def test_nothing_is_left_behind(scratch: Path) -> None:
+    """A stream that has come to its end leaves no file."""
+    assert len(await all_of(map(str, range(100)), engine=INSTANT)) == 100
+    assert list(scratch.iterdir()) == []
+
+
+async def test_a_stream_that_fails_altogether(server: FakeSGLang) -> None:
+    """Where most rows fail, the stream ends with an error that says so, as a run does."""
+    server.script = lambda _: "too long"
+    came: list[str | None] = []
+    with pytest.raises(BatchrunError, match=r"limits.abort_failed_share.*the stream ended after"):
+        await collect(came, "error", map(str, range(5000)), prompt=TEXT, engine=server.url)
+    assert 100 <= len(came) < 5000
+    assert None not in came
+
+
+async def test_a_server_that_goes_away(server: FakeSGLang) -> None:
+    """A lost engine is the error of a run."""
+    server.script = lambda _: "busy 503"
+    with pytest.raises(BatchrunError, match="the engine took no row"):
+        await all_of(["a"], prompt=TEXT, engine=server.url, limits={"engine_wait": 0.5})
+
+
+# --- engines, progress ---
+
+
+async def test_an_open_engine_stays_open(server: FakeSGLang) -> None:
+    """Several streams, one after the other and at once, share an engine that was opened once."""
+    with batchrunner.open_engine(server.url) as engine:
+        async with aclosing(batchrunner.stream(map(str, range(500)), prompt=TEXT, engine=engine)) as rows:
+            await anext(rows)
+        both = await asyncio.gather(*(all_of(["a", "b"], prompt=TEXT, engine=engine) for _ in range(2)))
+        assert [len(rows) for rows in both] == [2, 2]
+        assert batchrunner.generate(["a"], prompt=TEXT, engine=engine).num_rows == 1
+    with pytest.raises(BatchrunError, match="the engine is closed"):
+        await all_of(["a"], engine=engine)
+
+
+async def test_progress() -> None:
+    """The total is told where it is known."""
+    told: list[batchrunner.Progress] = []
+    await all_of(["a", "b"], engine=INSTANT, on_progress=told.append)
+    assert (told[-1].rows_done, told[-1].rows_total) == (2, 2)
+    await all_of(iter(["a", "b"]), engine=INSTANT, on_progress=told.append)
+    assert (told[-1].rows_done, told[-1].rows_total, told[-1].eta_s) == (2, None, None)
+
+
+# --- output ---
+
+
+@pytest.mark.parametrize("form", ["iterator", "asynchronous iterator", "table", "directory"])
+async def test_with_output_a_stream_resumes(form: str, tmp_path: Path, server: FakeSGLang) -> None:
+    """The same call goes on where an earlier start was left, and gives its rows first."""
+
+    async def later() -> AsyncIterator[str]:
+        for number in range(40):
+            yield str(number)
+
+    table = pa.table({"text": [str(number) for number in range(40)]})
+    if form == "directory":
+        (tmp_path / "in").mkdir()
+        pa.parquet.write_table(table, tmp_path / "in" / "a.parquet")
+    data: dict[str, Callable[[], Any]] = {
+        "iterator": lambda: map(str, range(40)),
+        "asynchronous iterator": later,
+        "table": lambda: table,
+        "directory": lambda: tmp_path / "in",
+    }
+    options: dict[str, Any] = {
+        "prompt": TEXT,
+        "engine": server.url,
+        "output": tmp_path / "run",
+        "columns": ["text"],
+    }
+    server.script = lambda sent: "answer" if int(sent.prompt) < 10 else "hold"
+    first = []
+    async with aclosing(batchrunner.stream(data[form](), **options)) as rows:
+        async for row in rows:
+            first.append(row["row"])
+            if len(first) == 10:
+                break
+    assert sorted(first) == list(range(10))
+    server.script = lambda _: "answer"
+    server.forget()
+    second = await all_of(data[form](), **options)
+    assert sorted(row["row"] for row in second[:10]) == list(range(10))
+    assert sorted(row["row"] for row in second) == list(range(40))
+    assert sorted(int(sent.prompt) for sent in server.sent) == list(range(10, 40))
+    assert [list(row) for row in second] == [list(second[0])] * 40
+
+    server.forget()
+    again = await all_of(data[form](), **options)
+    assert {row["row"]: row["output"] for row in again} == {row["row"]: row["output"] for row in second}
+    assert server.sent == []
+
+
+async def test_with_output_other_rows_are_refused(tmp_path: Path) -> None:
+    """A run directory holds the answers to one set of rows; the first ones can still be resumed."""
+    options: dict[str, Any] = {"engine": INSTANT, "output": tmp_path / "run"}
+    await all_of(["a", "b"], **options)
+    for other in (["a", "c"], ["a"], ["a", "b", "c"], [{"text": "a"}, {"text": "b", "x": 1}]):
+        with pytest.raises(ResumeError, match="other rows"):
+            await all_of(other, prompt="{{ text }}", **options)
+    with pytest.raises(ResumeError, match="prompt"):
+        await all_of(["a", "b"], prompt="Say {{ text }}", **options)
+    assert len(await all_of(["a", "b"], **options)) == 2
+
+
+async def test_with_output_there_is_a_run_directory(tmp_path: Path) -> None:
+    """What is stored is a run like any other: it can be merged, and has a report."""
+    await all_of(map(str, range(30)), engine=INSTANT, output=tmp_path / "run")
+    assert (tmp_path / "run" / "report.json").exists()
+    parts = pa.parquet.read_table(tmp_path / "run" / "parts")
+    assert sorted(parts.column("row").to_pylist()) == list(range(30))
+
+
+def test_a_loop_that_ends(server: FakeSGLang) -> None:
+    """A stream works in a loop that `asyncio.run` makes and ends, however it is left."""
+
+    def script(sent: Sent) -> Behaviour:
+        return "answer" if sent.prompt == "0" else "hold"
+
+    server.script = script
+
+    async def first() -> int:
+        async for row in batchrunner.stream(map(str, range(100)), prompt=TEXT, engine=server.url):
+            return int(row["row"])  # the loop's end closes the generator
+        return -1
+
+    assert asyncio.run(first()) == 0
