@@ -1,7 +1,7 @@
 """The job: which rows, as which prompts, on which engine. `batchrun schema` prints its JSON Schema.
 
 The docstring under each field becomes its description in the schema. Relative paths are relative to the
-current directory.
+current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
-from batchrunner.job.fields import CountOrShare, Duration, Share, Spec
+from batchrunner.job.fields import CountOrShare, Duration, Share, Spec, UserPath
 from batchrunner.job.sampling import SamplingSpec
 
 RESULT_COLUMNS = {
@@ -34,7 +34,7 @@ carried columns."""
 class InputSpec(Spec):
     """Where the rows come from."""
 
-    path: str | Annotated[list[str], Field(min_length=1)]
+    path: UserPath | Annotated[list[UserPath], Field(min_length=1)]
     """A Parquet file, a directory, a glob, or a list of these. Directory names such as `year=2024` become
     columns, unless the files have a column of that name. Paths are local, or URIs that pyarrow can open
     (s3://, gs://, hdfs://), whose globs may contain `*` and `**/`."""
@@ -90,7 +90,7 @@ class PromptSpec(Spec):
 class OutputSpec(Spec):
     """Where the results are written."""
 
-    path: str
+    path: UserPath
     """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Most rows in a result file (part). A part is also written every 30 s."""
