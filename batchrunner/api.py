@@ -257,7 +257,9 @@ def _write(table: pa.Table, path: Path) -> None:
 
 def _no_results(job: Job) -> pa.Table:
     """Return the results of an input without rows, which pipelines have; the job is checked."""
-    carried = Renderer(Dataset(job.input.path), job.input, job.prompt, job.sampling).carried_schema
+    carried = Renderer(
+        Dataset(job.input.path, types=job.input.types), job.input, job.prompt, job.sampling
+    ).carried_schema
     return result_schema(carried, samples=job.sampling.n, metadata={}).empty_table()
 
 

@@ -62,7 +62,8 @@ class Renderer:
         self._used = sorted(names)
         self._carried = list(source.columns)
         self._carried_names = [source.rename.get(name, name) for name in source.columns]
-        self.columns = sorted({*self._used, *self._carried})
+        self._problems = dataset.problems
+        self.columns = sorted({*self._used, *self._carried, *self._problems})
         for name in self._used:
             dataset.field(name, where="prompt")
         self.carried_schema = pa.schema(
@@ -81,7 +82,8 @@ class Renderer:
         """
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
         items: list[Request | Outcome] = []
-        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
+        used = [*self._used, *self._problems]
+        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, used), strict=True)):
             if is_stopped():
                 break
             ref = RowRef(row, carried, position)
@@ -92,6 +94,9 @@ class Renderer:
         return items
 
     def _request(self, ref: RowRef, row: Row) -> Request:
+        for name in self._problems:
+            if problem := row.pop(name):
+                raise RowRefusedError(problem)
         for value in row.values():
             if isinstance(value, UnreadableValue):
                 raise RowRefusedError(value.reason)

@@ -6,7 +6,7 @@ current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,15 +31,23 @@ RESULT_COLUMNS = {
 carried columns."""
 
 
+ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
+
+
 class InputSpec(Spec):
     """Where the rows come from."""
 
     path: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """A Parquet file, a directory, a glob, or a list of these. Directory names such as `year=2024` become
+    """A file, a directory, a glob, or a list of these. Files are Parquet, or by their ending CSV (`.csv`,
+    `.tsv`), JSON Lines (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), which may be
+    compressed (`.gz`, `.zst`). Directory names such as `year=2024` become
     columns, unless the files have a column of that name. Paths are local, or URIs that pyarrow can open
     (s3://, gs://, hdfs://), whose globs may contain `*` and `**/`."""
     columns: list[str] = []
     """Input columns that are copied to the results."""
+    types: dict[str, ColumnType] = {}
+    """Types of columns of CSV and JSON Lines files. In CSV any other column is a text, as it stands in the
+    file; in JSON Lines it has the type of its values. A value that does not fit fails its row."""
     rename: dict[str, str] = {}
     """New names for copied columns: `{input_name: output_name}`."""
     filter: str | None = None
