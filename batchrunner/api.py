@@ -58,7 +58,7 @@ def open_engine(
 @contextmanager
 def _directory(given: str | Path | None) -> Iterator[Path]:
     """Give this directory, or a new one, which is deleted unless an error sends people to a log in it."""
-    path = Path(tempfile.mkdtemp(prefix="batchrunner-") if given is None else given)
+    path = Path(tempfile.mkdtemp(prefix="batchrunner-") if given is None else given).expanduser()
     yield path
     if given is None:
         shutil.rmtree(path, ignore_errors=True)

@@ -66,6 +66,18 @@ async def test_a_row_has_the_columns_of_a_result(server: FakeSGLang) -> None:
     ]
 
 
+async def test_a_record_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    """A broken line of a JSON Lines file is a failed row, in a stream and in a table."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n{"text": broken\n{"text": "c"}\n')
+    rows = await all_of(str(file), prompt=TEXT, engine=INSTANT)
+    rows.sort(key=lambda row: row["row"])
+    table = await asyncio.to_thread(batchrunner.generate, str(file), prompt=TEXT, engine=INSTANT)
+    for errors in ([row["error"] for row in rows], table["error"].to_pylist()):
+        assert [error is None for error in errors] == [True, False, True]
+        assert "line 2" in errors[1]
+
+
 async def test_samples_are_lists() -> None:
     """With several samples a row has a list of outputs, as in a table."""
     (row,) = await all_of(["a"], engine="simulated", sampling={"n": 3, "max_new_tokens": 1})

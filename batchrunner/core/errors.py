@@ -22,7 +22,7 @@ class JobError(BatchrunError):
 
 
 class InputError(BatchrunError):
-    """The input is missing, unreadable, not Parquet, or lacks a column that the job uses."""
+    """The input is missing, unreadable, not of its format, or lacks a column that the job uses."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Parquet files as one sequence of rows, read a bounded batch at a time.
+"""Files as one sequence of rows, read a bounded batch at a time.
 
 The ordinal of a row (`row` in the results) counts from 0 over the files in order of their paths. It needs no
 ID column, and is the same in every attempt.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -17,20 +17,19 @@ from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.types import InputFile
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
-from batchrunner.input.schemas import normalize, normalized
-from batchrunner.input.source_file import SPAN_BYTES, SPAN_ROWS, FooterBudget, SourceFile, Span, spans
+from batchrunner.input.formats.base import PROBLEM, OpenContent, Span, Spans
+from batchrunner.input.formats.json_lines import JsonLinesRecords, have_one_schema
+from batchrunner.input.formats.parquet import FooterBudget
+from batchrunner.input.formats.text import TextContent
+from batchrunner.input.schemas import normalize, normalized, not_for_parquet
+from batchrunner.input.source_file import SourceFile
 
-BATCH_ROWS = SPAN_ROWS
-"""Most rows in a batch."""
-BATCH_BYTES = SPAN_BYTES
-"""Approximate most bytes in a batch, unless a single row has more."""
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
 SIZED_FILES = 32
@@ -48,17 +47,22 @@ class RowBatch:
 
 
 class Dataset:
-    """The Parquet files of a job's input."""
+    """The files of a job's input."""
 
-    def __init__(self, path: str | Sequence[str], run: Path | None = None) -> None:
-        """Find the files, without those in the run directory `run`, and read their footers.
+    def __init__(
+        self, path: str | Sequence[str], run: Path | None = None, types: Mapping[str, str] | None = None
+    ) -> None:
+        """Find the files, without those in the run directory `run`, their columns and row groups.
 
-        Raises InputError where a file is missing, unreadable or not Parquet.
+        `types` are those of `input.types`. Raises InputError where a file is missing or unreadable.
         """
         self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run)
         fs, paths = self._find()
         with ThreadPoolExecutor(READERS) as pool:
-            self._sources = list(pool.map(SourceFile, repeat(fs), paths, repeat(FooterBudget())))
+            self._sources = list(
+                pool.map(SourceFile, repeat(fs), paths, repeat(FooterBudget()), repeat(types))
+            )
+        have_one_schema(list(_json_lines(self._sources)))
         self._starts = [0, *accumulate(source.rows for source in self._sources)]
         self.total_rows = self._starts[-1]
         self.files = [
@@ -76,6 +80,9 @@ class Dataset:
         in_paths = partition_types([file.partitions for file in self.files])
         # some writers also store a partition column, and any directory name may contain "="
         self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
+        self.problems = (PROBLEM,) if any(source.is_text for source in self._sources) else ()
+        """Columns that say why a record cannot be read; every reader of rows has to look at them."""
+        _check_types(types or {}, self._sources)
         first = next(iter(self._schemas.values()))
         self.schema = pa.schema([*first, *(pa.field(*item) for item in self.partition_types.items())])
 
@@ -99,7 +106,7 @@ class Dataset:
         """Return the field of a column; `where` names the job's key in errors.
 
         Raises InputError where a file lacks the column or has it twice, where files disagree on its type, or
-        where Arrow cannot select rows of its type.
+        where Arrow cannot select rows of its type or Parquet cannot hold it.
         """
         if name not in self.schema.names:
             raise InputError(f"{where}: {unknown_column(name, self.schema.names)}")
@@ -118,7 +125,7 @@ class Dataset:
             if schema.field(found[0]).type != field.type:
                 raise InputError(
                     f"{path}: column {name!r} is {schema.field(found[0]).type}, "
-                    f"but {field.type} in {self.files[0].path}: write both with one type"
+                    f"but {field.type} in {self.files[0].path}: write both with one type{self._or_types()}"
                 )
         try:
             pa.nulls(0, field.type).take(pa.nulls(0, pa.int64()))
@@ -126,7 +133,13 @@ class Dataset:
             raise InputError(
                 f"{where}: column {name!r} has a type that Arrow cannot pick rows of: {field.type}"
             ) from None
+        if problem := not_for_parquet(field.type):
+            raise InputError(f"{where}: column {name!r} has a type that Parquet cannot hold: {problem}")
         return field
+
+    def type_of(self, name: str) -> pa.DataType:
+        """Return the type of a column, also of one of `problems`."""
+        return pa.string() if name in self.problems else self.schema.field(name).type
 
     def bytes_of(self, columns: Iterable[str]) -> int:
         """Return the uncompressed bytes of these columns over all files, estimated where these are many."""
@@ -152,31 +165,34 @@ class Dataset:
             if wanted.range_cardinality(self._starts[number], self._starts[number + 1]):
                 yield self._sources[number], self.files[number]
 
-    def open_span(
-        self, parquet: pq.ParquetFile, span: Span, columns: Sequence[str]
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of a span of an open file, with those of the columns that are stored in it.
+    def open_span(self, content: OpenContent, span: Span, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of a span of an open file, with these columns, which are stored in it.
 
         Raises OSError or ArrowException.
         """
-        batches = parquet.iter_batches(
-            batch_size=batch_rows(span.rows, span.size),
-            row_groups=list(span.groups),
-            columns=[name for name in columns if name not in self.partition_types],
-            use_threads=False,
-        )
-        return map(normalize, batches)
+        return map(normalize, content.read(span, columns))
+
+    def stored(self, source: SourceFile, columns: Iterable[str]) -> list[str]:
+        """Return those of the columns that are stored in a file."""
+        made = {*self.partition_types, *(() if source.is_text else self.problems)}
+        return [name for name in columns if name not in made]
 
     def with_partitions(self, batch: RowBatch, file: InputFile, columns: Sequence[str]) -> RowBatch:
-        """Return the batch with those of the columns added that are partition columns of the file's path."""
-        missing = [name for name in columns if name in self.partition_types]
-        if not missing:
-            return batch
+        """Return the batch with those of the columns added that are not stored in the file.
+
+        These are partition columns of its path, and PROBLEM in a file whose records are never wrong.
+        """
         data = batch.data
-        for name in missing:
-            value = pa.scalar(file.partitions[name]).cast(self.partition_types[name])
-            data = data.append_column(name, pa.repeat(value, data.num_rows))
+        for name in columns:
+            if name in self.partition_types:
+                value = pa.scalar(file.partitions[name]).cast(self.partition_types[name])
+                data = data.append_column(name, pa.repeat(value, data.num_rows))
+            elif name in self.problems and name not in data.schema.names:
+                data = data.append_column(name, pa.nulls(data.num_rows, pa.string()))
         return RowBatch(batch.rows, data)
+
+    def _or_types(self) -> str:
+        return ", or give its type in input.types" if self.problems else ""
 
 
 class RowReader(Protocol):
@@ -206,8 +222,9 @@ class DatasetReader:
         self._dataset = dataset
         self._columns = columns
         self._source: SourceFile | None = None  # the open file
-        self._parquet: pq.ParquetFile | None = None
-        self._spans: list[Span] = []  # of the open file
+        self._stored: list[str] = []  # the columns that are in it
+        self._content: OpenContent | None = None
+        self._spans: Spans = []  # of the open file
         self._span: Span | None = None  # the one that was read last
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._start = 0  # ordinal of the first row in `_data`
@@ -232,31 +249,32 @@ class DatasetReader:
     def close(self) -> None:
         """Close the open file."""
         self._source = self._span = None
-        if self._parquet is not None:
-            self._parquet.close(force=True)
-            self._parquet = None
+        if self._content is not None:
+            self._content.close()
+            self._content = None
 
     def _read_file(self, source: SourceFile, file: InputFile, wanted: BitMap64) -> Iterator[RowBatch]:
         if self._source is not source:
             self.close()
-            self._parquet = source.open()
-            self._spans = list(spans(self._parquet.metadata, self._columns))
+            self._stored = self._dataset.stored(source, self._columns)
+            self._content = source.open()
+            self._spans = self._content.spans(self._stored)
             self._source = source
         in_file = wanted & BitMap64(range(file.first_row, file.first_row + source.rows))
         first = bisect_right(self._spans, in_file.min() - file.first_row, key=_first_row) - 1
         last = bisect_right(self._spans, in_file.max() - file.first_row, key=_first_row)
-        for span in self._spans[first:last]:
+        for span in map(self._spans.__getitem__, range(first, last)):
             start = file.first_row + span.first_row
             if in_span := in_file & BitMap64(range(start, start + span.rows)):
                 yield from self._read_span(source, span, start, in_span)
 
     def _read_span(self, source: SourceFile, span: Span, start: int, wanted: BitMap64) -> Iterator[RowBatch]:
         last = wanted.max()
-        if self._span is not span or wanted.min() < self._start:
-            assert self._parquet is not None
+        if self._span != span or wanted.min() < self._start:
+            assert self._content is not None
             self._span = None
             source.check_unchanged()
-            self._batches = self._dataset.open_span(self._parquet, span, self._columns)
+            self._batches = self._dataset.open_span(self._content, span, self._stored)
             self._start, self._data = start, self._next(source)
             self._span = span
         while True:
@@ -292,9 +310,21 @@ def _distinct_schemas(sources: Iterable[SourceFile]) -> Iterator[tuple[str, pa.S
             yield source.path, normalized(source.schema)
 
 
-def batch_rows(rows: int, size: int) -> int:
-    """Return the rows per batch for a row group of `rows` rows and `size` bytes."""
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
+def _json_lines(sources: Iterable[SourceFile]) -> Iterator[JsonLinesRecords]:
+    for source in sources:
+        if isinstance(source.content, TextContent) and isinstance(source.content.records, JsonLinesRecords):
+            yield source.content.records
+
+
+def _check_types(types: Mapping[str, str], sources: Iterable[SourceFile]) -> None:
+    """Raise InputError where `input.types` names a column that no text file has."""
+    texts = [source for source in sources if source.is_text]
+    known = dict.fromkeys(name for source in texts for name in source.schema.names)
+    for name in types:
+        if not texts:
+            raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
+        if name not in known:
+            raise InputError(f"input.types: {unknown_column(name, known)}")
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None:

@@ -1,9 +1,9 @@
-"""Finds the Parquet files of `input.path`, and the Hive partition columns in their paths."""
+"""Finds the files of `input.path`, and the Hive partition columns in their paths."""
 
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from urllib.parse import unquote
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputError
+from batchrunner.input.formats.endings import ENDINGS, known_format
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""
@@ -29,7 +30,7 @@ def find_files(given: Sequence[str], run: Path | None = None) -> tuple[pafs.File
             raise InputError(f"{name}: lies on another file system than {given[0]}: one input lies on one")
         try:
             local = isinstance(fs, pafs.LocalFileSystem)
-            files = _local_files(name, Path(path)) if local else _remote_files(name, fs, path)
+            files = _local_files(name, Path(path), run) if local else _remote_files(name, fs, path)
         except InputError:
             raise
         except read_errors(fs) as failure:  # a name is too long, a directory not accessible
@@ -67,13 +68,15 @@ def _locate(given: str) -> tuple[pafs.FileSystem, str]:
     return fs, path
 
 
-def _local_files(given: str, path: Path) -> dict[str, str]:
+def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
     """Return files by their resolved paths, since one directory may be named in several ways."""
-    path = path.expanduser()
     if path.is_dir():
-        files = [p for p in path.rglob("*.parquet") if not _hidden(p.relative_to(path))]
+        below = [p for p in _local_files_below(path) if not _hidden(p.relative_to(path))]
+        ours = path.resolve() if run is not None and path.resolve() in (run, *run.parents) else None
+        others = [p for p in below if ours is None or run not in (ours / p.relative_to(path)).parents]
+        files = [Path(p) for p in _of_one_kind(given, [str(p) for p in others or below])]
         if not files:
-            raise InputError(f"{given}: no *.parquet file in this directory")
+            raise InputError(f"{given}: no *.parquet file in this directory, and no CSV, JSON Lines or Arrow")
     elif path.exists():
         files = [path]
     elif glob.has_magic(str(path)):
@@ -85,20 +88,50 @@ def _local_files(given: str, path: Path) -> dict[str, str]:
     return {str(file.parent.resolve() / file.name): str(file) for file in files}
 
 
+def _local_files_below(directory: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(directory, onerror=_refuse_unless_closed):
+        yield from (Path(parent, name) for name in names)
+
+
+def _refuse_unless_closed(failure: OSError) -> None:
+    if not isinstance(failure, PermissionError):
+        raise failure
+
+
+def _of_one_kind(given: str, paths: Sequence[str]) -> list[str]:
+    """Return those files of a directory that are input: Parquet files, or else those of one other kind.
+
+    Beside Parquet files there may be descriptions in JSON, or a list in CSV. Raises InputError where there
+    are several other kinds.
+    """
+    kinds: dict[str, list[str]] = {}
+    for path in paths:
+        if found := known_format(path):
+            kinds.setdefault(found.kind, []).append(path)
+    if "Parquet" in kinds or len(kinds) < 2:  # noqa: PLR2004
+        return kinds.get("Parquet") or next(iter(kinds.values()), [])
+    example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
+    raise InputError(
+        f"{given}: has {' and '.join(sorted(kinds))} files: "
+        f"name those of one kind, such as {given}/**/*{example}"
+    )
+
+
 def _remote_files(given: str, fs: pafs.FileSystem, path: str) -> dict[str, str]:
     kind = fs.get_file_info(path).type
     files: list[str] = []
     if kind == pafs.FileType.File:
         files = [path]
     elif kind == pafs.FileType.Directory:
-        found = [file for file in _files_below(fs, path) if file.endswith(".parquet")]
-        files = [file for file in found if not _hidden(PurePosixPath(file.removeprefix(path)))]
+        found = _files_below(fs, path)
+        shown = [file for file in found if not _hidden(PurePosixPath(file.removeprefix(path)))]
+        files = _of_one_kind(given, shown)
     elif "*" in path:  # the only magic character in a URI, where `?` begins the query
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
         files = [file for file in _files_below(fs, top) if re.fullmatch(pattern, file)]
     if not files:
-        raise InputError(f"{given}: no Parquet file there")
+        raise InputError(f"{given}: no Parquet file there, and no CSV, JSON Lines or Arrow file")
     return {file: file for file in files}
 
 

@@ -45,19 +45,23 @@ class JobInput:
         """Return the first `input.limit` rows for which `input.filter` is true.
 
         A filter that fails on a null is false. A row on which it fails otherwise (a text compared with a
-        number, for example) is selected too, and ends as a failed row with that error. Only the filter's
-        columns are read, and no row after the limit. `check_stop` is called before each row; what it raises
-        ends the search. Raises InputError where no row is selected.
+        number, for example), or that cannot be read, is selected too, and ends as a failed row with that
+        error. Only the filter's columns are read, and no row after the limit. `check_stop` is called before
+        each row; what it raises ends the search. Raises InputError where no row is selected.
         """
         predicate, limit = self.renderer.predicate, self.job.input.limit
         total = self.dataset.total_rows
         if predicate is None:
             return BitMap64(range(min(limit or total, total)))
         selected = BitMap64()
-        for batch in self.dataset.read(BitMap64(range(total)), predicate.columns):
-            for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
+        problems = self.dataset.problems
+        columns = [*predicate.columns, *problems]
+        for batch in self.dataset.read(BitMap64(range(total)), columns):
+            for row, values in zip(batch.rows, rows_of(batch, columns), strict=True):
                 check_stop()
-                if _selects(predicate, values):
+                # a record that cannot be read is no row to leave out: it ends as a failed row
+                wrong = [values.pop(name) for name in problems]
+                if any(wrong) or _selects(predicate, values):
                     selected.add(row)
                     if len(selected) == limit:
                         return selected

@@ -9,6 +9,7 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.dataset import RowBatch
+from batchrunner.input.formats.base import PROBLEM
 from batchrunner.input.render import Renderer
 from batchrunner.input.schemas import normalize, normalized
 from batchrunner.job.spec import Job
@@ -27,6 +28,11 @@ class LiveColumns:
     def schema(self) -> pa.Schema:
         """All columns."""
         return self._schema
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Columns that say why a record of a file cannot be read."""
+        return (PROBLEM,) if PROBLEM in self._schema.names else ()
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; raises InputError where there is none, or several."""

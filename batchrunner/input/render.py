@@ -37,6 +37,10 @@ class ColumnSource(Protocol):
     def schema(self) -> pa.Schema:
         """All columns."""
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Columns that say why a record cannot be read."""
+
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
 
@@ -73,7 +77,8 @@ class Renderer:
         self._used = sorted(names)
         self._carried = list(source.columns)
         self._carried_names = [source.rename.get(name, name) for name in source.columns]
-        self.columns = sorted({*self._used, *self._carried})
+        self._problems = dataset.problems
+        self.columns = sorted({*self._used, *self._carried, *self._problems})
         for name in self._used:
             dataset.field(name, where="prompt")
         self.carried_schema = pa.schema(
@@ -92,7 +97,8 @@ class Renderer:
         """
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
         items: list[Request | Outcome] = []
-        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
+        used = [*self._used, *self._problems]
+        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, used), strict=True)):
             if is_stopped():
                 break
             ref = RowRef(row, carried, position)
@@ -103,6 +109,9 @@ class Renderer:
         return items
 
     def _request(self, ref: RowRef, row: Row) -> Request:
+        for name in self._problems:
+            if problem := row.pop(name):
+                raise RowRefusedError(problem)
         for value in row.values():
             if isinstance(value, UnreadableValue):
                 raise RowRefusedError(value.reason)

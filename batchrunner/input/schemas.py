@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
@@ -22,6 +23,16 @@ def normalize(data: pa.RecordBatch) -> pa.RecordBatch:
     """Return a batch with the normalized schema."""
     schema = normalized(data.schema)
     return data if data.schema.equals(schema) else data.cast(schema)
+
+
+def not_for_parquet(kind: pa.DataType) -> str | None:
+    """Return why Parquet, as which results are written, cannot hold values of a type; None where it can."""
+    try:
+        with pa.BufferOutputStream() as sink, pq.ParquetWriter(sink, pa.schema([("a", kind)])) as writer:
+            writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
+    except (pa.ArrowException, NotImplementedError) as failure:
+        return str(failure).partition("\n")[0]
+    return None
 
 
 def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:

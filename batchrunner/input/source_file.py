@@ -1,92 +1,87 @@
-"""One Parquet file of the input: its footer, its digest, and whether it is still the file that was found."""
+"""One file of the input: its content, its digest, and whether it is still the file that was found."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 
 from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.input.files import first_line, read_errors
+from batchrunner.input.formats.arrow import ArrowContent
+from batchrunner.input.formats.base import READ_BUFFER_BYTES, Content, OpenContent
+from batchrunner.input.formats.csv_records import CsvRecords
+from batchrunner.input.formats.endings import FileFormat, format_of
+from batchrunner.input.formats.json_lines import JsonLinesRecords
+from batchrunner.input.formats.parquet import FooterBudget, ParquetContent
+from batchrunner.input.formats.text import TextContent, TextSource
 
-READ_BUFFER_BYTES = 1 << 20
-"""Bytes of the buffers through which column chunks are streamed, instead of being loaded whole."""
+log = logging.getLogger(__name__)
+
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
-"""A digest reads this many blocks of this many bytes; a file of up to their sum (1 MiB) is read whole."""
-SPAN_ROWS, SPAN_BYTES = 256, 8 << 20
-"""Row groups are read together while they have no more rows and bytes than this."""
-KEPT_FOOTER_BYTES = 8 << 20
-"""Bytes of Parquet footers, over all files, that stay in memory; others are parsed at each opening."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive row groups of a file that are read together."""
-
-    groups: range
-    first_row: int
-    """Index in the file of the first row."""
-    rows: int
-    size: int
-    """Uncompressed bytes of the columns that are read."""
-
-
-class FooterBudget:
-    """Decides which footers are kept in memory. Files may be read in several threads."""
-
-    def __init__(self, most_bytes: int = KEPT_FOOTER_BYTES) -> None:
-        self._left = most_bytes
-        self._lock = threading.Lock()
-
-    def takes(self, footer: pq.FileMetaData) -> bool:
-        """Tell whether there is room for a footer, which then counts as kept."""
-        with self._lock:
-            fits: bool = footer.serialized_size <= self._left
-            self._left -= footer.serialized_size if fits else 0
-        return fits
+"""A digest of a Parquet file reads this many blocks of this many bytes; the last is the footer, which changes
+with the content. Of up to their sum (1 MiB), and of other formats, all is read."""
+LARGE_BYTES = 256 << 20
+"""Size of a file whose reading at the start takes so long that the log says so."""
 
 
 class SourceFile:
-    """A Parquet file, as it was when it was found.
+    """A file of the input, as it was when it was found.
 
     Another file under its path, or other content in it, is an InputChangedError; the digest decides.
     """
 
-    def __init__(self, fs: pafs.FileSystem, path: str, budget: FooterBudget) -> None:
-        """Read the footer; raises InputError where the file is missing, unreadable or not Parquet."""
+    def __init__(
+        self, fs: pafs.FileSystem, path: str, budget: FooterBudget, types: Mapping[str, str] | None = None
+    ) -> None:
+        """Find the columns and row groups; raises InputError where the file is missing or unreadable.
+
+        `types` are those of `input.types`.
+        """
         self._fs = fs
         self.path = path
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
         """Whether it costs little to look at the file again."""
         self.read_errors = read_errors(fs)
         """What reading it raises, see `files.read_errors`."""
+        self.format = format_of(path)
+        kind = self.format.kind
         try:
             self._seen = self._look()
             self._size = self._size_now()
             with fs.open_input_file(path) as source:
-                self.digest = _digest(source, self._size)
+                self.digest = _digest(source, self._size, whole=kind != "Parquet")
                 source.seek(0)
-                parquet = pq.ParquetFile(source)
-                footer, self.schema = parquet.metadata, parquet.schema_arrow
+                self.content: Content = (
+                    ParquetContent(fs, path, source, budget)
+                    if kind == "Parquet"
+                    else _content(fs, path, self._size, self.format, types or {})
+                )
         except InputError:
             raise
-        except read_errors(fs) as failure:
-            raise InputError(f"{path}: not a readable Parquet file: {first_line(failure)}") from None
-        self.row_groups = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
-        self.rows: int = footer.num_rows
-        self._footer = footer if budget.takes(footer) else None
+        except self.read_errors as failure:
+            raise InputError(f"{path}: not a readable {kind} file: {first_line(failure)}") from None
+        self.row_groups = self.content.row_groups
+        self.rows: int = sum(self.row_groups)
 
-    def open(self) -> pq.ParquetFile:
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of the file."""
+        return self.content.schema
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a text file, some of whose records may be wrong."""
+        return isinstance(self.content, TextContent)
+
+    def open(self) -> OpenContent:
         """Open the file for reading; raises OSError or ArrowException, or InputChangedError."""
         self.check_unchanged()
-        source = self._fs.open_input_file(self.path)
-        return pq.ParquetFile(source, metadata=self._footer, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
+        return self.content.open()
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError where the path has other content now.
@@ -99,7 +94,7 @@ class SourceFile:
                 return
             size = self._fs.get_file_info(self.path).size
             same = size == self._size and self._digest_now(size) == self.digest
-        except read_errors(self._fs):
+        except self.read_errors:
             return
         if not same:
             raise InputChangedError(
@@ -111,10 +106,10 @@ class SourceFile:
     def bytes_of(self, columns: Iterable[str]) -> int:
         """Return the uncompressed bytes of these columns; raises InputError."""
         try:
-            return sum(span.size for span in spans(self._footer or self.open().metadata, columns))
+            return self.content.bytes_of(columns)
         except InputError:
             raise
-        except read_errors(self._fs) as failure:
+        except self.read_errors as failure:
             raise InputError(f"{self.path}: cannot be read: {first_line(failure)}") from None
 
     def _look(self) -> tuple[int, ...]:
@@ -130,39 +125,37 @@ class SourceFile:
     def _size_now(self) -> int:
         size: int = self._fs.get_file_info(self.path).size
         if not size:
-            raise InputError(f"{self.path}: is empty (0 bytes): not a Parquet file")
+            raise InputError(f"{self.path}: is empty (0 bytes): not a {self.format.kind} file")
         return size
 
     def _digest_now(self, size: int) -> str:
         with self._fs.open_input_file(self.path) as source:
-            return _digest(source, size)
+            return _digest(source, size, whole=self.format.kind != "Parquet")
 
 
-def spans(footer: pq.FileMetaData, columns: Iterable[str]) -> Iterator[Span]:
-    """Yield the row groups of a file as spans: a small one goes together with its neighbours."""
-    leaves = _leaves(footer, columns)
-    begin = first_row = rows = size = 0
-    for group in range(footer.num_row_groups):
-        found = footer.row_group(group)
-        its_size = sum(found.column(leaf).total_uncompressed_size for leaf in leaves)
-        if group > begin and (rows + found.num_rows > SPAN_ROWS or size + its_size > SPAN_BYTES):
-            yield Span(range(begin, group), first_row, rows, size)
-            begin, first_row, rows, size = group, first_row + rows, 0, 0
-        rows, size = rows + found.num_rows, size + its_size
-    if footer.num_row_groups:
-        yield Span(range(begin, footer.num_row_groups), first_row, rows, size)
+def _content(
+    fs: pafs.FileSystem, path: str, size: int, form: FileFormat, types: Mapping[str, str]
+) -> Content:
+    """Find the content of a file that has no footer: it is read once."""
+    if size >= LARGE_BYTES:
+        log.info("%s: is read once to find its rows (%d MiB)", path, size >> 20)
+    if form.kind == "Arrow":
+        compression = form.compression
+        if compression is None:
+            return ArrowContent(lambda: fs.open_input_file(path), size, seekable=True)
+        return ArrowContent(lambda: fs.open_input_stream(path, compression=compression), size, seekable=False)
+    source = TextSource(fs, path, form.compression)
+    if form.kind == "JSON Lines":
+        return TextContent(source, JsonLinesRecords(path, types))
+    return TextContent(source, CsvRecords(path, "\t" if form.ending == ".tsv" else ",", types))
 
 
-def _leaves(footer: pq.FileMetaData, columns: Iterable[str]) -> list[int]:
-    """Return the numbers of the leaf columns, whose paths are `column.field.element`, of these columns."""
-    tops = tuple(f"{name}." for name in columns)
-    paths = (footer.schema.column(leaf).path for leaf in range(footer.num_columns))
-    return [leaf for leaf, path in enumerate(paths) if f"{path}.".startswith(tops)]
-
-
-def _digest(source: pa.NativeFile, size: int) -> str:
+def _digest(source: pa.NativeFile, size: int, *, whole: bool) -> str:
     digest = hashlib.sha256(str(size).encode())
-    if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
+    if whole:
+        while block := source.read(READ_BUFFER_BYTES):
+            digest.update(block)
+    elif size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
         digest.update(source.read())
     else:
         for block in range(SAMPLE_BLOCKS):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchrunner.job.fields import Duration, Spec
+from batchrunner.job.fields import Duration, Spec, UserPath, user_paths
 
 
 def _checked_url(url: str) -> str:
@@ -47,7 +47,7 @@ class _LocalEngine(Spec):
 
 def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str) -> dict[str, Any]:
     """Return arguments by their command-line names without `--`; raises ValueError for a reserved one."""
-    clean = {name.lstrip("-").replace("_", "-"): value for name, value in args.items()}
+    clean = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
     for name in reserved:
         if name in clean:
             raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.{field}")
@@ -57,7 +57,7 @@ def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str
 class LaunchedEngine(_LocalEngine):
     """Base class of engines whose servers the run starts."""
 
-    python: str | None = None
+    python: UserPath | None = None
     """Path of the Python interpreter that has SGLang installed; by default the one that runs batchrunner."""
     env: dict[str, str] = {}
     """Environment variables for the server, in addition to those of batchrunner."""
@@ -67,13 +67,18 @@ class LaunchedEngine(_LocalEngine):
     """Whether a server that dies out of memory is restarted with safer arguments. Later runs with this model,
     GPU and version of SGLang begin with them. `false` uses `args` unchanged."""
 
+    @field_validator("env")
+    @classmethod
+    def _paths_in_env(cls, env: dict[str, str]) -> dict[str, str]:
+        return {name: user_paths(value) for name, value in env.items()}
+
 
 class ServerEngine(LaunchedEngine):
     """A server that the run starts on a free local port, and stops at the end."""
 
     kind: Literal["server"]
     """`server`: the run starts and stops it."""
-    model: str
+    model: UserPath
     """Model directory, or a model name that SGLang can load."""
 
 
@@ -85,7 +90,7 @@ class GatewayEngine(LaunchedEngine):
 
     kind: Literal["gateway"]
     """`gateway`: replicas behind SGLang's Model Gateway, started by the run (`model`) or running (`url`)."""
-    model: str | None = None
+    model: UserPath | None = None
     """Model directory, or a model name that SGLang can load: the run starts and stops replicas and
     gateway."""
     url: Url | None = None
@@ -139,7 +144,7 @@ class InprocessEngine(_LocalEngine):
 
     kind: Literal["inprocess"]
     """`inprocess`: the Python class `sglang.Engine` in batchrunner's own process."""
-    model: str
+    model: UserPath
     """Model directory, or a model name that SGLang can load."""
 
 

@@ -1,11 +1,20 @@
 """What all parts of a job have in common: the base class, and fields for durations and fractions."""
 
 import json
+import os
 import re
 from typing import Annotated, Any, TypeAlias
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+)
 
 _DURATION = re.compile(
     r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
@@ -28,6 +37,45 @@ def _share(value: object) -> object:
     return value
 
 
+_HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
+_NAMED = re.compile(r"([A-Za-z_][\w.-]*=)([~$].*)", re.DOTALL)
+"""A value that an argument names itself, such as a LoRA adapter: `NAME=PATH`."""
+
+
+def user_path(path: str) -> str:
+    """Return a path with the home directory for a leading `~`, `~user`, `$HOME` or `${HOME}`.
+
+    Any other text is returned as it is. Raises ValueError where the user has no home directory.
+    """
+    path = _HOME.sub("~", path, count=1) if _HOME.match(path) else path
+    if not path.startswith("~"):
+        return path
+    found = os.path.expanduser(path)  # noqa: PTH111 - Path would drop a final slash
+    if found.startswith("~"):
+        name = path.partition("/")[0]
+        raise ValueError(f"no home directory for {name}: write ./{name} for a file of that name")
+    return found
+
+
+def user_paths(value: Any) -> Any:
+    """Return the value of an argument with the paths in it, also in lists and `NAME=PATH`, as `user_path`.
+
+    A text of which no home directory is known is left as it is: it may be no path.
+    """
+    if isinstance(value, list):
+        return [user_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    named = _NAMED.fullmatch(value)
+    name, path = (named[1], named[2]) if named else ("", value)
+    try:
+        return name + user_path(path)
+    except ValueError:
+        return value
+
+
+UserPath: TypeAlias = Annotated[str, AfterValidator(user_path)]
+"""A path in which `~` and `$HOME` stand for a home directory."""
 _SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
 Duration: TypeAlias = Annotated[
     float,

@@ -76,7 +76,7 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
         case Mapping():
             return _deep_copy(source), "job"
         case str() | Path():
-            return _read_yaml(Path(source)), str(source)
+            return _read_yaml(Path(os.path.expanduser(source))), str(source)  # noqa: PTH111 - `~unknown` is left
         case _:
             raise JobError(f"job: give a path, a mapping or a Job (got {_kind(source)})")
 

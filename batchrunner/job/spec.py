@@ -1,17 +1,17 @@
 """The job: which rows, as which prompts, on which engine. `batchrun schema` prints its JSON Schema.
 
 The docstring under each field becomes its description in the schema. Relative paths are relative to the
-current directory.
+current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
-from batchrunner.job.fields import CountOrShare, Duration, Share, Spec
+from batchrunner.job.fields import CountOrShare, Duration, Share, Spec, UserPath
 from batchrunner.job.sampling import SamplingSpec
 
 RESULT_COLUMNS = {
@@ -31,15 +31,23 @@ RESULT_COLUMNS = {
 carried columns."""
 
 
+ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
+
+
 class InputSpec(Spec):
     """Where the rows come from."""
 
-    path: str | Annotated[list[str], Field(min_length=1)]
-    """A Parquet file, a directory, a glob, or a list of these. Directory names such as `year=2024` become
+    path: UserPath | Annotated[list[UserPath], Field(min_length=1)]
+    """A file, a directory, a glob, or a list of these. Files are Parquet, or by their ending CSV (`.csv`,
+    `.tsv`), JSON Lines (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), which may be
+    compressed (`.gz`, `.zst`). Directory names such as `year=2024` become
     columns, unless the files have a column of that name. Paths are local, or URIs that pyarrow can open
     (s3://, gs://, hdfs://), whose globs may contain `*` and `**/`."""
     columns: list[str] = []
     """Input columns that are copied to the results."""
+    types: dict[str, ColumnType] = {}
+    """Types of columns of CSV and JSON Lines files. In CSV any other column is a text, as it stands in the
+    file; in JSON Lines it has the type of its values. A value that does not fit fails its row."""
     rename: dict[str, str] = {}
     """New names for copied columns: `{input_name: output_name}`."""
     filter: str | None = None
@@ -90,7 +98,7 @@ class PromptSpec(Spec):
 class OutputSpec(Spec):
     """Where the results are written."""
 
-    path: str
+    path: UserPath
     """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Most rows in a result file (part). A part is also written every 30 s."""

@@ -37,6 +37,7 @@ def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, A
         "limit": job.input.limit,
         "columns": job.input.columns,
         "rename": job.input.rename,
+        "types": job.input.types,
         "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
         "model": model,
@@ -53,9 +54,18 @@ def check_same_run(
     """
     difference = _files_difference(old["files"], new["files"])
     difference = difference or _limit_difference(old["limit"], new["limit"])
-    for name in ("filter", "columns", "rename", "prompt", "sampling", *(["model"] if model_known else [])):
-        if difference is None and old[name] != new[name]:
-            difference = _difference(name, old[name], new[name])
+    for name in (
+        "filter",
+        "columns",
+        "rename",
+        "types",
+        "prompt",
+        "sampling",
+        *(["model"] if model_known else []),
+    ):
+        before = old.get(name, {}) if name == "types" else old[name]  # runs of 0.1.0 have no types
+        if difference is None and before != new[name]:
+            difference = _difference(name, before, new[name])
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}; take another output.path, "
@@ -88,9 +98,12 @@ def _difference(name: str, old: Any, new: Any) -> str:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}):
             if old.get(key) != new.get(key):
-                return f"{name}.{key} was {_brief(old.get(key))} and is {_brief(new.get(key))}"
-    label = f"input.{name}" if name in {"filter", "columns", "rename"} else name
-    return f"{label} was {_brief(old)} and is {_brief(new)}"
+                return f"{_label(name)}.{key} was {_brief(old.get(key))} and is {_brief(new.get(key))}"
+    return f"{_label(name)} was {_brief(old)} and is {_brief(new)}"
+
+
+def _label(name: str) -> str:
+    return f"input.{name}" if name in {"filter", "columns", "rename", "types"} else name
 
 
 def _brief(value: Any) -> str:

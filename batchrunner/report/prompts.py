@@ -30,7 +30,7 @@ def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
         for file in facts["fingerprint"]["files"]:
             inside = BitMap64(row - first for row in rows if first <= row < first + file["rows"])
             if inside:
-                dataset = Dataset(file["path"])
+                dataset = Dataset(file["path"], types=job.input.types)
                 if dataset.files[0].digest == file["digest"]:
                     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
                     for batch in dataset.read(inside, renderer.columns):

@@ -10,7 +10,7 @@ from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
-from batchrunner.job.spec import Job
+from batchrunner.job.spec import InputSpec, Job
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
@@ -51,23 +51,23 @@ def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
     Raises JobError, InputError or OutputError, each one clear line.
     """
     run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
-    dataset = _open_dataset(job.input.path, run_dir)
+    dataset = _open_dataset(job.input, run_dir)
     if not dataset.total_rows:
-        raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} Parquet file(s)")
+        raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     renderer = Renderer(dataset, job.input, job.prompt, job.sampling, render_s=job.limits.render)
     run_dir.check_writable()
     refuse_nesting(run_dir)
     return PreparedJob(job, dataset, renderer, run_dir, part)
 
 
-def _open_dataset(path: str | list[str], run_dir: RunDir) -> Dataset:
+def _open_dataset(source: InputSpec, run_dir: RunDir) -> Dataset:
     """Open the input, which must not contain the run's own results: the next attempt would read them."""
     try:
         run = run_dir.path.resolve()
     except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
-    dataset = Dataset(path, run)
-    _refuse_results(path, dataset)
+    dataset = Dataset(source.path, run, source.types)
+    _refuse_results(source.path, dataset)
     for file in dataset.files:
         real = Path(file.path).resolve()
         if run in real.parents and real != run_dir.given.resolve():
@@ -138,7 +138,7 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
         return False
     new = fingerprint(prepared.job, prepared.dataset.files, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
-    _check_partitions(prepared)
+    _check_carried_types(prepared)
     return True
 
 
@@ -153,15 +153,26 @@ def check_same_weights(prepared: PreparedJob, weights: str | None) -> None:
         )
 
 
-def _check_partitions(prepared: PreparedJob) -> None:
-    """Refuse added files whose paths give a carried partition column another type: no merge takes both."""
+def _check_carried_types(prepared: PreparedJob) -> None:
+    """Refuse added files that give a carried column another type: no merge takes both.
+
+    Partition columns have their types from all paths, columns of JSON Lines files from all values.
+    """
+    before = schema_of_results(prepared.run_dir) if prepared.job.input.columns else None
     carried = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)
-    in_paths = [(name, field) for name, field in carried if name in prepared.dataset.partition_types]
-    before = schema_of_results(prepared.run_dir) if in_paths else None
-    for name, field in in_paths:
-        if before and field.name in before.names and (kind := before.field(field.name).type) != field.type:
+    for name, field in carried:
+        if not before or field.name not in before.names or before.field(field.name).type == field.type:
+            continue
+        kind = before.field(field.name).type
+        if name in prepared.dataset.partition_types:
             raise ResumeError(
                 f"{prepared.run_dir.path}: the column {name!r}, which stands in the paths, was {kind} in the "
                 f"results so far, and the files added make it {field.type}: name their directories alike, "
                 f"take another output.path, or discard what is there with {DISCARD}"
+            )
+        if prepared.dataset.problems:
+            raise ResumeError(
+                f"{prepared.run_dir.path}: the column {name!r} was {kind} in the results so far, and the "
+                f"files added make it {field.type}: write them alike, take another output.path with a type "
+                f"in input.types, or discard what is there with {DISCARD}"
             )

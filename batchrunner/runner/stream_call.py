@@ -114,7 +114,8 @@ class StreamCall:
         """Return the rows of files; None where they have none."""
         dataset = Dataset(paths)
         job = self._make_job(dataset.schema, paths, scratch)
-        renderer = LiveRenderer(job, dataset.schema)
+        problems = (pa.field(name, pa.string()) for name in dataset.problems)
+        renderer = LiveRenderer(job, pa.schema([*dataset.schema, *problems]))
         return (job, renderer.kind, FileRows(renderer, dataset)) if dataset.total_rows else None
 
     def _open_iterator(self, buffer: RowBuffer, scratch: Path) -> tuple[Job, PromptKind, StreamRows] | None:

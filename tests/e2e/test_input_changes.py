@@ -18,6 +18,7 @@ from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, wri
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from batchrunner.input.formats.base import OpenContent
     from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 ROWS = 6000
@@ -162,7 +163,7 @@ def test_a_file_is_opened_once_for_each_pass(
     parsed: list[object] = []
     real_open, real_file = SourceFile.open, pq.ParquetFile
 
-    def open_file(file: SourceFile) -> pq.ParquetFile:
+    def open_file(file: SourceFile) -> OpenContent:
         opened.append(file.path)
         return real_open(file)
 
@@ -172,7 +173,7 @@ def test_a_file_is_opened_once_for_each_pass(
         return real_file(source, **options)
 
     monkeypatch.setattr(SourceFile, "open", open_file)
-    monkeypatch.setattr("batchrunner.input.source_file.pq.ParquetFile", parquet_file)
+    monkeypatch.setattr("batchrunner.input.formats.parquet.pq.ParquetFile", parquet_file)
     path = write_rows(tmp_path / "rows.parquet", 500)
     pq.write_table(pq.read_table(path), path, row_group_size=500 // row_groups)
     job = job_of(tmp_path, INSTANT, input={"path": str(path)}, order="input")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,9 +14,6 @@ from batchrunner.core.errors import JobError
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import load_job
 from tests.support.example_job import EXAMPLE, example, refusal
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def file_refusal(path: Path, text: str | bytes) -> str:
@@ -54,6 +51,44 @@ def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
     """A cluster's job script overrides a job file without editing it."""
     monkeypatch.setenv("BATCHRUN__OUTPUT__PATH", "/scratch/run")
     assert load_job(yaml.safe_load(EXAMPLE)).output.path == "/scratch/run"
+
+
+@pytest.mark.parametrize("home", ["~", "$HOME", "${HOME}", "~root"])
+def test_home_directories(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~`, `~user` and `$HOME` are home directories in every path of a job, wherever it is given."""
+    monkeypatch.setenv("HOME", str(Path("~root").expanduser()))
+    at = str(Path("~root").expanduser())
+    job = load_job(
+        {
+            "input": {"path": [f"{home}/in/*.parquet", f"s3://bucket/{home}", f"in/{home}"]},
+            "prompt": {"text": f"{home}/text {{{{ x }}}}"},
+            "output": {"path": f"{home}/out"},
+            "engine": {
+                "kind": "server",
+                "model": "org/name",
+                "python": f"{home}/bin/python",
+                "args": {"chat-template": f"{home}/c.jinja", "lora_paths": [f"a={home}/a"], "tp-size": 2},
+                "env": {"HF_HOME": f"{home}/hf"},
+            },
+        },
+        overrides=[f"engine.model={home}/model", "engine.args.stream-output=~nobody-of-that-name/x"],
+        environ={"BATCHRUN__OUTPUT__PATH": f"{home}/run"},
+    )
+    assert isinstance(job.engine, ServerEngine)
+    assert job.input.path == [f"{at}/in/*.parquet", f"s3://bucket/{home}", f"in/{home}"]
+    assert (job.prompt.text, job.output.path) == (f"{home}/text {{{{ x }}}}", f"{at}/run")
+    assert (job.engine.model, job.engine.python) == (f"{at}/model", f"{at}/bin/python")
+    assert job.engine.args["chat-template"] == f"{at}/c.jinja"
+    assert job.engine.args["lora-paths"] == [f"a={at}/a"]
+    assert job.engine.args["stream-output"] == "~nobody-of-that-name/x"
+    assert job.engine.env == {"HF_HOME": f"{at}/hf"}
+
+
+@pytest.mark.parametrize("field", ["input.path", "output.path"])
+def test_a_user_without_a_home(field: str) -> None:
+    """A user whom nobody knows is one line, which says how a file of that name is written."""
+    message = refusal(f"{field}=~nobody-of-that-name/x")
+    assert f"{field}: no home directory for ~nobody-of-that-name: write ./~nobody-of-that-name" in message
 
 
 @given(

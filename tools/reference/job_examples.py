@@ -3,6 +3,7 @@
 EXAMPLES = {
     "input.path": "[data/2024/*.parquet, more.parquet]",
     "input.columns": "[id, title]",
+    "input.types": "{score: float64, zip: string}",
     "input.rename": "{output: human_answer}",
     "input.filter": "lang == 'en' and text | length > 100",
     "input.limit": "1000",
@@ -79,6 +80,7 @@ EXAMPLES = {
 
 COMPANIONS = {
     "input": "{path: rows.parquet}",
+    "input.types": "{path: rows.csv}",
     "input.rename": "{path: rows.parquet, columns: [id, output]}",
     "prompt": "{user: '{{ text }}'}",
     "prompt.messages": "{}",

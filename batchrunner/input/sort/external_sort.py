@@ -203,7 +203,7 @@ _POSITION, _ORDINAL = "\0position", "\0row"
 def _with_positions(job_input: JobInput, rows: BitMap64, positions: Iterator[pa.Array]) -> Iterator[pa.Table]:
     """Yield the rows in input order with their ordinals and positions; `positions` come in input order."""
     names = job_input.renderer.columns
-    kinds = [job_input.dataset.schema.field(name).type for name in names]
+    kinds = [job_input.dataset.type_of(name) for name in names]
     # one schema: files may give a column different metadata
     schema = pa.schema(zip([*names, _ORDINAL, _POSITION], [*kinds, pa.int64(), pa.int64()], strict=True))
     waiting = pa.chunked_array([], pa.int64())

@@ -1,0 +1,103 @@
+"""Records of JSON Lines files: an object on each line, whose keys are the columns.
+
+A line that is no object is a row that fails. A key that a line lacks is null there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.types as pt
+
+from batchrunner.core.errors import InputError
+from batchrunner.input.formats.shapes import Shape, arrow_type, merge_into, merged
+from batchrunner.input.formats.text import Lines
+from batchrunner.input.formats.values import TYPES, BlockRows, Column, column_of, text_of
+from batchrunner.output.columns import arrow_array
+
+MOST_COLUMNS = 10_000
+"""Most keys over all lines of a file."""
+
+
+class JsonLinesRecords:
+    """The records of a JSON Lines file. The type of a column is that of all its values."""
+
+    def __init__(self, path: str, types: Mapping[str, str]) -> None:
+        """`types` are names of types by column, those of `input.types`."""
+        self._path = path
+        self._types = types
+        self.shapes: dict[str, Shape] = {}
+        """What is known of each column."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of all lines, in the order in which they come first."""
+        return pa.schema([(name, self._type_of(name)) for name in self.shapes])
+
+    def skim(self, lines: Lines) -> Iterator[None]:
+        """Parse all lines to find the columns; raises InputError for a file without an object."""
+        found = False
+        for line in lines:
+            if not line.strip():
+                continue
+            values, problem = _object_in(line)
+            found = found or values is not None
+            if problem and not found and line.lstrip()[:1] in (b"[", b"{"):
+                self._refuse_document(line)
+            merge_into(self.shapes, values or {})
+            if len(self.shapes) > MOST_COLUMNS:
+                raise InputError(
+                    f"{self._path}: line {lines.number - 1}: has more than {MOST_COLUMNS} different keys"
+                )
+            yield
+        if not found:
+            raise InputError(f"{self._path}: no line is a JSON object")
+
+    def parse(self, lines: Lines, columns: Sequence[str]) -> pa.RecordBatch:
+        """Return the lines as rows with these columns, and PROBLEM."""
+        rows = BlockRows(self._path)
+        for line in lines:
+            if line.strip():
+                rows.add(lines.number - 1, *_object_in(line))
+        return rows.batch({name: self._column(name, rows.values) for name in columns})
+
+    def _column(self, name: str, rows: Sequence[dict[str, Any] | None]) -> Column:
+        values = [None if row is None else row.get(name) for row in rows]
+        kind = self._type_of(name)
+        if name in self._types or pt.is_string(kind):
+            return column_of([text_of(value) for value in values], kind)
+        return arrow_array(values, kind), {}
+
+    def _type_of(self, name: str) -> pa.DataType:
+        return TYPES[self._types[name]] if name in self._types else arrow_type(self.shapes[name])
+
+    def _refuse_document(self, line: bytes) -> None:
+        """Raise InputError for a file that is one JSON document over several lines, or one array."""
+        whole = line.strip()
+        if whole in (b"[", b"{") or (whole.startswith(b"[") and self._path.lower().endswith(".json")):
+            raise InputError(
+                f"{self._path}: is one JSON document: write JSON Lines, an object on each line "
+                "(for an array: jq -c '.[]')"
+            )
+
+
+def have_one_schema(files: Sequence[JsonLinesRecords]) -> None:
+    """Give files of one input the columns of all, since a key may be missing in a whole file."""
+    shapes: dict[str, Shape] = {}
+    for file in files:
+        for name, shape in file.shapes.items():
+            shapes[name] = merged(shapes[name], shape) if name in shapes else shape
+    for file in files:
+        file.shapes = shapes
+
+
+def _object_in(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the object on a line, or what is wrong with it."""
+    try:
+        value = orjson.loads(line.strip())
+    except orjson.JSONDecodeError as failure:
+        return None, f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
+    return (value, None) if isinstance(value, dict) else (None, "not a JSON object")

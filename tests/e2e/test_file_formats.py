@@ -1,0 +1,230 @@
+"""CSV, JSON Lines and Arrow files are input like Parquet: the same rows in the same order."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import InputError, ResumeError
+from batchrunner.input.formats import text as text_module
+from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+ROWS = 3000
+
+
+def texts(rows: range) -> list[str]:
+    """Return texts with all that a format has to quote."""
+    return [f'row {n}, "quoted"\nline two\r\n\u00fc\u65e5 \\ {n % 7}' for n in rows]
+
+
+def as_csv(rows: range, delimiter: str = ",") -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, delimiter=delimiter)
+    writer.writerows([("id", "text"), *zip(rows, texts(rows), strict=True)])
+    return out.getvalue().encode()
+
+
+def as_json_lines(rows: range) -> bytes:
+    lines = (json.dumps({"id": n, "text": text}) for n, text in zip(rows, texts(rows), strict=True))
+    return "\n".join(lines).encode()
+
+
+def as_arrow(rows: range, new: Callable[..., Any], **options: Any) -> bytes:
+    table = pa.table({"id": list(rows), "text": texts(rows)})
+    sink = io.BytesIO()
+    with new(sink, table.schema, **options) as writer:
+        writer.write_table(table, max_chunksize=700)
+    return sink.getvalue()
+
+
+def compressed(data: bytes, codec: str) -> bytes:
+    return bytes(pa.Codec(codec).compress(data, asbytes=True))
+
+
+def lz4(rows: range) -> bytes:
+    return as_arrow(rows, pa.ipc.new_file, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+
+
+FORMATS: dict[str, Callable[[range], bytes]] = {
+    "a.csv": as_csv,
+    "a.CSV": lambda rows: b"\xef\xbb\xbf" + as_csv(rows),
+    "a.tsv": lambda rows: as_csv(rows, "\t"),
+    "a.csv.gz": lambda rows: gzip.compress(as_csv(rows)),
+    "a.csv.zst": lambda rows: compressed(b"\xef\xbb\xbf" + as_csv(rows), "zstd"),
+    "a.jsonl": as_json_lines,
+    "a.ndjson": lambda rows: b"\xef\xbb\xbf\n" + as_json_lines(rows).replace(b"\n", b"\r\n\n") + b"\n",
+    "a.json": as_json_lines,
+    "a.jsonl.gz": lambda rows: (
+        gzip.compress(as_json_lines(rows)[:999]) + gzip.compress(as_json_lines(rows)[999:])
+    ),
+    "a.jsonl.zst": lambda rows: compressed(as_json_lines(rows), "zstd"),
+    "a.arrow": lambda rows: as_arrow(rows, pa.ipc.new_file),
+    "a.feather": lz4,
+    "a.ipc": lambda rows: as_arrow(rows, pa.ipc.new_stream),
+    "a.arrow.gz": lambda rows: gzip.compress(as_arrow(rows, pa.ipc.new_file)),
+    "a.arrows.zst": lambda rows: compressed(as_arrow(rows, pa.ipc.new_stream), "zstd"),
+}
+"""Files of rows by their names."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of many blocks, so that most reads begin in the middle of one."""
+    monkeypatch.setattr(text_module, "BLOCK_BYTES", 10_000)
+
+
+def job_on(directory: Path, name: str, engine: Any = INSTANT, **changes: Any) -> dict[str, Any]:
+    """Return a job on a new file of this name."""
+    path = directory / name
+    path.write_bytes(FORMATS[name](range(ROWS)))
+    changes["input"] = {
+        "path": str(path),
+        "columns": ["id", "text"],
+        **({"types": {"id": "int64"}} if "sv" in name.lower() else {}),
+        **changes.get("input", {}),
+    }
+    return job_of(directory, engine, **changes)
+
+
+def carried(job: dict[str, Any]) -> list[tuple[int, int, str]]:
+    """Return what the results carry, all of which went well."""
+    rows = results_of(job)
+    assert {row["error"] for row in rows} <= {None}
+    return [(row["row"], row["id"], row["text"]) for row in rows]
+
+
+def rows_of(numbers: list[int]) -> list[tuple[int, int, str]]:
+    return [(n, n, texts(range(n, n + 1))[0]) for n in numbers]
+
+
+@pytest.mark.parametrize("order", ["auto", "prefix"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(tmp_path: Path, name: str, order: str) -> None:
+    """A run has every row once, with its place in the file, in every order."""
+    job = job_on(tmp_path, name, order=order)
+    assert batchrunner.run(job).rows_ok == ROWS
+    assert carried(job) == rows_of(list(range(ROWS)))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.jsonl.zst", "a.arrow", "a.ipc"])
+def test_filter_limit_and_shards(tmp_path: Path, name: str) -> None:
+    """A filter, a limit and a share of the rows choose the same rows as in Parquet."""
+    job = job_on(tmp_path, name, input={"filter": "id % 1000 == 7", "limit": 2})
+    assert batchrunner.run(job).rows_ok == 2
+    assert carried(job) == rows_of([7, 1007])
+    job = job_on(tmp_path, name, output={"path": str(tmp_path / "shards")})
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "-q", "--shard", "1/2").exit_code == 0
+    assert 0 < len(carried(job)) < ROWS
+    assert batchrun(file, "-q", "--shard", "0/2").exit_code == 0
+    assert carried(job) == rows_of(list(range(ROWS)))
+
+
+@pytest.mark.parametrize("join", [[], ["--join"]])
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.jsonl.zst", "a.arrow", "a.ipc"])
+def test_resume_and_a_change(tmp_path: Path, server: FakeSGLang, name: str, join: list[str]) -> None:
+    """A run ends when its file changes under it, and goes on with the old file where it was."""
+    job = job_on(tmp_path, name, server, order="input", window=8)
+    path = tmp_path / name
+    kept = path.read_bytes()
+    prompts = texts(range(ROWS))
+
+    def answer(sent: Sent) -> Behaviour:
+        if sent.prompt == prompts[3]:
+            path.write_bytes(FORMATS[name](range(1, ROWS + 1)))
+        return "answer"
+
+    server.script = answer
+    file = write_job(job, tmp_path)
+    result = batchrun(file, "-q", *join)
+    assert result.exit_code == 2, result.stderr
+    assert f"the input file {path} changed during the run" in result.stderr.splitlines()[-1]
+    done = len(carried(job))
+    assert done < ROWS
+    path.write_bytes(kept)
+    server.script = lambda _: "answer"
+    server.forget()
+    assert batchrun(file, "-q", *join).exit_code == 0
+    assert carried(job) == rows_of(list(range(ROWS)))
+    assert len(server.sent) == ROWS - done
+
+
+def test_a_change_of_one_byte_in_a_large_file(tmp_path: Path) -> None:
+    """A text file has no footer that tells of a change: every byte counts at a resume."""
+    path = tmp_path / "a.csv"
+    path.write_text("id,text\n" + "".join(f"{n},{'x' * 100}\n" for n in range(30_000)))
+    job = job_of(tmp_path, INSTANT, input={"path": str(path), "limit": 5})
+    batchrunner.run(job)
+    data = bytearray(path.read_bytes())
+    for at in range(100_000, 100_010):
+        data[at] = ord("y")
+    path.write_bytes(data)
+    with pytest.raises(ResumeError, match="changed"):
+        batchrunner.run(job)
+
+
+def test_one_directory_of_one_kind(tmp_path: Path) -> None:
+    """A directory is read where its files are of one kind, with Parquet files before all others."""
+    source = tmp_path / "in"
+    (source / "lang=de").mkdir(parents=True)
+    (source / "lang=de" / "b.csv.gz").write_bytes(FORMATS["a.csv.gz"](range(2)))
+    (source / "a.csv").write_bytes(as_csv(range(2, 4)))
+    (source / "notes.txt").write_text("no input")
+    (source / "_hidden.json").write_text("{}")
+    job = job_of(
+        tmp_path,
+        INSTANT,
+        input={"path": str(source), "columns": ["id"]},
+        output={"path": str(source / "run")},
+    )
+    for _ in range(2):  # a resumed run does not take its own files for input
+        batchrunner.run(job)
+        assert [row["id"] for row in results_of(job)] == ["2", "3", "0", "1"]
+    (source / "c.jsonl").write_bytes(as_json_lines(range(2)))
+    with pytest.raises(
+        InputError, match=r"has CSV and JSON Lines files: name those of one kind, such as .*/\*.csv"
+    ):
+        batchrunner.run(job)
+    shutil.rmtree(source / "run")
+    pq.write_table(pa.table({"id": [9], "text": ["t"]}), source / "d.parquet")
+    other = job_of(
+        tmp_path,
+        INSTANT,
+        input={"path": str(source), "columns": ["id"]},
+        output={"path": str(tmp_path / "r")},
+    )
+    assert batchrunner.run(other).rows_total == 1
+
+
+def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:
+    """Named files may differ in their formats; in the types of used columns they may not."""
+    paths = [tmp_path / name for name in ("a.jsonl", "b.arrow", "c.csv")]
+    for number, (path, rows) in enumerate(
+        zip(paths, (as_json_lines, FORMATS["a.arrow"], as_csv), strict=True)
+    ):
+        path.write_bytes(rows(range(number * 5, number * 5 + 5)))
+    job = job_of(tmp_path, INSTANT, input={"path": [str(path) for path in paths], "columns": ["text"]})
+    for order in ("input", "prefix"):
+        batchrunner.run({**job, "order": order}, fresh=True)
+        assert [row["text"] for row in results_of(job)] == texts(range(15))
+    with pytest.raises(
+        InputError, match=r"column 'id' is string, but int64 in .* or give its type in input.types"
+    ):
+        batchrunner.run(job, overrides=["input.columns=[id]"], fresh=True)
+    batchrunner.run(job, overrides=["input.columns=[id]", "input.types={id: int64}"], fresh=True)
+    assert [row["id"] for row in results_of(job)] == list(range(15))
