@@ -32,7 +32,7 @@ from batchrunner.runner.handover import Handover, StoredAndGiven
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.progress import Display
 from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
-from batchrunner.runner.shard import JoinTask, Shard
+from batchrunner.runner.shard import JoinTask
 from batchrunner.runner.stop_rules import FailureLimit
 from batchrunner.runner.task_rows import FixedRows
 
@@ -225,13 +225,12 @@ class Run:
     def _look_at_input(self) -> list[str]:
         """Return the files that were added since the start and that the job's limit does not exclude.
 
-        The share of a shard is that of the input at its start. Raises InputChangedError where a file is not
-        the same any more.
+        Raises InputChangedError where a file is not the same any more.
         """
         dataset, limit = self.prepared.dataset, self.prepared.job.input.limit
         dataset.check_unchanged()
         is_full = limit is not None and self.attempt.rows_of_run >= limit
-        return [] if is_full or isinstance(self.prepared.part, Shard) else dataset.added_files()
+        return [] if is_full else dataset.added_files()
 
     def _write_run_json(self) -> None:
         job, rows = self.prepared.job, self.attempt.rows

@@ -100,7 +100,7 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
             return _read(connection, done.counts, _answers(parts[-1]) if parts else newest)
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
         for part in parts:
-            with contextlib.suppress(FileNotFoundError), open_part(part) as file:
+            with contextlib.suppress(FileNotFoundError, UnicodeError), open_part(part) as file:
                 for _ in file.iter_batches():  # raises a ResumeError that names the damaged one
                     pass
         where = parts[0].parent if parts else tasks[0].path
