@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,9 @@ def open_engine(
     with _directory(log_dir) as logs, open_portal() as portal:
         made = make_engine(spec, log_dir=logs, limits=LimitsSpec(request_timeout=request_timeout_s))
         try:
-            yield OpenEngine(portal, spec, made, portal.call(made.open))
+            opened = OpenEngine(portal, spec, made, portal.call(made.open))
+            with closing(opened.loop):
+                yield opened
         finally:
             portal.call(made.close)
 
@@ -175,7 +177,7 @@ def stream(
     output: str | Path | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
-) -> AsyncGenerator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """Send rows as they come and yield each as it ends, as a dict with the columns of a result row.
 
     Example: `async for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.

@@ -410,6 +410,20 @@ async def test_an_open_engine_stays_open(server: FakeSGLang) -> None:
         await all_of(["a"], engine=engine)
 
 
+@pytest.mark.parametrize("output", [True, False])
+async def test_the_engine_is_closed_right_after_the_loop(
+    server: FakeSGLang, tmp_path: Path, *, output: bool
+) -> None:
+    """Leaving loop and engine at once ends the stream, though the event loop had no turn for it."""
+    server.script = lambda sent: "answer" if sent.prompt == "0" else "hold"
+    options: dict[str, Any] = {"output": tmp_path / "run"} if output else {}
+    with batchrunner.open_engine(server.url) as engine:
+        rows = batchrunner.stream(map(str, range(1000)), prompt=TEXT, engine=engine, **options)
+        assert (await anext(rows))["row"] == 0
+    with pytest.raises(BatchrunError, match="the engine is closed"):
+        await anext(rows)
+
+
 async def test_progress() -> None:
     """The total is told where it is known."""
     told: list[batchrunner.Progress] = []

@@ -22,6 +22,8 @@ class Timing:
     wait for the next question."""
     progress: float = 1.0
     """Shortest pause between two calls of a program's `on_progress`."""
+    more_rows: float = 0.02
+    """Pause of a program's iterator after which the rows that it gave are sent without waiting for others."""
     iterator_end: float = 1.0
     """Longest wait for a program's iterator to end, when its stream is closed; it may block."""
     first_retry: float = 0.25

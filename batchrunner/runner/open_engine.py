@@ -20,6 +20,7 @@ from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
 
 T = TypeVar("T")
+_CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
 
 
 class PortalWork(Generic[T]):
@@ -35,8 +36,7 @@ class PortalWork(Generic[T]):
         try:
             return self._running.result()
         except KeyboardInterrupt:
-            self._running.cancel()
-            self._ended.result()
+            self.cancel_blocking()
             raise
 
     async def wait_async(self) -> T:
@@ -46,6 +46,11 @@ class PortalWork(Generic[T]):
         except asyncio.CancelledError:
             await self._end()
             raise
+
+    def cancel_blocking(self) -> None:
+        """Cancel the work, unless it has ended, and wait for its end. Blocks."""
+        self._running.cancel()
+        self._ended.result()
 
     async def cancel(self) -> None:
         """Cancel the work, unless it has ended, and wait for its end."""
@@ -84,17 +89,43 @@ class EngineLoop:
         self._portal = portal
         self._engine = engine
         self._info = info
+        self._streams: set[PortalWork[None]] = set()
 
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> PortalWork[T]:
         """Start work, with the open engine as `engine` and `info`; raises BatchrunError if it is closed."""
         try:
             return PortalWork(self._portal, functools.partial(work, engine=self._engine, info=self._info))
         except RuntimeError:
-            raise BatchrunError("the engine is closed: use it within its `with open_engine(…)`") from None
+            raise BatchrunError(_CLOSED) from None
+
+    def start_stream(self, work: Callable[..., Coroutine[Any, Any, None]]) -> PortalWork[None]:
+        """Start work as `start` does; it ends at the latest when the engine is closed."""
+        started = self.start(work)
+        self._streams.add(started)
+        return started
+
+    async def end_stream(self, stream: PortalWork[None]) -> None:
+        """Cancel a stream, unless it has ended, and wait for its end."""
+        try:
+            await stream.cancel()
+        finally:
+            self._streams.discard(stream)
 
     async def ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine on the loop and return its result; cancelling this cancels it."""
-        return await asyncio.wrap_future(self._portal.start_task_soon(question))
+        """Run a coroutine on the loop and return its result; cancelling this cancels it.
+
+        Raises BatchrunError if the engine is closed.
+        """
+        try:
+            asked = self._portal.start_task_soon(question)
+        except RuntimeError:
+            raise BatchrunError(_CLOSED) from None
+        return await asyncio.wrap_future(asked)
+
+    def close(self) -> None:
+        """End all streams. A program that has left one may not have let it end yet. Blocks."""
+        for stream in list(self._streams):
+            stream.cancel_blocking()
 
 
 class OpenEngine:

@@ -38,10 +38,10 @@ class RowBuffer:
         """Whether no more rows are wanted."""
         return self._stopped
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether `take` would return rows at once."""
-        return bool(self._pieces)
+    def comes_soon(self) -> bool:
+        """Tell whether `take` would return within `TIMING.more_rows`. Blocks as long."""
+        with self._changed:
+            return self._changed.wait_for(self._can_take, TIMING.more_rows)
 
     def offer(self, piece: Piece) -> bool:
         """Add a piece if there is room; tell whether it was added, or is not wanted any more."""
@@ -62,7 +62,7 @@ class RowBuffer:
     def take(self) -> list[dict[str, Any]] | pa.RecordBatch | None:
         """Take the rows that are there, or one batch; waits for the first. None at the end. Blocks."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pieces or self._ended or self._stopped)
+            self._changed.wait_for(self._can_take)
             if self._stopped or not self._pieces:
                 return None
             rows: list[dict[str, Any]] = []
@@ -93,6 +93,9 @@ class RowBuffer:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+    def _can_take(self) -> bool:
+        return bool(self._pieces) or self._ended or self._stopped
 
     @property
     def _has_room(self) -> bool:

@@ -74,10 +74,10 @@ class StreamCall:
                 job, kind, rows = source
                 handover = Handover()
                 loop = await self._open_loop(stack)
-                running = loop.start(
+                running = loop.start_stream(
                     functools.partial(send_stream, job, kind, rows, handover, self._display, scratch)
                 )
-                stack.push_async_callback(running.cancel)
+                stack.push_async_callback(loop.end_stream, running)
                 while taken := await loop.ask(handover.take):
                     for row in taken:
                         yield row
@@ -95,8 +95,8 @@ class StreamCall:
                 return
             handover = Handover()
             loop = await self._open_loop(stack)
-            running = loop.start(functools.partial(_execute_and_give, job, handover, self._display))
-            stack.push_async_callback(running.cancel)
+            running = loop.start_stream(functools.partial(_execute_and_give, job, handover, self._display))
+            stack.push_async_callback(loop.end_stream, running)
             while taken := await loop.ask(handover.take):
                 for row in taken:
                     yield row

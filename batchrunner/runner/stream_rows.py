@@ -128,7 +128,7 @@ class LiveRows(StreamRows):
                     yield self._renderer.failed(self._next(1), piece.error)
                 else:
                     yield self._rendered(piece)
-            if not self._buffer.has_rows:
+            if not self._buffer.comes_soon():
                 yield []
             pieces = take_batches(self._buffer, self._read)
         self._ended = True
