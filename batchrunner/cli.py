@@ -272,6 +272,35 @@ def merge(run: RunArgument) -> None:
 
 
 @app.command()
+def export(
+    run: RunArgument,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The file to write, by its ending; - is standard output.")
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format", metavar="ENDING", help="csv, jsonl, parquet, arrow, csv.gz, …: whatever FILE is."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+) -> None:
+    """Write a run's results in input order to one CSV, JSON Lines, Parquet or Arrow file.
+
+    The exit code is 1 while rows are missing.
+
+    Example: batchrun export out/summarize answers.csv
+    """
+    from batchrunner.report.merged import MergedRun, export_run  # noqa: PLC0415
+
+    exported: MergedRun = _or_exit(export_run, run, file, form=form, force=force)
+    _tell("\n".join(exported.lines()))
+    if file != "-":
+        _print([str(exported.path)])
+    raise typer.Exit(exported.exit_code)
+
+
+@app.command()
 def report(
     run: RunArgument,
     show: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,

@@ -66,6 +66,8 @@ class Request(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     affinity: str | None = None
     """Routing key for a gateway: requests with the same key should go to the same replica."""
+    continues: bool = False
+    """Whether a last message of the assistant is the beginning of the answer, which goes on from there."""
 
 
 class Completion(NamedTuple):

@@ -78,7 +78,7 @@ def _check_engine_needs_none(job: Job) -> None:
     for name in _NEEDS_TOKENIZER:
         if getattr(job.sampling, name) is not None:
             raise CannotTokenizeError(f"sampling.{name} needs it")
-    if job.prompt.messages is not None:
+    if isinstance(job.prompt.messages, str):
         raise CannotTokenizeError("prompt.messages may hold content that only the server can tokenise")
 
 
@@ -180,7 +180,11 @@ def _chat_sampling(known: TokenizerInfo) -> dict[str, Any]:
 async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> int:
     """Return how many prompts were compared; raises CannotTokenizeError if none was, or tokens differ."""
     rows = [request for request in taken if len(repr(request.prompt)) < CHARACTERS_COMPARED][:ROWS_COMPARED]
-    probe = PROBE if taken[0].kind == "text" else [{"role": "user", "content": PROBE}]
+    probe: Any = PROBE
+    if taken[0].kind == "messages":
+        probe = [{"role": "user", "content": PROBE}]
+        if taken[0].continues:
+            probe.append({"role": "assistant", "content": PROBE})
     asked = [*rows, taken[0]._replace(prompt=probe)]
     names = [*(f"row {request.ref.row}" for request in rows), "a text made to compare"]
     ours = await asyncio.to_thread(encoder.token_ids, asked)

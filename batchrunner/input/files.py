@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputError
-from batchrunner.input.formats.endings import ENDINGS, known_format
+from batchrunner.core.file_format import ENDINGS, known_format
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""

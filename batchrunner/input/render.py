@@ -15,6 +15,15 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, PromptKind, Request, RowRef
 from batchrunner.input.dataset import RowBatch
+from batchrunner.input.messages import (
+    WANTED as MESSAGES_WANTED,
+)
+from batchrunner.input.messages import (
+    MessagesColumn,
+    MessageTemplates,
+    from_list,
+    holds_messages,
+)
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
@@ -64,6 +73,7 @@ class Renderer:
         limit = RenderLimit(render_s)
         self.kind, self._prompt_of, used = _prompt_source(prompt, dataset, limit)
         self._chat_template_kwargs = prompt.chat_template_kwargs
+        self._continues = prompt.continues
         self.predicate = None
         self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset)
         names = {*used, *self._per_row.values()}
@@ -122,7 +132,15 @@ class Renderer:
             own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
             sampling = {**sampling, **{name: _sendable(name, value) for name, value in own.items()}}
         lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
-        return Request(ref, self.kind, self._prompt_of(row), sampling, lora, self._chat_template_kwargs)
+        return Request(
+            ref,
+            self.kind,
+            self._prompt_of(row),
+            sampling,
+            lora,
+            self._chat_template_kwargs,
+            continues=self._continues,
+        )
 
 
 def _sendable(name: str, value: Any) -> Any:
@@ -173,17 +191,26 @@ PromptSource = tuple[PromptKind, Callable[[Row], Any], list[str]]
 
 
 def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit) -> PromptSource:
-    if prompt.user is not None:
-        return _messages_from_templates(prompt, dataset.schema.names, limit)
+    if prompt.user is not None or isinstance(prompt.messages, list):
+        templates = MessageTemplates(_templates_of(prompt), dataset.schema.names, limit)
+        return "messages", templates.prompt, templates.columns
+    if prompt.messages is not None:
+        found = dataset.field(prompt.messages, where="prompt.messages").type
+        if not holds_messages(found):
+            raise InputError(
+                f"prompt.messages: column {prompt.messages!r} must be {MESSAGES_WANTED} (got {found})"
+            )
+        talk = MessagesColumn(prompt.messages, continues=prompt.continues)
+        return "messages", talk.prompt, talk.columns
     if prompt.text is not None and is_template(prompt.text):
         template = Template(prompt.text, where="prompt.text", available=dataset.schema.names, limit=limit)
         return "text", template.render, template.columns
     for kind, fits, wanted in _PROMPT_TYPES:
         column = getattr(prompt, kind)
         if column is not None:
-            found = dataset.field(column, where=f"prompt.{kind}").type
-            if not fits(found):
-                raise InputError(f"prompt.{kind}: column {column!r} must be {wanted} (got {found})")
+            stored = dataset.field(column, where=f"prompt.{kind}").type
+            if not fits(stored):
+                raise InputError(f"prompt.{kind}: column {column!r} must be {wanted} (got {stored})")
             return kind, partial(_prompt_in, column), [column]
     raise AssertionError("a job has a prompt")
 
@@ -197,20 +224,12 @@ def _prompt_in(column: str, row: Row) -> Any:
     return value
 
 
-def _messages_from_templates(prompt: PromptSpec, available: list[str], limit: RenderLimit) -> PromptSource:
-    assert prompt.user is not None
-    user = Template(prompt.user, where="prompt.user", available=available, limit=limit)
-    if prompt.system is None:
-        return "messages", lambda row: [{"role": "user", "content": user.render(row)}], user.columns
-    system = Template(prompt.system, where="prompt.system", available=available, limit=limit)
-
-    def both(row: Row) -> list[dict[str, str]]:
-        return [
-            {"role": "system", "content": system.render(row)},
-            {"role": "user", "content": user.render(row)},
-        ]
-
-    return "messages", both, sorted({*system.columns, *user.columns})
+def _templates_of(prompt: PromptSpec) -> list[tuple[str, str, str]]:
+    """Return the place in the job, the role and the template of each message."""
+    if isinstance(prompt.messages, list):
+        return from_list(prompt.messages)
+    given = (("prompt.system", "system", prompt.system), ("prompt.user", "user", prompt.user))
+    return [(where, role, template) for where, role, template in given if template is not None]
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -223,18 +242,11 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
-def _is_messages(kind: pa.DataType) -> bool:
-    if not _is_list(kind) or not pt.is_struct(kind.value_type):
-        return False
-    return {"role", "content"} <= {field.name for field in kind.value_type}
-
-
 def _is_ids(kind: pa.DataType) -> bool:
     return _is_list(kind) and pt.is_integer(kind.value_type)
 
 
 _PROMPT_TYPES: tuple[tuple[PromptKind, Callable[[pa.DataType], bool], str], ...] = (
-    ("messages", _is_messages, "a list of {role, content}"),
     ("text", _is_text, "a string"),
     ("input_ids", _is_ids, "a list of integers"),
 )

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputChangedError, InputError
+from batchrunner.core.file_format import FileFormat, format_of
 from batchrunner.input.files import first_line, read_errors
 from batchrunner.input.formats.arrow import ArrowContent
 from batchrunner.input.formats.base import READ_BUFFER_BYTES, Content, OpenContent
 from batchrunner.input.formats.csv_records import CsvRecords
-from batchrunner.input.formats.endings import FileFormat, format_of
 from batchrunner.input.formats.json_lines import JsonLinesRecords
 from batchrunner.input.formats.parquet import FooterBudget, ParquetContent
 from batchrunner.input.formats.text import TextContent, TextSource

@@ -101,14 +101,21 @@ CountOrShare: TypeAlias = Annotated[
 class Spec(BaseModel):
     """Base class of all parts of a job: immutable, no unknown keys, values that JSON can hold."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,  # a key may be a word of Python's
+    )
 
     @field_validator("*")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
         """Return a value as JSON represents it: run.json keeps it, and the engine receives it."""
-        if isinstance(value, BaseModel):
-            return value
+        parts = value if isinstance(value, list) and value else [value]
+        if all(isinstance(part, BaseModel) for part in parts):
+            return value  # they were validated on their own
         try:
             if not isinstance(value, dict):
                 orjson.dumps(value)  # refuses integers over 64 bits and texts that are not UTF-8

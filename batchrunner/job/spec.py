@@ -56,6 +56,15 @@ class InputSpec(Spec):
     """Number of rows to send, counted after `filter`; by default all."""
 
 
+class MessageTemplate(Spec):
+    """A message of each prompt."""
+
+    role: Literal["system", "user", "assistant"]
+    """Who speaks."""
+    content: str
+    """Jinja2 template of what is said, over the columns of a row."""
+
+
 class PromptSpec(Spec):
     """How a row becomes a prompt: by `user` (with or without `system`), `messages`, `text` or `input_ids`."""
 
@@ -64,18 +73,29 @@ class PromptSpec(Spec):
     user: str | None = None
     """Jinja2 template of the user message, over the columns of a row. The model's chat template is
     applied."""
-    messages: str | None = None
-    """Column with the messages, a list of {role, content}. The model's chat template is applied."""
+    messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
+    """Column with the messages: a list of {role, content}, ShareGPT's {from, value}, or such a list as JSON.
+    Or a list of messages, each with a `role` and a Jinja2 template as `content`, such as examples before the
+    question; an assistant's message at its end is the beginning of the answer. The model's chat template is
+    applied."""
+    continue_: Annotated[bool | None, Field(alias="continue")] = None
+    """Whether the model goes on with a message of the assistant at the end of a conversation in a column;
+    without it such a message is left out. The output is what comes after it."""
     text: str | None = None
     """Column with the whole prompt, or a Jinja2 template of it. No chat template is applied."""
     input_ids: str | None = None
     """Column with the prompt as a list of token ids."""
     truncate: Literal["head", "tail", "middle"] | None = None
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
-    middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that end
-    with the assistant, or have tools, names, other roles or a `structural_tag`, are not truncated."""
+    middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
+    tools, names, other roles or a `structural_tag` are not truncated."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether a last message of the assistant is the beginning of the answer."""
+        return isinstance(self.messages, list) or self.continue_ is True
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
@@ -88,6 +108,10 @@ class PromptSpec(Spec):
             )
         if given != ["user"] and self.system is not None:
             raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
+        if self.continue_ is not None and not isinstance(self.messages, str):
+            raise ValueError("`continue` goes with a column of `messages`")
+        if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
+            raise ValueError("`messages` has no message that the assistant could answer")
         if given[0] in {"text", "input_ids"} and self.chat_template_kwargs is not None:
             raise ValueError(
                 f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"

@@ -34,26 +34,12 @@ def merge(run: str | Path) -> Path:
     OutputError where there is nothing to merge or it cannot be written, ResumeError where a part is damaged.
     """
     run_dir = RunDir(run)
-    run_dir.refuse_links()
-    for task in run_dir.all_tasks():
-        if task.journals():
-            with contextlib.suppress(TaskHeldError), hold_task(task) as lock, writing(task.parts):
-                recover(task, lock)
-    parts = run_dir.all_parts()
-    if not parts and holds_run(run_dir.path):
-        nothing = BatchrunError(
-            f"{run}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals: "
-            "wait for the run's end if it is at work, else run the same command again; then merge again"
-        )
-        nothing.exit_code = 1
-        raise nothing
-    if not parts:
-        raise OutputError(f"{run}: no parts to merge: not a run's output path, or nothing has finished yet")
+    parts = finished_parts(run_dir)
     work = run_dir.merged.with_name("merged.tmp")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir()
-        for index, table in enumerate(_in_order(parts, work)):
+        for index, table in enumerate(in_order(parts, work)):
             pq.write_table(table, work / f"merged-{index:06d}.parquet", compression="zstd")
         shutil.rmtree(run_dir.merged, ignore_errors=True)
         work.rename(run_dir.merged)
@@ -67,7 +53,36 @@ def merge(run: str | Path) -> Path:
     return run_dir.merged
 
 
-def _in_order(parts: list[Path], work: Path) -> Iterator[pa.Table]:
+def finished_parts(run_dir: RunDir) -> list[Path]:
+    """Return the parts of a run; journals of tasks that no process holds become parts first.
+
+    Raises OutputError where there are none, or BatchrunError where the rows are in journals still.
+    """
+    run_dir.refuse_links()
+    for task in run_dir.all_tasks():
+        if task.journals():
+            with contextlib.suppress(TaskHeldError), hold_task(task) as lock, writing(task.parts):
+                recover(task, lock)
+    parts = run_dir.all_parts()
+    if not parts and holds_run(run_dir.path):
+        nothing = BatchrunError(
+            f"{run_dir.path}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals: "
+            "wait for the run's end if it is at work, else run the same command again; then merge again"
+        )
+        nothing.exit_code = 1
+        raise nothing
+    if not parts:
+        raise OutputError(
+            f"{run_dir.path}: no parts to merge: not a run's output path, or nothing has finished yet"
+        )
+    return parts
+
+
+def in_order(parts: list[Path], work: Path) -> Iterator[pa.Table]:
+    """Yield the rows of parts as tables in input order, of bounded size; `work` takes files meanwhile.
+
+    Raises OSError, ArrowException, KeyError or ResumeError.
+    """
     rows = _bucket_rows(parts)
     buckets = Buckets(work, "row", range(rows, sys.maxsize, rows))
     for part in parts:

@@ -1,12 +1,14 @@
-"""`batchrun merge`: the merged dataset, the report of the whole run, and which rows are not in it."""
+"""`batchrun merge` and `export`: what they wrote, the report of the whole run, and which rows are missing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pyarrow.parquet as pq
 
+from batchrunner.output.export import export
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import is_held
@@ -14,19 +16,23 @@ from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import EXIT_DONE, EXIT_STOPPED, Report
 from batchrunner.report.totals import report_of_all
 
+_DONE = {"merge": "merged", "export": "exported"}
+
 
 @dataclass(frozen=True, slots=True)
 class MergedRun:
     """What a merge made of a run."""
 
     path: Path
-    """Directory of the merged files."""
+    """Directory of the merged files, or the exported file."""
     report: Report
     """Report of the whole run."""
     rows: int
-    """Rows in the merged files."""
+    """Rows in these files."""
     is_at_work: bool
     """Whether a task of the run is at work."""
+    command: Literal["merge", "export"] = "merge"
+    """The command that made it."""
 
     @property
     def exit_code(self) -> int:
@@ -44,8 +50,8 @@ class MergedRun:
             )
             then = "wait for the run's end" if self.is_at_work else "run the same command again"
             lines.append(
-                f"merged: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
-                f"{journals}: {then}, then merge again"
+                f"{_DONE[self.command]}: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
+                f"{journals}: {then}, then {self.command} again"
             )
         return lines
 
@@ -56,5 +62,16 @@ def merge_run(run: str | Path) -> MergedRun:
     rows = sum(pq.read_metadata(file).num_rows for file in path.glob("*.parquet"))
     report, run_dir = report_of_all(run), RunDir(run)
     leave_page(run_dir)
-    at_work = any(is_held(task.task_directory) is not False for task in run_dir.all_tasks())
-    return MergedRun(path, report, rows, at_work)
+    return MergedRun(path, report, rows, _is_at_work(run_dir))
+
+
+def export_run(run: str | Path, file: str, *, form: str | None, force: bool) -> MergedRun:
+    """Export a run to a file; raises what `export` does."""
+    rows = export(run, file, form=form, force=force)
+    report = report_of_all(run)
+    rows = report.rows_total if rows is None else rows
+    return MergedRun(Path(file), report, rows, _is_at_work(RunDir(run)), "export")
+
+
+def _is_at_work(run_dir: RunDir) -> bool:
+    return any(is_held(task.task_directory) is not False for task in run_dir.all_tasks())

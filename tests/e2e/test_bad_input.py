@@ -167,7 +167,7 @@ def test_unknown_columns(tmp_path: Path, server: FakeSGLang, change: dict[str, A
     ("change", "parts"),
     [
         ({"prompt": {"text": "id"}}, ["prompt.text", "'id'", "must be a string (got int64)"]),
-        ({"prompt": {"messages": "text"}}, ["prompt.messages", "list of {role, content} (got string)"]),
+        ({"prompt": {"messages": "id"}}, ["prompt.messages", "list of {role, content}", "(got int64)"]),
         ({"prompt": {"input_ids": "text"}}, ["prompt.input_ids", "list of integers (got string)"]),
         ({"prompt": {"input_ids": "id"}}, ["prompt.input_ids", "list of integers (got int64)"]),
         (

@@ -35,6 +35,7 @@ def server(model: Path) -> Iterator[FakeSGLang]:
 
     def tokenize(body: dict[str, Any]) -> list[int]:
         one = request(body.get("messages") or body["prompt"], "messages" if "messages" in body else "text")
+        one = one._replace(continues=body.get("continue_final_message", False))
         ids = ids_of(model, one)
         if isinstance(ids, RowRefusedError):
             raise ValueError(str(ids))  # noqa: TRY004 - as the fake wants it
@@ -200,14 +201,34 @@ def test_files_that_cannot_be_used(
 def test_what_only_the_server_can_do_is_left_to_it(server: FakeSGLang, tmp_path: Path) -> None:
     """Rows with roles or parts that are the server's to read go to it as messages, beside those with ids."""
     chats = [
-        messages(("user", "a")), messages(("tool", "b")), messages(("user", "c"), ("assistant", "d")),
-        [None, *messages(("user", "e"))],
+        messages(("user", "a")), messages(("tool", "b")), messages(("developer", "c"), ("user", "d")),
+        [{"role": "user", "content": "e", "name": "n"}],
     ]  # fmt: skip
     path = write_rows(tmp_path / "input.parquet", 4, chat=chats)
     job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"messages": "chat"})
     assert batchrunner.run(job).rows_ok == 4
     paths = [sent.path for sent in server.sent]
     assert (paths.count("/generate"), paths.count("/v1/chat/completions")) == (1, 3)
+
+
+def test_an_answer_that_is_begun(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """The beginning of an answer follows the template as tokens, with `continue` and after templates."""
+    path = write_rows(tmp_path / "input.parquet", 2, chat=[messages(("user", "a"), ("assistant", "It "))] * 2)
+    job = job_of(tmp_path, server, input={"path": str(path)}, tokenize="client")
+    column = {"messages": "chat", "continue": True}
+    templates = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It {{ '' }}"}]
+    }
+    for prompt in (column, templates):
+        server.forget()
+        assert batchrunner.run({**job, "prompt": prompt, "dedupe": False}, fresh=True).rows_ok == 2
+        (text,) = {sent_text(model, sent.body) for sent in server.sent}
+        assert text == f"{START}user\na{END}\n{START}assistant\nIt "
+    server.forget()
+    job["prompt"] = {"messages": "chat"}
+    assert batchrunner.run({**job, "dedupe": False}, fresh=True).rows_ok == 2
+    (text,) = {sent_text(model, sent.body) for sent in server.sent}
+    assert text == f"{START}user\na{END}\n{START}assistant\n"
 
 
 def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: Path, tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def chat_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/chat/completions`, with `return_meta_info` for the counts of each sample."""
     sampling = dict(request.sampling)
     body: dict[str, Any] = {"model": "default", "messages": request.prompt, "return_meta_info": True}
+    if request.continues:
+        body["continue_final_message"] = True
     template_kwargs = dict(request.chat_template_kwargs or {})
     schema = sampling.pop("json_schema", None)
     if schema is not None:
@@ -103,6 +105,8 @@ def tokenize_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/tokenize`, to get the tokens that the prompt's own endpoint would use."""
     if request.kind == "messages":
         body = {"messages": request.prompt, "chat_template_kwargs": request.chat_template_kwargs}
+        if request.continues:
+            body["continue_final_message"] = True
         return {"model": "default", **body}
     return {"model": "default", "prompt": request.prompt}
 

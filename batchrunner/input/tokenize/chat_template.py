@@ -42,6 +42,8 @@ class ChatTemplate:
         except jinja2.TemplateError as failure:
             raise CannotTokenizeError(f"the chat template cannot be compiled: {failure}") from None
         self._special_tokens = dict(special_tokens)
+        self.bos_token = self._special_tokens.get("bos_token")
+        """Text of the token that begins a prompt; None where the model has none."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None) -> str:
         """Return the prompt's text up to the assistant's answer; raises RowRefusedError where that fails."""

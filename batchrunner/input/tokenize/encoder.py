@@ -66,8 +66,9 @@ class Tokenizer:
     def can_encode(self, request: Request) -> bool:
         """Return whether this request's prompt can be tokenized here; else the engine has to do it."""
         if request.kind == "messages":
-            plain = all(map(_is_plain, request.prompt)) and request.prompt[-1]["role"] != "assistant"
-            return plain and "structural_tag" not in request.sampling
+            plain = all(map(_is_plain, request.prompt))
+            answerable = plain and (request.continues or request.prompt[-1]["role"] != "assistant")
+            return answerable and "structural_tag" not in request.sampling
         return request.kind == "text" and bool(request.prompt)
 
     def prompt_text(self, request: Request) -> str:
@@ -75,22 +76,44 @@ class Tokenizer:
         if self._chat is None:
             return str(request.prompt)
         messages = [{"role": m["role"], "content": m["content"]} for m in request.prompt]
+        if answer_begun(request) is not None:
+            messages.pop()
         return self._chat.render(messages, request.chat_template_kwargs)
+
+    def answer_ids(self, request: Request) -> list[int] | RowRefusedError:
+        """Return the token ids of the beginning of the answer, which follow those of `prompt_text`.
+
+        SGLang 0.5.23 tokenizes it on its own, as a prompt of plain text without the token that begins one.
+        """
+        begun = answer_begun(request)
+        if not begun or self._chat is None:
+            return []
+        ids = self._encoded([begun], special=True)[0]
+        first = self._backend.token_to_id(self._chat.bos_token) if self._chat.bos_token else None
+        return ids[1:] if isinstance(ids, list) and first is not None and ids[:1] == [first] else ids
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int] | RowRefusedError]:
         """Return the token ids of each text, or an error where it cannot be encoded (unpaired surrogate)."""
-        special = self._chat is None  # a chat template writes special tokens itself
+        return self._encoded(texts, special=self._chat is None)  # a chat template writes them itself
+
+    def _encoded(self, texts: Sequence[str], *, special: bool) -> list[list[int] | RowRefusedError]:
         try:
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - TypeError, or Exception itself
             if len(texts) > 1:
-                return [self.token_ids([text])[0] for text in texts]
+                return [self._encoded([text], special=special)[0] for text in texts]
             return [_bad_text(texts[0], failure)] if texts else []
         return [encoding.ids for encoding in found]
 
     def offsets(self, text: str) -> Offsets:
         """Return the position of each token in a text."""
         return list(self._backend.encode(text, add_special_tokens=False).offsets)
+
+
+def answer_begun(request: Request) -> str | None:
+    """Return the beginning of the answer, the assistant's last message; None where there is none."""
+    last = request.prompt[-1] if request.kind == "messages" and request.continues else None
+    return str(last["content"]) if last and last["role"] == "assistant" else None
 
 
 def _bad_text(text: str, failure: Exception) -> RowRefusedError:
@@ -171,13 +194,22 @@ class Encoder:
             except Exception as failure:  # noqa: BLE001 - as above
                 found.append(_refusal(failure))
         encoded = iter(self._tokenizer.token_ids(texts))
-        return [next(encoded) if ids is None else ids for ids in found]
+        whole = [next(encoded) if ids is None else ids for ids in found]
+        return [self._with_answer(request, ids) for request, ids in zip(requests, whole, strict=True)]
+
+    def _with_answer(self, request: Request, ids: list[int] | RowRefusedError) -> list[int] | RowRefusedError:
+        if isinstance(ids, RowRefusedError) or self._tokenizer is None or not request.continues:
+            return ids
+        begun = self._tokenizer.answer_ids(request)
+        return begun if isinstance(begun, RowRefusedError) else ids + begun
 
     def _as_ids(self, request: Request, ids: list[int]) -> Request:
         sampling = request.sampling
         if request.kind == "messages":
             sampling = {**self._chat_sampling, **sampling}
-        return request._replace(kind="input_ids", prompt=ids, sampling=sampling, chat_template_kwargs=None)
+        return request._replace(
+            kind="input_ids", prompt=ids, sampling=sampling, chat_template_kwargs=None, continues=False
+        )
 
     def _fitted(self, request: Request, ids: list[int] | RowRefusedError) -> list[int]:
         """Return token ids that are not too long; raises RowRefusedError where that is impossible."""
