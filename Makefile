@@ -69,6 +69,7 @@ bench-resume: .venv/.light ## Time to resume, report and merge a run of 10 milli
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
 bench-order-simulated: .venv/.light ## Cache hits of several sending orders, simulated
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
+bench-bundles: $(ENGINE) ## Many rows in one request beside one by one and Engine.generate, real engine
 bench-gateway: $(ENGINE) ## Cost of the Model Gateway, real engine
 bench-control: $(ENGINE) ## Adaptive concurrency beside fixed windows, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one

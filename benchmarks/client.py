@@ -1,7 +1,8 @@
 """Does the runner cost little more than a bare aiohttp loop? Both against nginx, which answers at once.
 
-A round runs three sides in fresh processes, in turning order: the bare loop on asyncio, the bare loop on
-uvloop, and the runner, whose command uses uvloop. The bare loop is the fastest that one would write: as
+A round runs all sides in fresh processes, in turning order: the bare loop on asyncio, the bare loop on
+uvloop, and the runner, whose command uses uvloop; with `--endpoint ids` (token ids and one new token) also
+the runner with 16 and with 64 rows in a request. The bare loop is the fastest that one would write: as
 many workers as the window post prepared bodies, read the answers and forget them. The runner reads
 Parquet, renders a template, reads the JSON of the answers and writes Parquet with a carried column.
 
@@ -9,6 +10,10 @@ What is timed: the bare loop from its first request to its last answer; the runn
 `wall_s`, from the open engine over reading the first rows to the last part on disk. CPU seconds are those
 of the client process alone; the runner's also hold the check of the job and the opening of the engine.
 Imports count on no side.
+
+`--side NAME --rows N` runs one side alone, for a count of instructions: where `perf stat -e instructions:u`
+counts, the figures have it; else `valgrind --tool=callgrind` at two numbers of rows, whose difference is the
+cost of rows.
 """
 
 from __future__ import annotations
@@ -47,7 +52,14 @@ if TYPE_CHECKING:
 SEED = 20
 WORDS_A_TEXT = (20, 50)
 GOAL = 0.85
-PROMPTS = {"generate": {"text": "Summarise: {{ text }}"}, "chat": {"user": "Summarise: {{ text }}"}}
+PROMPTS = {
+    "generate": {"text": "Summarise: {{ text }}"},
+    "chat": {"user": "Summarise: {{ text }}"},
+    "ids": {"input_ids": "ids"},
+}
+PROMPT_TOKENS = 60
+BUNDLES = (16, 64)
+"""Rows in a request; nginx answers each with so many events."""
 
 _META = {
     "id": "2275190bf5af4de6aad00b0bb0a5d1bc", "finish_reason": {"type": "length", "length": 12},
@@ -96,8 +108,17 @@ def nginx(folder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    folder.chmod(0o755)  # nginx reads the answers as another user
+    for rows in BUNDLES:
+        events = [{"text": " yes", "meta_info": _META, "index": index} for index in range(rows)]
+        answer = folder / f"rows{rows}" / "generate"
+        answer.parent.mkdir()
+        answer.write_bytes(b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events))
     locations = "\n".join(
-        f"location = {path} {{ return 200 '{_escaped(reply)}'; }}" for path, reply in REPLIES.items()
+        f"location = {base}{path} {{ return 200 '{_escaped(reply)}'; }}"
+        for base in ("", *(f"/rows{rows}" for rows in BUNDLES))
+        for path, reply in REPLIES.items()
+        if not (base and path == "/generate")
     )
     config = folder / "nginx.conf"
     config.write_text(f"""
@@ -107,7 +128,11 @@ def nginx(folder: Path) -> Iterator[str]:
             access_log off; keepalive_timeout 60; keepalive_requests 1000000; default_type application/json;
             client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
             fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-            server {{ listen 127.0.0.1:{port} backlog=4096; {locations} }}
+            server {{ listen 127.0.0.1:{port} backlog=4096; {locations}
+                location ~ ^/rows[0-9]+/generate$ {{
+                    root {folder}; default_type text/event-stream; error_page 405 =200 $uri;
+                }}
+            }}
         }}""")
     server = subprocess.Popen(["nginx", "-p", str(folder), "-c", str(config)], stderr=subprocess.DEVNULL)
     try:
@@ -139,14 +164,17 @@ def write_input(path: Path, rows: int) -> None:
     made = random.Random(SEED)
     words = ["".join(made.choices("etaoinshrdlu", k=made.randint(2, 9))) for _ in range(2000)]
     texts = [" ".join(made.choices(words, k=made.randint(*WORDS_A_TEXT))) for _ in range(rows)]
-    pq.write_table(pa.table({"id": [f"doc-{i:08d}" for i in range(rows)], "text": texts}), path)
+    ids = [[made.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
+    names = [f"doc-{i:08d}" for i in range(rows)]
+    pq.write_table(pa.table({"id": names, "text": texts, "ids": pa.array(ids, pa.list_(pa.int32()))}), path)
 
 
 def job_for(source: Path, out: Path, url: str, endpoint: str, window: int) -> dict[str, Any]:
     return {
         "input": {"path": str(source), "columns": ["id"]},
         "prompt": PROMPTS[endpoint],
-        "sampling": {"max_new_tokens": 64, "temperature": 0},
+        "sampling": {"max_new_tokens": 1 if endpoint == "ids" else 64, "temperature": 0},
+        "bundle": "off",
         "output": {"path": str(out)},
         "engine": {"kind": "attach", "urls": [url]},
         "window": window,
@@ -192,12 +220,17 @@ async def _post_all(url: URL, bodies: list[bytes], window: int) -> dict[str, Any
         return {"rows": len(bodies), "wall_s": wall, "cpu_s": cpu_s() - cpu, "bytes": read}
 
 
-def runner(job_file: str) -> dict[str, Any]:
-    """Run the job as the command does."""
+def runner(job_file: str, bundle: int = 1) -> dict[str, Any]:
+    """Run the job as the command does, with so many rows in a request."""
+    overrides = []
+    if bundle > 1:
+        (url,) = json.loads(Path(job_file).read_text())["engine"]["urls"]
+        overrides = [f"engine.urls=[{url}/rows{bundle}]", f"bundle={bundle}"]
     cpu, began = cpu_s(), time.perf_counter()
-    report = run_in_foreground(job_file, [], fresh=True, retry_failed=False, quiet=True, as_json=False)
+    report = run_in_foreground(job_file, overrides, fresh=True, retry_failed=False, quiet=True, as_json=False)
     assert report.exit_code == 0, report.reason
     call_s = time.perf_counter() - began
+    assert report.bundles["most_rows"] == bundle
     return {"rows": report.rows_ok, "wall_s": report.wall_s, "cpu_s": cpu_s() - cpu, "call_s": call_s}
 
 
@@ -205,7 +238,14 @@ SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
     "runner": runner,
     "bare_asyncio": lambda job_file: bare(job_file, fast_loop=False),
     "bare_uvloop": lambda job_file: bare(job_file, fast_loop=True),
+    "runner_16": lambda job_file: runner(job_file, 16),
+    "runner_64": lambda job_file: runner(job_file, 64),
 }
+ONLY_IDS = {"runner_16", "runner_64"}
+
+
+def sides_of(endpoint: str) -> list[str]:
+    return [side for side in SIDES if endpoint == "ids" or side not in ONLY_IDS]
 
 
 def measure(rounds: int, rows: int, endpoint: str, window: int) -> list[dict[str, dict[str, Any]]]:
@@ -216,7 +256,7 @@ def measure(rounds: int, rows: int, endpoint: str, window: int) -> list[dict[str
         job_file = Path(scratch) / "job.yaml"
         job = job_for(Path(scratch) / "input.parquet", Path(scratch) / "run", url, endpoint, window)
         job_file.write_text(json.dumps(job))
-        names = list(SIDES)
+        names = sides_of(endpoint)
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             found.append(
@@ -234,8 +274,9 @@ def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) 
             return interval([r[of]["wall_s"] / r["runner"]["wall_s"] for r in rounds])
         return interval([r["runner"]["cpu_s"] / r[of]["cpu_s"] for r in rounds])
 
-    rows_s = {s: interval([r[s]["rows"] / r[s]["wall_s"] for r in rounds]) for s in SIDES}
-    cpu = {s: interval([r[s]["cpu_s"] / r[s]["rows"] * 1000 for r in rounds]) for s in SIDES}
+    sides = sides_of(endpoint)
+    rows_s = {s: interval([r[s]["rows"] / r[s]["wall_s"] for r in rounds]) for s in sides}
+    cpu = {s: interval([r[s]["cpu_s"] / r[s]["rows"] * 1000 for r in rounds]) for s in sides}
     plain, fast = ratios("bare_asyncio", "rows_s"), ratios("bare_uvloop", "rows_s")
     line = (
         f"client ({endpoint}, window {window}): {rows_s['runner'].median:,.0f} rows/s, {plain} x a bare "
@@ -243,6 +284,15 @@ def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) 
         f"runner {cpu['runner'].median:.3f}, bare {cpu['bare_asyncio'].median:.3f}, "
         f"on uvloop {cpu['bare_uvloop'].median:.3f}"
     )
+    bundled: dict[str, Any] = {}
+    for side in ONLY_IDS.intersection(sides):
+        to_bare = [r[side]["cpu_s"] / r["bare_asyncio"]["cpu_s"] for r in rounds]
+        bundled[f"{side}/bare_asyncio"] = interval(to_bare)
+    for side in sorted(ONLY_IDS.intersection(sides)):
+        line += (
+            f"; {side.removeprefix('runner_')} rows a request: {rows_s[side].median:,.0f} rows/s, "
+            f"CPU {cpu[side].median:.3f}, {bundled[f'{side}/bare_asyncio']} x the bare loop's"
+        )
     figures = {
         "goal": {
             "ratio_at_least": GOAL, "met_asyncio": plain.median >= GOAL, "met_uvloop": fast.median >= GOAL,
@@ -251,9 +301,15 @@ def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) 
         "rows_per_s": rows_s, "cpu_s_per_1000_rows": cpu,
         "rows_per_s_ratio": {"runner/bare_asyncio": plain, "runner/bare_uvloop": fast},
         "cpu_ratio": {f"runner/{s}": ratios(s, "cpu") for s in ("bare_asyncio", "bare_uvloop")},
+        "bundled_cpu_ratio": bundled,
         "measured": rounds,
     }  # fmt: skip
-    save("client", line, figures, ("batchrunner", "aiohttp", "uvloop", "orjson", "jinja2", "pyarrow"))
+    save(
+        "client" if endpoint != "ids" else "client_bundled",
+        line,
+        figures,
+        ("batchrunner", "aiohttp", "uvloop", "orjson", "jinja2", "pyarrow"),
+    )
 
 
 def main() -> None:

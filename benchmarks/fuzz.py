@@ -48,6 +48,12 @@ SEEDS: dict[str, list[Any]] = {
         {"tokens": [1, 2]},
         r'{"text": "\ud800", "meta_info": {}}',
     ],
+    "events": [
+        {**SAMPLE, "index": 1},
+        {**ABORT, "index": 0},
+        {"error": {"message": "m", "code": 400}},
+        json.dumps({**SAMPLE, "index": 2}) + "\n" + json.dumps({**SAMPLE, "index": 2}),
+    ],
     "errors": [{"error": {"code": "no_workers", "message": "m"}}, {"detail": ["d"]}, "Internal Server Error"],
     "loads": [{"loads": [LOAD]}, {"loads": [LOAD, {**LOAD, "dp_rank": 1}]}, METRICS],
     "descriptions": [{**SERVER, "model_path": "m", "weight_version": "v"}],
@@ -73,7 +79,16 @@ def target(reader: str) -> Callable[[bytes], None]:
     def descriptions(data: bytes) -> None:
         checks.check_description(data[1:])
 
-    return {"answers": answers, "errors": errors, "loads": loads, "descriptions": descriptions}[reader]
+    def events(data: bytes) -> None:
+        checks.check_bundle(data.split(b"\n"), 4)
+
+    return {
+        "answers": answers,
+        "events": events,
+        "errors": errors,
+        "loads": loads,
+        "descriptions": descriptions,
+    }[reader]
 
 
 def fuzz(reader: str, options: list[str]) -> None:

@@ -65,6 +65,20 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
+def front_cpu_s(mark: str) -> float:
+    """CPU seconds of the front process of a server whose environment has `mark`: its scheduler's parent."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            is_scheduler = (process / "cmdline").read_bytes().startswith(b"sglang::scheduler")
+            if is_scheduler and mark.encode() in (process / "environ").read_bytes():
+                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+                fields = Path("/proc", parent, "stat").read_text().rpartition(")")[2].split()
+                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            continue
+    raise SystemExit("the server's front process was not found")
+
+
 def machine() -> dict[str, Any]:
     """Say where the figures come from."""
     model = platform.processor() or platform.machine()

@@ -19,27 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import batchrunner
-from benchmarks.measure import interval, save
+from benchmarks.measure import front_cpu_s, interval, save
 from tests.support.tiny_model import make_tiny_llama
 
 LENGTHS = {500: 200, 4000: 100, 16_000: 30}
 """Characters of a prompt, and rows."""
 SIDES = ("client", "server")
 MARK = f"BENCH_TOKENIZE={os.getpid()}"
-
-
-def front_cpu_s() -> float:
-    """CPU seconds of the server's front process, found by its mark; its children have names of their own."""
-    ticks = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            is_front = b"sglang.launch_server" in (process / "cmdline").read_bytes()
-            if is_front and MARK.encode() in (process / "environ").read_bytes():
-                fields = (process / "stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        except OSError:
-            continue
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def write_input(path: Path, words: str, characters: int, rows: int) -> None:
@@ -58,9 +44,9 @@ def one_run(engine: batchrunner.OpenEngine, source: Path, side: str) -> dict[str
         "engine": engine.spec,
         "tokenize": side,
     }
-    front_s, own_s = front_cpu_s(), time.process_time()
+    front_s, own_s = front_cpu_s(MARK), time.process_time()
     report = batchrunner.run(job, engine=engine, fresh=True)
-    own_s, front_s = time.process_time() - own_s, front_cpu_s() - front_s
+    own_s, front_s = time.process_time() - own_s, front_cpu_s(MARK) - front_s
     results = pq.read_table(source.parent / "run" / "parts")
     assert report.rows_ok == report.rows_total, report.reason
     tokens = sum(results["prompt_tokens"].to_pylist()) / len(results)

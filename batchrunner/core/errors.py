@@ -112,5 +112,9 @@ class EngineDiedError(EngineDownError):
     """The engine died while it was working on the row, possibly because of it."""
 
 
+class BundleRefusedError(RequestError):
+    """The engine did not take several rows in one request; each of them is asked for alone."""
+
+
 class NoAnswerError(AttemptFailedError):
     """No answer came within `limits.request_timeout`."""

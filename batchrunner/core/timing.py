@@ -26,6 +26,8 @@ class Timing:
     """Pause of a program's iterator after which the rows that it gave are sent without waiting for others."""
     iterator_end: float = 1.0
     """Longest wait for a program's iterator to end, when its stream is closed; it may block."""
+    bundle_fill: float = 0.015
+    """Longest wait of a row for others that share its request."""
     first_retry: float = 0.25
     """Longest pause after the first attempt of a row; it doubles with each further attempt."""
     longest_retry: float = 30.0

@@ -166,6 +166,8 @@ class EngineInfo:
     """GPUs of this machine, where the engine was started here and may use all of them."""
     log: str | None = None
     """Path of the engine's log, where this machine has it."""
+    one_by_one: str | None = "the engine takes one row in a request"
+    """Reason why each row is a request of its own; None where a request can hold several."""
     notes: tuple[str, ...] = ()
     """Lines for the user, logged when the run begins."""
 

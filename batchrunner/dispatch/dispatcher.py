@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from batchrunner.core.errors import (
     EngineBusyError,
@@ -12,6 +13,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.types import Completion, Outcome
+from batchrunner.dispatch.bundles.sender import BundleSender
 from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.pending_row import PendingRow
@@ -19,7 +21,6 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.retries import Retries
 from batchrunner.dispatch.slots import Slots
-from batchrunner.engines.base import Engine
 
 
 class Dispatcher:
@@ -29,16 +30,19 @@ class Dispatcher:
         self,
         backlog: Backlog,
         slots: Slots,
-        engine: Engine,
+        senders: Mapping[str, BundleSender],
         retries: Retries,
         feedback: Feedback,
         *,
         by_affinity: bool = False,
     ) -> None:
-        """With `by_affinity` requests carry a key by which a gateway keeps prefix groups together."""
+        """Take a sender for each route.
+
+        With `by_affinity` requests carry a key by which a gateway keeps prefix groups together.
+        """
         self._backlog = backlog
         self._slots = slots
-        self._engine = engine
+        self._senders = senders
         self._retries = retries
         self._feedback = feedback
         self._by_affinity = by_affinity
@@ -62,6 +66,9 @@ class Dispatcher:
                 feeding.cancel()
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            for sender in self._senders.values():
+                await sender.close()
 
     async def _use_slot(self, row: PendingRow | None, route: str) -> None:
         """Send a row, then further ones in the same slot: a task for each would cost more than the row."""
@@ -84,7 +91,8 @@ class Dispatcher:
         error: RequestError | None = None
         self._in_flight[row] = None
         try:
-            completion = await self._engine.generate(request, route)
+            suspect = row.failures > 0 or row.deaths > 0
+            completion = await self._senders[route].send(request, alone=suspect)
         except RequestError as failure:
             error = failure
         finally:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from batchrunner.core.types import SchedulerLoad
+from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.route_totals import Rates, RouteTotals
@@ -42,6 +43,8 @@ class Snapshot:
     by_scheduler: dict[str, dict[str, float]]
     """Window of each scheduler and, if known, its output tokens a second and its retractions."""
     simulated: bool
+    rows_per_request: float = 0.0
+    """Rows that shared a request on average, over the last 30 s; 0 before the first request."""
 
     @property
     def time_left_s(self) -> float | None:
@@ -68,6 +71,7 @@ class Snapshot:
             "output_tokens_per_s": round(self.output_tokens_per_s, 1),
             "prompt_tokens_per_s": round(self.prompt_tokens_per_s, 1),
             "cached_tokens_per_s": round(self.cached_tokens_per_s, 1),
+            "rows_per_request": round(self.rows_per_request, 2),
             "window": self.window,
             "in_flight": self.in_flight,
             "resting": self.waiting,
@@ -143,6 +147,7 @@ class Monitor:
         limits: ConcurrencyLimits,
         backlog: Backlog,
         totals: RouteTotals,
+        bundles: BundleTotals,
         *,
         now: float,
         simulated: bool,
@@ -155,14 +160,17 @@ class Monitor:
         self._limits = limits
         self._backlog = backlog
         self._totals = totals
-        self._rates = Rates(now, counts=4)
+        self._bundles = bundles
+        self._rates = Rates(now, counts=6)
         self._simulated = simulated
 
     def snapshot(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
         """Return the state of the run; `loads` is the newest load sample."""
-        counts = self._counts
-        rows_s, output_s, prompt_s, cached_s = self._rates.update(
-            now, counts.done, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens
+        counts, sent = self._counts, self._bundles
+        rows_s, output_s, prompt_s, cached_s, requests_s, sent_s = self._rates.update(
+            now,
+            *(counts.done, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens),
+            *(sent.requests, sent.rows),
         )
         return Snapshot(
             rows_total=self._rows.total,
@@ -180,6 +188,7 @@ class Monitor:
             bands={name: (band.low, band.high) for name, band in self._limits.bands.items()},
             by_scheduler=self._by_scheduler(now),
             simulated=self._simulated,
+            rows_per_request=sent_s / requests_s if requests_s else 0.0,
         )
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, float]]:

@@ -3,7 +3,18 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from batchrunner.core.errors import BundleRefusedError, RequestError
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+
+
+class RowAnswers(Protocol):
+    """Takes the answers to the rows of a bundle."""
+
+    def ended(self, index: int, result: Completion | RequestError) -> None:
+        """Take the answer to the request with this index, or why it has none."""
+
+    def discourage(self, why: str) -> None:
+        """Learn that this engine should rather get one row in a request."""
 
 
 class Engine(Protocol):
@@ -18,6 +29,20 @@ class Engine(Protocol):
         Raises RowRefusedError, AttemptFailedError or EngineBusyError; EngineLostError where there is
         no engine left to ask.
         """
+
+    async def generate_many(
+        self,
+        requests: Sequence[Request],  # noqa: ARG002 - for engines that can
+        route: str,  # noqa: ARG002
+        answers: RowAnswers,  # noqa: ARG002
+    ) -> None:
+        """Send several requests at once, each one time, and return when none will be answered any more.
+
+        Each must be one of token ids, for one sample. `answers` gets what `generate` returns or raises for
+        each, when it ends. Those left out should be sent alone. Raises BundleRefusedError where the engine
+        refused them all, or what `generate` raises, which holds for all that are left.
+        """
+        raise BundleRefusedError("the engine takes one row in a request")
 
     async def tokens_of(self, request: Request) -> list[int] | None:  # noqa: ARG002 - for engines that can
         """Return the tokens that the engine makes of a prompt, or None where it cannot.

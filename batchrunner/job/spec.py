@@ -187,6 +187,10 @@ class Job(Spec):
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Requests in flight over all replicas. `auto`, recommended, adapts the number to the load of each
     replica."""
+    bundle: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
+    """Rows that share a request where prompts are tokenized by batchrunner; each is answered when it ends.
+    `auto` follows the rows that end together, from 1 row to 64. A number is the size in any case. `off`:
+    each row is a request of its own."""
     tokenize: Literal["auto", "client", "server"] = "auto"
     """Where prompts are tokenized. `auto`: by batchrunner if the engine makes the same tokens of the first
     rows and no other behaviour would differ; else by the engine, and the log gives the reason. `client`: by
@@ -196,6 +200,13 @@ class Job(Spec):
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
     """Range [low, high] in which the number of waiting requests of each scheduler (SGLang's `#queue-req`) is
     kept. It is scaled down for a scheduler that runs few requests at once."""
+
+    @field_validator("bundle", mode="before")
+    @classmethod
+    def _off(cls, bundle: object) -> object:
+        if bundle is True:
+            raise ValueError("should be auto, off, or a number from 1 to 64 (got true)")
+        return "off" if bundle is False else bundle  # YAML reads off as false
 
     @field_validator("queue", mode="before")
     @classmethod

@@ -95,8 +95,10 @@ EVENTS = {
             "output_tokens_per_s": "Generated tokens per second, over the last 30 s.",
             "prompt_tokens_per_s": "Prompt tokens per second, over the last 30 s.",
             "cached_tokens_per_s": "Prompt tokens per second that came from the prefix cache.",
-            "window": "Most requests in flight, over all replicas.",
-            "in_flight": "Requests in flight.",
+            "rows_per_request": "Rows that shared a request on average, over the last 30 s; 0 before the "
+            "first request.",
+            "window": "Most rows in flight, over all replicas.",
+            "in_flight": "Rows in flight.",
             "resting": "Rows that wait for another try.",
             "retractions": "Retractions of this attempt so far.",
             "signals": "Load of each scheduler: `running` and `queue` in requests, `token_usage` from 0 "
@@ -104,6 +106,10 @@ EVENTS = {
             "`window`, and where they were read (`source`).",
             "bands": "Healthy number of waiting requests of each scheduler: [low, high].",
         },
+    ),
+    "bundles_off": EventKind(
+        "Rows that could share requests do not, or no longer.",
+        {"route": "Address that the rows are sent to.", "why": "Reason, in words."},
     ),
     "lease": EventKind(
         "A task of several takes rows.",

@@ -89,6 +89,9 @@ class Report:
     sharing: dict[str, Any] = field(default_factory=dict)
     """Shared prefixes: tokens that rows share with an earlier row, how many of them were cached, and the
     reuse distance at the end, in prefill tokens."""
+    bundles: dict[str, Any] = field(default_factory=dict)
+    """Rows that shared a request: `requests` in all, the mean `rows_per_request`, `bundles` (requests with
+    several rows), the `most_rows` of one, and `rows_resent` after their bundle left them unanswered."""
     simulated: bool = False
     """Whether the answers are invented."""
     versions: dict[str, str | None] = field(default_factory=dict)

@@ -293,6 +293,7 @@ class Run:
             load=self.sending.summary.as_dict(retractions=self.sending.totals.retractions),
             incidents=self.sending.incidents.reported,
             sharing=self.sending.reorderer.sharing(),
+            bundles=self.sending.bundles.as_dict(),
             simulated=self.info.simulated,
             versions=versions(self.info),
         )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchrunner.core.types import EngineInfo, Outcome, PromptKind
+from batchrunner.dispatch.bundles.sender import bundle_senders
+from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -96,6 +98,7 @@ class Sending:
     limits: ConcurrencyLimits
     reorderer: Reorderer
     totals: RouteTotals
+    bundles: BundleTotals
     summary: LoadSummary
     incidents: IncidentLog
     progress: ProgressLog
@@ -133,11 +136,15 @@ def build_sending(
     retries = Retries(RetryPolicy(job.limits.max_attempts, job.limits.engine_wait), backlog)
     totals = RouteTotals(info.routes, began)
     feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
-    dispatcher = Dispatcher(backlog, slots, engine, retries, feedback, by_affinity=info.keeps_together)
+    bundles = BundleTotals()
+    senders = bundle_senders(engine, info, job.bundle, bundles, events)
+    dispatcher = Dispatcher(backlog, slots, senders, retries, feedback, by_affinity=info.keeps_together)
 
     # load samples: engine → slots → summary, display and event log, stop rules
     summary = LoadSummary(limits, slots)
-    monitor = Monitor(rows, done, counts, slots, limits, backlog, totals, now=began, simulated=info.simulated)
+    monitor = Monitor(
+        rows, done, counts, slots, limits, backlog, totals, bundles, now=began, simulated=info.simulated
+    )
     incidents = IncidentLog(engine, events)
     progress = ProgressLog(monitor, incidents, display, events, now=began)
     stop_rules = StopRules(results, control, job.limits.deadline, now=began)
@@ -150,6 +157,7 @@ def build_sending(
         limits=limits,
         reorderer=reorderer,
         totals=totals,
+        bundles=bundles,
         summary=summary,
         incidents=incidents,
         progress=progress,

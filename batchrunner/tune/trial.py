@@ -5,10 +5,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartError
+from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartError, RequestError
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-from batchrunner.engines.base import Engine
+from batchrunner.engines.base import Engine, RowAnswers
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import InputSpec, Job
@@ -91,6 +92,31 @@ class TrialRunner:
         )
 
 
+class RowCounter(Protocol):
+    """Counts answers."""
+
+    def ended(self, completion: Completion) -> None:
+        """Count an answer."""
+
+
+class CountedAnswers:
+    """Counts the answers to a bundle on their way."""
+
+    def __init__(self, counter: RowCounter, answers: RowAnswers) -> None:
+        self._counter = counter
+        self._answers = answers
+
+    def ended(self, index: int, result: Completion | RequestError) -> None:
+        """Pass an answer on; see `RowAnswers.ended`."""
+        if isinstance(result, Completion):
+            self._counter.ended(result)
+        self._answers.ended(index, result)
+
+    def discourage(self, why: str) -> None:
+        """Pass a word of the engine on; see `RowAnswers.discourage`."""
+        self._answers.discourage(why)
+
+
 class MeasuringEngine:
     """An engine that measures the requests it passes on, and stops the run when enough is known."""
 
@@ -117,12 +143,21 @@ class MeasuringEngine:
         """Send a request and count its answer; see `Engine.generate`."""
         self._began = self._began or time.monotonic()
         completion = await self._engine.generate(request, route)
+        self.ended(completion)
+        return completion
+
+    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+        """Send several requests and count their answers; see `Engine.generate_many`."""
+        self._began = self._began or time.monotonic()
+        await self._engine.generate_many(requests, route, CountedAnswers(self, answers))
+
+    def ended(self, completion: Completion) -> None:
+        """Count an answer."""
         self._last = time.monotonic()
         self._watch.row_ended(
             sum(tokens or 1 for tokens in completion.completion_tokens), prompt=completion.prompt_tokens or 0,
             cached=completion.cached_tokens or 0, retractions=completion.retractions,
         )  # fmt: skip
-        return completion
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask the engine; see `Engine.tokens_of`."""

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 from aiohttp import web
 
+from tests.support.event_answer import EventAnswer, is_bundle, rows_of
+
 Behaviour: TypeAlias = Literal[
     "answer",
     "too long",  # 400: final
@@ -46,6 +48,8 @@ class Sent:
     body: dict[str, Any]
     tries: int
     """How often this prompt has been sent, this one included."""
+    together: int = 1
+    """Rows of the request that it came in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class OnWire:
     content: bytes
 
 
+Bundles: TypeAlias = Literal["rows"] | Body | OnWire
+"""What becomes of a request with several rows: each is answered by the script, or all have one answer."""
 Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire]
 
 
@@ -119,6 +125,11 @@ class FakeSGLang:
         """What /v1/tokenize makes of a body, which a ValueError refuses; None for a release without it."""
         self.url = ""
         self.sent: list[Sent] = []
+        """Rows that arrived, in order."""
+        self.requests = 0
+        """Requests that they came in."""
+        self.bundles: Callable[[dict[str, Any]], Bundles] = lambda _: "rows"
+        """What becomes of the body of a request with several rows."""
         self.metrics: Callable[[], str] | None = None
         """What /metrics answers; None for a server without --enable-metrics."""
         self.most_in_flight = 0
@@ -176,7 +187,7 @@ class FakeSGLang:
 
     def forget(self) -> None:
         """Start counting anew."""
-        self.sent, self.most_in_flight = [], 0
+        self.sent, self.most_in_flight, self.requests = [], 0, 0
         self._tries.clear()
 
     async def _serve(self) -> None:
@@ -282,7 +293,11 @@ class FakeSGLang:
         refusal = self._locked(request)
         if refusal is not None:
             return refusal
-        sent = self._note(request.path, await request.json())
+        body = await request.json()
+        self.requests += 1
+        if is_bundle(body):
+            return await self._stream(request, body)
+        sent = self._note(request.path, body)
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
@@ -298,7 +313,65 @@ class FakeSGLang:
         finally:
             self._in_flight -= 1
 
-    def _note(self, path: str, body: dict[str, Any]) -> Sent:
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer several rows as the real one does: each by an event, when it ends."""
+        rows = [self._note(request.path, row, together=len(body["input_ids"])) for row in rows_of(body)]
+        how = self.bundles(body)
+        if isinstance(how, (Body, OnWire)):
+            return self._write(request, how)
+        self._in_flight += len(rows)
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        left = len(rows)
+        try:
+            answer = EventAnswer(request)
+            whats = [self.script(sent) for sent in rows]
+            if refused := {"too long", "bad schema"}.intersection(map(str, whats)):
+                return await answer.refuse(*REFUSALS[refused.pop()])
+            await answer.begin()
+            endings = [
+                asyncio.ensure_future(self._end_row(answer, index, sent, what))
+                for index, (sent, what) in enumerate(zip(rows, whats, strict=True))
+                if what not in {"disconnect", "die"}
+            ]
+            try:
+                for ending in asyncio.as_completed(endings):
+                    await ending
+                    self._in_flight -= 1
+                    left -= 1
+            finally:
+                for ending in endings:
+                    ending.cancel()
+            for sent, what in zip(rows, whats, strict=True):
+                if what in {"disconnect", "die"}:
+                    return await self._react(request, sent, what)
+            return await answer.finish()
+        finally:
+            self._in_flight -= left
+
+    async def _end_row(self, answer_to: EventAnswer, index: int, sent: Sent, what: Any) -> None:
+        if what == "hold":
+            await self._hold(sent)
+        if self.delay_s and what == "answer":
+            async with self._slots:
+                await asyncio.sleep(self.delay_s)
+        if isinstance(what, Body):
+            await answer_to.write(what.content)
+            return
+        if what in {"not json", "no answer"}:
+            await answer_to.write(b"<html>" if what == "not json" else b'{"ok": true}')
+            return
+        error = {**ABORTS, **REFUSALS}.get(what)
+        reply = (
+            aborted(sent, *error)
+            if error
+            else answer(sent, "" if what == "empty" else None, weights=self.weights)
+        )
+        if error is None and what != "empty":
+            begun = {**reply["meta_info"], "finish_reason": None, "completion_tokens": 1}
+            await answer_to.write_json({"text": "answer", "meta_info": begun, "index": index})
+        await answer_to.write_json({**reply, "index": index})
+
+    def _note(self, path: str, body: dict[str, Any], together: int = 1) -> Sent:
         if path == "/generate":
             prompt = body["text"] if "text" in body else str(body["input_ids"])
             assert isinstance(body["sampling_params"], dict)
@@ -306,7 +379,7 @@ class FakeSGLang:
             prompt = body["messages"][-1]["content"]
             assert body["model"]
         self._tries[prompt] += 1
-        sent = Sent(path, prompt, body, self._tries[prompt])
+        sent = Sent(path, prompt, body, self._tries[prompt], together)
         with self._news:
             self.sent.append(sent)
             self._news.notify_all()

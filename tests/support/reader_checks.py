@@ -5,17 +5,21 @@ Hypothesis and `benchmarks.fuzz` both call these checks.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections import Counter
 from dataclasses import asdict
 
 import orjson
 import pyarrow as pa
 
 from batchrunner.core.errors import AttemptFailedError, EngineStartError, RequestError, RowRefusedError
-from batchrunner.core.types import EngineInfo, Outcome, Request, RowRef, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.engines.http import replies, status
-from batchrunner.engines.http.model_guard import common_model, model_in
+from batchrunner.engines.http.bundles import BundleAnswer, PlacedRequest
+from batchrunner.engines.http.endpoint import Endpoint
+from batchrunner.engines.http.model_guard import ModelGuard, common_model, model_in
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.worker_list import urls_in
 from batchrunner.job.queue_band import QueueBand
@@ -48,6 +52,41 @@ def check_answer(reply: bytes, kind: str = "text", samples: int = 1) -> bool:
     tokens = replies.tokens_in(reply)
     assert tokens is None or all(type(token) is int and token >= 0 for token in tokens)
     return outcome.completion is not None
+
+
+class _Answers:
+    """Counts the answers to the rows of a bundle."""
+
+    def __init__(self) -> None:
+        self.ends: Counter[int] = Counter()
+        self.texts: dict[int, list[str]] = {}
+
+    def ended(self, index: int, result: Completion | RequestError) -> None:
+        self.ends[index] += 1
+        if isinstance(result, Completion):
+            self.texts[index] = result.texts
+
+    def discourage(self, why: str) -> None:
+        raise AssertionError(why)
+
+
+def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
+    """Read the events of an answer to so many rows; return the texts of those that were answered."""
+    ref = RowRef(0, _CARRIED, 0)
+    placed = [PlacedRequest(2 * n, Request(ref, "input_ids", [n], {})) for n in range(rows)]
+    answers = _Answers()
+    answer = BundleAnswer(placed, answers, Endpoint(URL, 1.0), ModelGuard(), None)
+
+    async def read() -> None:
+        for event in events:
+            await answer.take(event)
+
+    asyncio.run(read())
+    assert set(answers.ends) <= {row.place for row in placed}
+    assert set(answers.ends.values()) <= {1}
+    error = answer.refusal()
+    assert error is None or str(error).encode("utf-8")
+    return answers.texts
 
 
 def check_error(code: int, body: bytes, retry_after: str | None) -> None:

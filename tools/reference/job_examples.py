@@ -74,6 +74,7 @@ EXAMPLES = {
     "order": "longest_first",
     "dedupe": "false",
     "window": "64",
+    "bundle": "16",
     "tokenize": "client",
     "queue": "[50, 1000]",
 }
@@ -113,6 +114,7 @@ UNITS = {
     "limits.max_failed_rows": "rows",
     "limits.max_attempts": "tries",
     "window": "requests",
+    "bundle": "rows",
     "queue": "requests",
 }
 """Units of the fields whose type does not tell it, by path."""

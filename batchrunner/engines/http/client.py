@@ -15,11 +15,13 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDownError,
     NoAnswerError,
+    RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-from batchrunner.engines.base import Engine, IncidentQueue
+from batchrunner.engines.base import Engine, IncidentQueue, RowAnswers
 from batchrunner.engines.http import replies, wire
+from batchrunner.engines.http.bundles import BundlePoster, PlacedRequest
 from batchrunner.engines.http.connections import SocketFactory, loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier
@@ -49,6 +51,10 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """With sglang_router's policy `manual` requests with the same value go to the same replica."""
+NOT_THROUGH_GATEWAY = (
+    "the gateway passes on one set of sampling parameters a request, without stream_interval"
+)
+"""sglang_router 0.3.2: each token would be an event."""
 
 
 class SGLangClient:
@@ -79,6 +85,7 @@ class SGLangClient:
         self._status_session: aiohttp.ClientSession | None = None
         self._question_session: aiohttp.ClientSession | None = None
         self._poster: RowPoster | None = None
+        self._bundles: BundlePoster | None = None
         self._gateway: str | None = None
         self._checks_answers = False
         self._load_path: str | None = None
@@ -120,6 +127,7 @@ class SGLangClient:
             connections=connections,
             connections_by=limited_by,
             keeps_together=gateway is not None,
+            one_by_one=NOT_THROUGH_GATEWAY if gateway else info.one_by_one,
             notes=(f"{source}; connections limited by {limited_by}", *info.notes),
         )
 
@@ -129,11 +137,7 @@ class SGLangClient:
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
-        wire.refuse_deadly(request, self._vocabulary)
-        if self._gateway:
-            wire.refuse_dropped(request)
-        if self._detokenizer is not None:
-            request = self._detokenizer.with_stop_ids(request)
+        request = self._checked(request)
         body = wire.bytes_of(wire.body_of(request))
         # a payload of bytes: aiohttp would look up how to send them, which takes 5 % of the client's time
         payload = aiohttp.BytesPayload(body, content_type="application/json")
@@ -147,6 +151,18 @@ class SGLangClient:
             await self.guard.settle(url)
         await self.guard.check_answer(url, completion.weights)
         return completion
+
+    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+        """Send several requests in one; see `Engine.generate_many`."""
+        assert self._bundles is not None
+        rows: list[PlacedRequest] = []
+        for place, request in enumerate(requests):
+            try:
+                rows.append(PlacedRequest(place, self._checked(request)))
+            except RowRefusedError as refusal:
+                answers.ended(place, refusal)
+        if rows:
+            await self._bundles.post(self.endpoints[route], rows, answers)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
@@ -205,11 +221,19 @@ class SGLangClient:
         self._poster = RowPoster(
             self._session, self.guard, self.failures, behind_gateway=behind_gateway, timeout_s=self._timeout_s
         )
+        self._bundles = BundlePoster(self._poster, self.guard, self.failures, self._detokenizer)
         return ServerQuestions(
             self._question_session,
             behind_gateway=behind_gateway,
             has_detokenizer=self._detokenizer is not None,
         )
+
+    def _checked(self, request: Request) -> Request:
+        """Return a request as it is sent; raises RowRefusedError for one that must not be."""
+        wire.refuse_deadly(request, self._vocabulary)
+        if self._gateway:
+            wire.refuse_dropped(request)
+        return request if self._detokenizer is None else self._detokenizer.with_stop_ids(request)
 
     def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
         """Guard the model of every address that takes rows; that of replicas that we started too."""
@@ -288,6 +312,10 @@ class HttpEngine(Engine):
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         return await self._client.generate(request, route)
+
+    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+        """Send several requests in one; see `Engine.generate_many`."""
+        await self._client.generate_many(requests, route, answers)
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask the first server; see `Engine.tokens_of`."""

@@ -1,7 +1,7 @@
-"""Posts one row and reads its answer; raises what a failure on the way means for the row."""
+"""Posts rows and reads their answers; raises what a failure on the way means for them."""
 
 import logging
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import aiohttp
 
@@ -13,6 +13,7 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.engines.http.endpoint import Endpoint
+from batchrunner.engines.http.event_lines import EventLines
 from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.http.model_guard import ModelGuard
 
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
 MOST_ANSWER_BYTES = 128 << 20
-"""Most bytes of an answer: a part of the results holds 64 MiB."""
+"""Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
+EVENTS = "text/event-stream"
 
 
 class Answer(NamedTuple):
@@ -29,6 +31,13 @@ class Answer(NamedTuple):
     status: int
     content: bytes
     retry_after: str | None
+
+
+class EventTaker(Protocol):
+    """Takes the events of an answer that comes in pieces."""
+
+    async def take(self, event: bytes) -> None:
+        """Take the data of one event; what it raises ends the request."""
 
 
 class RowPoster:
@@ -67,17 +76,49 @@ class RowPoster:
                 sending = self._session.post(endpoint.paths[path], data=payload, headers=headers)
                 async with sending as response:
                     content = await content_of(response)
-        except (RequestError, BatchrunError):
-            raise
-        except TimeoutError as failure:
-            raise self._late(endpoint, failure) from None
-        except (aiohttp.ClientError, OSError) as failure:
-            self._guard.doubt(endpoint.url)
-            raise await self._lost(endpoint, failure, sent_at) from None
-        except Exception as failure:  # nothing that a server sends may end a run
-            log.debug("an answer of %s", endpoint.url, exc_info=True)
-            raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
+        except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+            raise await self._meaning(endpoint, failure, sent_at) from None
         return Answer(response.status, content, response.headers.get("Retry-After"))
+
+    async def post_for_events(
+        self,
+        endpoint: Endpoint,
+        path: str,
+        payload: aiohttp.BytesPayload,
+        taker: EventTaker,
+        sent_at: float,
+    ) -> Answer | None:
+        """Send a body and pass each event of the answer on; return an answer that is not one of events.
+
+        Raises as `post` does, and what the `taker` raises.
+        """
+        lines = EventLines(MOST_ANSWER_BYTES)
+        try:
+            with endpoint.deadline:
+                await self._guard.settle(endpoint.url)
+                async with self._session.post(endpoint.paths[path], data=payload) as response:
+                    if response.content_type != EVENTS:
+                        content = await content_of(response)
+                        return Answer(response.status, content, response.headers.get("Retry-After"))
+                    async for part in response.content.iter_any():
+                        for event in lines.feed(part):
+                            await taker.take(event)
+        except Exception as failure:  # noqa: BLE001 - as above
+            raise await self._meaning(endpoint, failure, sent_at) from None
+        return None
+
+    async def _meaning(self, endpoint: Endpoint, failure: Exception, sent_at: float) -> Exception:
+        """Return the error that a failure means for the rows that were sent."""
+        match failure:
+            case RequestError() | BatchrunError():
+                return failure
+            case TimeoutError():
+                return self._late(endpoint, failure)
+            case aiohttp.ClientError() | OSError():
+                self._guard.doubt(endpoint.url)
+                return await self._lost(endpoint, failure, sent_at)
+        log.debug("an answer of %s", endpoint.url, exc_info=failure)
+        return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
 
     def _late(self, endpoint: Endpoint, failure: TimeoutError) -> RequestError:
         if isinstance(failure, aiohttp.ConnectionTimeoutError):  # a host that is gone: no row is why

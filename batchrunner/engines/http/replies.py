@@ -129,10 +129,10 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
     """
     try:
         if request.kind == "messages":
-            return _from_chat(request, _decoded(_read_chat, reply))
+            return _from_chat(request, decoded(_read_chat, reply))
         if detokenizer is not None:
             return _from_generate(request, _samples_of_ids(request, reply, detokenizer))
-        return _from_generate(request, _decoded(_read_generate, reply))
+        return _from_generate(request, decoded(_read_generate, reply))
     except RequestError:
         raise
     except msgspec.ValidationError:
@@ -150,7 +150,7 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
 def tokens_in(reply: bytes | Any) -> list[int] | None:
     """Read a reply of `/v1/tokenize`, as JSON or as its plain Python values; None where it is none."""
     try:
-        return list(_decoded(_read_tokens, reply).tokens)
+        return list(decoded(_read_tokens, reply).tokens)
     except Exception:  # noqa: BLE001 - as above
         return None
 
@@ -171,7 +171,7 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
     return AttemptFailedError(message)
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes | Any) -> Any:
+def decoded(decoder: msgspec.json.Decoder[Any], reply: bytes | Any) -> Any:
     """Decode a reply; where JSON has lone surrogates, which no UTF-8 has, they become U+FFFD."""
     if not isinstance(reply, bytes):
         return msgspec.convert(reply, decoder.type)
@@ -193,9 +193,9 @@ def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
 
 def _samples_of_ids(request: Request, reply: bytes, detokenizer: Detokenizer) -> list[_Sample]:
     try:
-        found = _decoded(_read_ids, reply)
+        found = decoded(_read_ids, reply)
     except msgspec.DecodeError:
-        found = _decoded(_read_generate, reply)  # an abort, or no answer of SGLang's
+        found = decoded(_read_generate, reply)  # an abort, or no answer of SGLang's
         return found if isinstance(found, list) else [found]
     samples: list[_IdsSample] = found if isinstance(found, list) else [found]
     return [

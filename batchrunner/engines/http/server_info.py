@@ -16,6 +16,8 @@ _CHAT_ARGUMENTS = (
 )
 _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
+_ANSWERS_IN_PIECES = ("incremental_streaming_output", "stream_output")
+"""Server arguments with which an event has only the text since the last one; the second is older."""
 _LPM_NOTE = "the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it"
 
 
@@ -43,8 +45,17 @@ def describe(
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
+        one_by_one=next(filter(None, map(_one_by_one, servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
+
+
+def _one_by_one(server: Mapping[str, Any]) -> str | None:
+    """Say why each row should be a request of its own; None where a request can hold several."""
+    for name in _ANSWERS_IN_PIECES:
+        if server.get(name):
+            return f"the server runs with --{name.replace('_', '-')}"
+    return None
 
 
 def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:

@@ -1,6 +1,6 @@
 """The format of requests of SGLang's HTTP interface. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -71,6 +71,24 @@ def generate_body(request: Request) -> dict[str, Any]:
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
+    return body
+
+
+STREAM_INTERVAL = 1 << 30
+"""Tokens between two events of a row: an answer comes whole, after its first token and at its end."""
+
+
+def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
+    """Make the body for `/generate` with several prompts of token ids, each answered by an event."""
+    samplings = [{**request.sampling, "stream_interval": STREAM_INTERVAL} for request in requests]
+    alike = all(sampling == samplings[0] for sampling in samplings)
+    body: dict[str, Any] = {
+        "input_ids": [request.prompt for request in requests],
+        "sampling_params": samplings[0] if alike else samplings,
+        "stream": True,
+    }
+    if any(request.lora_path is not None for request in requests):
+        body["lora_path"] = [request.lora_path for request in requests]
     return body
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
-from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.base import IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.client import HttpEngine, SGLangClient
@@ -165,13 +165,21 @@ class LaunchedFleet(HttpEngine):
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once, to one server not before it is up; see `Engine.generate`."""
+        await self._until_up()
+        return await super().generate(request, route)
+
+    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+        """Send several requests in one; see `Engine.generate_many`."""
+        await self._until_up()
+        await super().generate_many(requests, route, answers)
+
+    async def _until_up(self) -> None:
         lost = [replica.supervisor.lost for replica in self._replicas.values() if replica.supervisor.lost]
         if self._gateway is None:
             for replica in self._replicas.values():
                 await replica.supervisor.ready()
         elif self._gateway.supervisor.lost or len(lost) == len(self._replicas):
             raise self._gateway.supervisor.lost or lost[0]
-        return await super().generate(request, route)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each server, from its log if it has no other source; restart what hangs."""

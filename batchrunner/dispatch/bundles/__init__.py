@@ -1,0 +1,1 @@
+"""Bundles: several rows in one request, each answered when it ends."""

@@ -1,0 +1,243 @@
+"""Rows of one route → requests: rows that are to be sent at the same time share one, a bundle.
+
+A bundle is only a way of sending. Each row has its slot, its attempt and its answer as if it were alone.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    BatchrunError,
+    BundleRefusedError,
+    NoAnswerError,
+    RequestError,
+)
+from batchrunner.core.timing import TIMING
+from batchrunner.core.types import Completion, EngineInfo, Request
+from batchrunner.dispatch.bundles.size import BundleSize
+from batchrunner.dispatch.bundles.totals import BundleTotals
+from batchrunner.engines.base import Engine
+from batchrunner.output.events import EventLog
+
+log = logging.getLogger(__name__)
+
+MOST_REFUSALS = 32
+"""Bundles that an engine may refuse before it has answered any; then it gets no more."""
+
+
+class BundledRow(NamedTuple):
+    """A row that waits for its answer: a completion, or None where it is to be sent alone."""
+
+    request: Request
+    answer: asyncio.Future[Completion | None]
+
+
+class Bundle:
+    """Rows that are sent in one request."""
+
+    def __init__(self, rows: Sequence[BundledRow]) -> None:
+        self._rows = rows
+        self.answers = 0
+        """Rows that were answered, or refused, each by itself."""
+        self.discouraged: str | None = None
+        """Why the engine should not get bundles."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests, in order."""
+        return [row.request for row in self._rows]
+
+    @property
+    def left(self) -> list[BundledRow]:
+        """Rows that have no answer yet."""
+        return [row for row in self._rows if not row.answer.done()]
+
+    def ended(self, index: int, result: Completion | RequestError) -> None:
+        """Give a row its answer; the first one counts."""
+        answer = self._rows[index].answer
+        if answer.done():
+            return
+        self.answers += 1
+        if isinstance(result, RequestError):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def discourage(self, why: str) -> None:
+        """Learn that the engine should rather get one row in a request."""
+        self.discouraged = why
+
+    def fail(self, error: Exception) -> None:
+        """End all rows that are left with an error."""
+        for row in self.left:
+            row.answer.set_exception(error)
+
+
+class BundleSender:
+    """Sends the rows of one route."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        route: str,
+        size: BundleSize,
+        totals: BundleTotals,
+        events: EventLog,
+        one_by_one: str | None,
+    ) -> None:
+        """`one_by_one` is the reason why each row is a request of its own; None where there is none."""
+        self._engine = engine
+        self._route = route
+        self._size = size
+        self._totals = totals
+        self._events = events
+        self._one_by_one = one_by_one
+        self._told = False
+        self._works = False  # the engine has answered a bundle
+        self._refused = 0
+        self._outstanding = 0
+        self._filling: list[BundledRow] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def send(self, request: Request, *, alone: bool) -> Completion:
+        """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
+        self._outstanding += 1
+        try:
+            most = self._size.rows(self._outstanding)
+            if most > 1 and not alone and self._may_share(request):
+                completion = await self._share(request, most)
+                if completion is not None:
+                    return completion
+            self._totals.add(1)
+            return await self._engine.generate(request, self._route)
+        finally:
+            self._outstanding -= 1
+            self._size.ended(time.monotonic())
+            self._send_if_nothing_else_comes()
+
+    async def close(self) -> None:
+        """End the requests that are not answered."""
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+
+    def _may_share(self, request: Request) -> bool:
+        why = self._one_by_one or why_alone(request)
+        if why is not None and not self._told:
+            self._told = True
+            log.info("rows are sent one by one: %s", why)
+            self._events.write("bundles_off", route=self._route, why=why)
+        return why is None
+
+    async def _share(self, request: Request, most: int) -> Completion | None:
+        loop = asyncio.get_running_loop()
+        row = BundledRow(request, loop.create_future())
+        self._filling.append(row)
+        if len(self._filling) >= most:
+            self._send_filled()
+        elif len(self._filling) == 1:
+            loop.call_later(TIMING.bundle_fill, self._send_late, row)
+        self._send_if_nothing_else_comes()
+        return await row.answer
+
+    def _send_late(self, first: BundledRow) -> None:
+        """Send the bundle that began with a row, if it is not sent yet."""
+        if self._filling and self._filling[0] is first:
+            self._send_filled()
+
+    def _send_if_nothing_else_comes(self) -> None:
+        """Send the bundle soon where all rows wait for it: those that are taken at once still join it."""
+        if self._filling and len(self._filling) == self._outstanding:
+            asyncio.get_running_loop().call_soon(self._send_late, self._filling[0])
+
+    def _send_filled(self) -> None:
+        rows, self._filling = self._filling, []
+        self._start([row for row in rows if not row.answer.done()])
+
+    def _start(self, rows: Sequence[BundledRow]) -> None:
+        """Send rows in one request; a single one sends itself."""
+        if len(rows) > 1 and self._one_by_one is None:
+            task = asyncio.ensure_future(self._carry(Bundle(rows)))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+            return
+        for row in rows:
+            row.answer.set_result(None)
+
+    async def _carry(self, bundle: Bundle) -> None:
+        """Send a bundle once; rows that it leaves without an answer are sent alone, or fail."""
+        requests = bundle.requests
+        self._totals.add(len(requests))
+        why = "it answered none of their rows"
+        try:
+            await self._engine.generate_many(requests, self._route, bundle)
+        except BundleRefusedError as refusal:
+            why = str(refusal)
+        except AttemptFailedError as failure:
+            if self._works or bundle.answers or isinstance(failure, NoAnswerError):
+                bundle.fail(failure)
+            why = str(failure)  # the engine may not be able to take bundles
+        except (RequestError, BatchrunError) as failure:
+            bundle.fail(failure)
+        except Exception as failure:
+            log.debug("a bundle failed", exc_info=failure)
+        self._settle(bundle, why)
+
+    def _settle(self, bundle: Bundle, why: str) -> None:
+        """Send the rows again that a bundle left without an answer; `why` it left them, in words."""
+        self._works = self._works or bundle.answers > 0
+        if bundle.discouraged is not None:
+            self._stop_bundles(bundle.discouraged)
+        left = bundle.left
+        if not left:
+            return
+        self._totals.resent += len(left)
+        if bundle.answers:
+            for row in left:
+                row.answer.set_result(None)
+            return
+        self._refused += 1
+        if not self._works and self._refused >= MOST_REFUSALS:
+            self._stop_bundles(f"the engine refused {self._refused} requests with several rows: {why}")
+        half = len(left) // 2  # one row may be the reason
+        self._start(left[:half])
+        self._start(left[half:])
+
+    def _stop_bundles(self, why: str) -> None:
+        if self._one_by_one is None:
+            self._one_by_one = why
+            self._told = True
+            log.info("rows are sent one by one from now on: %s", why)
+            self._events.write("bundles_off", route=self._route, why=why)
+
+
+def bundle_senders(
+    engine: Engine,
+    info: EngineInfo,
+    bundle: Literal["auto", "off"] | int,
+    totals: BundleTotals,
+    events: EventLog,
+) -> dict[str, BundleSender]:
+    """Return what sends the rows of each route of an open engine, as the job's `bundle` says."""
+    fixed = {"auto": None, "off": 1}[bundle] if isinstance(bundle, str) else bundle
+    return {
+        route: BundleSender(
+            engine, route, BundleSize(TIMING.bundle_fill, fixed), totals, events, info.one_by_one
+        )
+        for route in info.routes
+    }
+
+
+def why_alone(request: Request) -> str | None:
+    """Say why a row is a request of its own; None where it can share one."""
+    if request.kind != "input_ids":
+        return "the engine tokenizes their prompts"
+    sampling = request.sampling
+    if (sampling.get("n") or 1) > 1:
+        return "sampling.n is more than 1"
+    # SGLang holds back the beginning of a stop text until it knows what follows, but not of a pattern
+    return "sampling.stop_regex" if sampling.get("stop_regex") else None

@@ -1,0 +1,72 @@
+"""The size of a bundle follows the rows that end together."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchrunner.dispatch.bundles.size import MOST_ROWS, SHARE, BundleSize
+
+FILL_S = 0.015
+MANY = 10**6
+
+
+def size_after(*ends: float) -> BundleSize:
+    size = BundleSize(FILL_S)
+    for end in ends:
+        size.ended(1000.0 + end)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("rows_per_s", "rows"), [(0.5, 1), (20, 1), (300, 5), (1000, 16), (2000, 31), (20_000, 64)]
+)
+def test_the_size_is_what_ends_while_it_waits(rows_per_s: float, rows: int) -> None:
+    """Rows that take seconds each go alone; at 1,000 rows/s 15 more end within 15 ms of a row."""
+    found = size_after(*(row / rows_per_s for row in range(int(4 * rows_per_s) + 2))).rows(MANY)
+    assert abs(found - rows) <= 1
+    assert found <= MOST_ROWS
+
+
+def test_rows_that_end_in_one_step_share_a_request() -> None:
+    """The average row ends with 39 others, though only 200 end in a second and some end alone."""
+    steps = [step / 5 + row / 20_000 for step in range(20) for row in range(40)]
+    assert 35 <= size_after(*sorted([*steps, 0.11, 0.51, 0.91, 1.31])).rows(MANY) <= 40
+
+
+def test_waves_of_slow_rows_go_one_by_one() -> None:
+    """8 rows that end together every 2 seconds are no work for a front process."""
+    assert size_after(*(2.0 * wave for wave in range(9) for _ in range(8))).rows(MANY) == 1
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert BundleSize(FILL_S).rows(MANY) <= 1
+
+
+def test_a_bundle_has_a_share_of_the_rows_in_flight() -> None:
+    """A small window is not used up by one bundle, which would have to wait for its other rows."""
+    size = size_after(*(row / 8000 for row in range(8000)))
+    assert size.rows(MANY) == MOST_ROWS
+    assert size.rows(8) == 8 // SHARE
+    assert size.rows(3) <= 1
+
+
+def test_rows_that_become_slow_go_alone_again() -> None:
+    size = size_after(*(row / 4000 for row in range(4000)))
+    for second in range(1002, 1010):
+        size.ended(float(second))
+    assert size.rows(MANY) == 1
+
+
+@given(fixed=st.integers(1, MOST_ROWS), outstanding=st.integers(0, MANY))
+def test_a_fixed_size_is_the_size(fixed: int, outstanding: int) -> None:
+    size = BundleSize(FILL_S, fixed)
+    size.ended(1.0)
+    size.ended(9.0)
+    assert size.rows(outstanding) == fixed
+
+
+@given(ends=st.lists(st.floats(0, 10), max_size=300), outstanding=st.integers(0, 10**4))
+def test_any_ends_give_a_size(ends: list[float], outstanding: int) -> None:
+    assert 0 <= size_after(*sorted(ends)).rows(outstanding) <= min(MOST_ROWS, max(1, outstanding))

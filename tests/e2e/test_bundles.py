@@ -1,0 +1,384 @@
+"""Rows that share a request: each has the answer, the attempts and the fate that it would have alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import JobError
+from batchrunner.core.timing import TIMING
+from batchrunner.output.events import read_events
+from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
+from tests.support.fake_gateway import FakeGateway
+from tests.support.fake_sglang import Behaviour, Body, FakeSGLang, OnWire, Sent
+from tests.support.rows import rows_once, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+ROWS = 40
+ONE_BY_ONE = "rows are sent one by one"
+
+
+def number_of(sent: Sent) -> int:
+    """Return the number of a row: its one token."""
+    return int(sent.prompt.strip("[]"))
+
+
+def bundled_job(
+    directory: Path, engine: FakeSGLang | dict[str, Any], *, rows: int = ROWS, **changes: Any
+) -> dict[str, Any]:
+    """Return a job whose rows are token ids, 16 of which are in flight and 8 share a request."""
+    write_rows(directory / "input.parquet", rows, ids=[[row] for row in range(rows)])
+    return job_of(directory, engine, **{"prompt": {"input_ids": "ids"}, "window": 16, "bundle": 8, **changes})
+
+
+def only(row: int, behaviour: Behaviour | Body, *, tries: int = 10**6) -> Callable[[Sent], Behaviour | Body]:
+    """Return a script in which one row has this fate the first times that it is sent."""
+    return lambda sent: behaviour if number_of(sent) == row and sent.tries <= tries else "answer"
+
+
+def check_answers(job: dict[str, Any], *failed: int, rows: int = ROWS) -> dict[int, dict[str, Any]]:
+    """Check that each row is there once, with its own answer but for those that failed; return all."""
+    results = {row["row"]: row for row in results_of(job)}
+    assert sorted(results) == list(range(rows)) == [row["row"] for row in results_of(job)]
+    for number, row in results.items():
+        expected = None if number in failed else f"answer 0 to [{number}]"
+        assert (row["output"], row["error"] is not None) == (expected, number in failed)
+    return results
+
+
+def test_rows_share_requests(tmp_path: Path, server: FakeSGLang) -> None:
+    """8 rows come in one request, and the results are those of 40 requests."""
+    job = bundled_job(tmp_path, server)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, ROWS, 0)
+    assert max(sent.together for sent in server.sent) == 8
+    assert server.requests < ROWS / 2
+    assert server.most_in_flight <= 16
+    assert report.bundles["requests"] == server.requests
+    assert report.bundles["most_rows"] == 8
+    assert report_of(job)["bundles"]["rows_resent"] == 0
+    bundled = check_answers(job)
+
+    alone = bundled_job(tmp_path, server, bundle="off", output={"path": str(tmp_path / "alone")})
+    report = batchrunner.run(alone)
+    assert report.bundles["most_rows"] == 1
+    columns = ("output", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "attempts")
+    for number, row in check_answers(alone).items():
+        assert [row[name] for name in columns] == [bundled[number][name] for name in columns]
+
+
+def test_sizes_follow_the_rows_a_second(tmp_path: Path, server: FakeSGLang) -> None:
+    """By itself a run begins with single rows, and bundles them where hundreds end in a second."""
+    job = bundled_job(tmp_path, server, rows=4000, window=256, bundle="auto")
+    report = batchrunner.run(job)
+    assert report.rows_ok == 4000
+    assert report.bundles["requests"] == server.requests < 4000
+    assert 2 <= report.bundles["most_rows"] <= 64
+    samples = [e for e in read_events(Path(job["output"]["path"]) / "events.jsonl") if e["event"] == "sample"]
+    assert max(sample["rows_per_request"] for sample in samples) > 1
+    check_answers(job, rows=4000)
+
+
+def test_own_parameters(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows with sampling parameters of their own keep them."""
+    write_rows(
+        tmp_path / "input.parquet", 20, ids=[[n] for n in range(20)], most=[1 + n % 3 for n in range(20)]
+    )
+    job = job_of(
+        tmp_path, server, prompt={"input_ids": "ids"}, window=16, bundle=8,
+        sampling={"max_new_tokens": {"column": "most"}, "temperature": 0},
+    )  # fmt: skip
+    assert batchrunner.run(job).rows_ok == 20
+    assert max(sent.together for sent in server.sent) == 8
+    for sent in server.sent:
+        sampling = sent.body["sampling_params"]
+        assert sampling["max_new_tokens"] == 1 + number_of(sent) % 3
+        assert sampling["temperature"] == 0
+
+
+@pytest.mark.parametrize("fate", ["too long", "bad schema"])
+def test_a_bad_row_fails_alone(tmp_path: Path, server: FakeSGLang, fate: Behaviour) -> None:
+    """The server refuses a whole request for it; the others are sent again, and no attempt is counted."""
+    server.script = lambda sent: fate if number_of(sent) in {11, 29} else "answer"
+    job = bundled_job(tmp_path, server, limits={"max_failed_rows": 2, "max_attempts": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_failed) == (0, 2)
+    assert report.bundles["rows_resent"] > 8
+    for row in check_answers(job, 11, 29).values():
+        assert row["attempts"] == 1
+
+
+def test_only_bad_rows(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = lambda _: "bad schema"
+    job = bundled_job(tmp_path, server, limits={"max_failed_rows": ROWS, "abort_failed_share": 1.0})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_failed) == (0, ROWS)
+    check_answers(job, *range(ROWS))
+
+
+@pytest.mark.parametrize("fate", ["abort", "abort 503", "empty", "broken 500", "busy 503"])
+def test_a_row_that_is_cut_off(tmp_path: Path, server: FakeSGLang, fate: Behaviour) -> None:
+    """One row is cut off: it is sent again, and only it."""
+    server.script = only(21, fate, tries=1)
+    job = bundled_job(tmp_path, server)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.retries) == (0, 1)
+    assert [row["attempts"] for row in check_answers(job).values()] == [1 + (n == 21) for n in range(ROWS)]
+    assert len(server.sent) == ROWS + 1
+
+
+def test_a_row_that_may_be_at_fault_is_sent_alone(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = only(21, "abort")
+    job = bundled_job(tmp_path, server, limits={"max_failed_rows": 1, "max_attempts": 3})
+    assert batchrunner.run(job).exit_code == 0
+    check_answers(job, 21)
+    assert [sent.together > 1 for sent in server.sent if number_of(sent) == 21] == [True, False, False]
+
+
+def test_a_cut_connection(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that had ended keep their answers; the others of the request are tried again, each alone."""
+    server.script = only(35, "disconnect", tries=1)
+    job = bundled_job(tmp_path, server)
+    assert batchrunner.run(job).exit_code == 0
+    results = check_answers(job)
+    assert results[35]["attempts"] == 2
+    assert sum(row["attempts"] > 1 for row in results.values()) == 1
+    assert [sent.together > 1 for sent in server.sent if number_of(sent) == 35] == [True, False]
+
+
+def test_a_connection_that_one_row_cuts_each_time(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = only(35, "disconnect")
+    job = bundled_job(tmp_path, server, limits={"max_failed_rows": 1, "max_attempts": 3})
+    assert batchrunner.run(job).exit_code == 0
+    check_answers(job, 35)
+
+
+GOOD = {"text": "answer 0 to [0]", "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 1}}
+ODD_INDICES: list[Any] = [None, "0", 0.5, [0], {}]
+EVENTS: dict[str, list[Any]] = {
+    "none": [],
+    "garbage": [b"<html>", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b"3", b'""', b"{}", b""],
+    "out of range": [{**GOOD, "index": index} for index in (-1, 8, 10**30)],
+    "odd indices": [{**GOOD, "index": index} for index in ODD_INDICES],
+    "no index": [GOOD] * 8,
+    "odd errors": [{"error": {"message": {"a": 1}, "code": []}}],
+    "an error without a code": [{"error": "what?"}],
+    "an error and no more": [{"error": {"message": "odd", "code": 500}}],
+    "unfinished": [{"text": "a", "meta_info": {"finish_reason": None}, "index": i} for i in range(8)],
+}
+
+
+def stream_of(events: list[Any]) -> OnWire:
+    lines = [event if isinstance(event, bytes) else json.dumps(event).encode() for event in events]
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+    return OnWire(head + b"".join(b"data: " + line + b"\n\n" for line in lines) + b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("what", EVENTS)
+def test_an_answer_without_rows(tmp_path: Path, server: FakeSGLang, what: str) -> None:
+    """Rows that their request does not answer are asked for alone, and no attempt is counted."""
+    server.bundles = lambda _: stream_of(EVENTS[what])
+    job = bundled_job(tmp_path, server, limits={"max_attempts": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, ROWS, 0)
+    check_answers(job)
+
+
+def test_a_row_that_is_answered_twice(tmp_path: Path, server: FakeSGLang) -> None:
+    """The first answer counts, for the row alone; rows without one are asked for alone."""
+
+    def twice(body: dict[str, Any]) -> OnWire:
+        texts = [f"answer 0 to {body['input_ids'][1]}", "another"]
+        return stream_of([{**GOOD, "text": text, "index": 1} for text in texts])
+
+    server.bundles = twice
+    job = bundled_job(tmp_path, server, limits={"max_attempts": 1})
+    assert batchrunner.run(job).exit_code == 0
+    check_answers(job)
+
+
+def test_one_odd_event_among_good_ones(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is no row's; the row that has no other is asked for alone."""
+    server.script = lambda sent: "not json" if sent.together > 1 and number_of(sent) % 5 == 3 else "answer"
+    job = bundled_job(tmp_path, server, limits={"max_attempts": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, ROWS)
+    assert 0 < report.bundles["rows_resent"] <= ROWS / 5
+    check_answers(job)
+
+
+def reply(status: bytes, content: bytes, kind: bytes = b"application/json") -> OnWire:
+    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+    return OnWire(head % (status, kind, len(content)) + content)
+
+
+WHOLE: dict[str, OnWire | Body] = {
+    "400": reply(b"400 Bad Request", b'{"error": {"message": "unexpected keyword argument"}}'),
+    "422": reply(b"422 Unprocessable", b'{"detail": "one prompt"}'),
+    "500": reply(b"500 Internal Server Error", b"Internal Server Error", b"text/plain"),
+    "no stream": Body(json.dumps([GOOD] * 8).encode()),
+    "html": reply(b"200 OK", b"<html>It works!</html>", b"text/html"),
+    "cut at once": OnWire(b""),
+    "cut in the stream": OnWire(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 99\r\n\r\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_a_server_that_takes_no_lists(
+    tmp_path: Path, server: FakeSGLang, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After some tries its rows go one by one; the log says so once, and no attempt is counted."""
+    server.bundles = lambda _: WHOLE[what]
+    job = bundled_job(tmp_path, server, rows=100, limits={"max_attempts": 1})
+    with caplog.at_level(logging.INFO):
+        report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 100, 0)
+    check_answers(job, rows=100)
+    assert sum(ONE_BY_ONE in line for line in caplog.messages) == 1
+    assert all(sent.together == 1 for sent in server.sent[-20:])
+
+
+def test_a_server_that_does_not_heed_the_interval(
+    tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An event for each token would cost it more than it saves: its rows go one by one then."""
+
+    def chatty(body: dict[str, Any]) -> OnWire:
+        ids = body["input_ids"]
+        begun = [{"text": "a", "meta_info": {"finish_reason": None}, "index": i} for i in range(len(ids))] * 9
+        texts = [f"answer 0 to {prompt}" for prompt in ids]
+        return stream_of([*begun, *({**GOOD, "text": text, "index": i} for i, text in enumerate(texts))])
+
+    server.bundles = chatty
+    job = bundled_job(tmp_path, server, rows=100)
+    with caplog.at_level(logging.INFO):
+        report = batchrunner.run(job)
+    assert (report.rows_ok, report.bundles["rows_resent"]) == (100, 0)
+    assert report.bundles["bundles"] <= 3
+    assert sum(ONE_BY_ONE in line for line in caplog.messages) == 1
+    check_answers(job, rows=100)
+
+
+@pytest.mark.parametrize(
+    ("why", "changes"),
+    [
+        ("the engine tokenizes their prompts", {"prompt": {"text": "text"}}),
+        ("sampling.n is more than 1", {"sampling": {"n": 2}}),
+        ("sampling.stop_regex", {"sampling": {"stop_regex": "a+"}}),
+    ],
+)
+def test_rows_that_cannot_share(
+    tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture, why: str, changes: dict[str, Any]
+) -> None:
+    job = bundled_job(tmp_path, server, **changes)
+    with caplog.at_level(logging.INFO):
+        assert batchrunner.run(job).rows_ok == ROWS
+    assert server.requests == ROWS
+    assert [line for line in caplog.messages if ONE_BY_ONE in line] == [f"{ONE_BY_ONE}: {why}"]
+    events = read_events(Path(job["output"]["path"]) / "events.jsonl")
+    assert [event["why"] for event in events if event["event"] == "bundles_off"] == [why]
+
+
+def test_a_server_that_streams_in_pieces(tmp_path: Path, server: FakeSGLang) -> None:
+    server.arguments = {"incremental_streaming_output": True}
+    assert batchrunner.run(bundled_job(tmp_path, server)).rows_ok == ROWS
+    assert server.requests == ROWS
+
+
+def test_behind_a_gateway(tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture) -> None:
+    """It would drop what keeps a stream short: rows go one by one, and the log says so."""
+    with FakeGateway([server.url]) as gateway, caplog.at_level(logging.INFO):
+        job = bundled_job(tmp_path, {"kind": "gateway", "url": gateway.url})
+        assert batchrunner.run(job).rows_ok == ROWS
+    assert server.requests == ROWS
+    assert sum(ONE_BY_ONE in line for line in caplog.messages) == 1
+
+
+def test_rows_end_before_their_bundle(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows are durable, and their slots are used again, while another row of their request goes on."""
+    server.script = lambda sent: "hold" if number_of(sent) == 3 else "answer"
+    job = bundled_job(tmp_path, server)
+    with started(write_job(job, tmp_path)) as running:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ROWS - 1)
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    assert next(sent.together for sent in server.sent if number_of(sent) == 3) > 1
+    server.forget()
+    server.answer_held()
+    report = batchrunner.run(job)
+    assert (report.rows_resumed, report.rows_ok) == (ROWS - 1, ROWS)
+    assert [number_of(sent) for sent in server.sent] == [3]
+    rows_once(job, ROWS)
+
+
+def test_an_interrupt_drains_bundles(tmp_path: Path, server: FakeSGLang) -> None:
+    """The first Ctrl-C waits for the rows in flight, the second ends them; both can be resumed."""
+    server.script = lambda sent: "hold" if number_of(sent) >= 10 else "answer"
+    job = bundled_job(tmp_path, server, window=8, bundle=4)
+    file = write_job(job, tmp_path)
+    with started(file) as running:
+        eventually(lambda: len(server.sent) == 18)
+        running.process.send_signal(signal.SIGINT)
+        running.wait_for_line("waiting for the rows in flight")
+        running.process.send_signal(signal.SIGINT)
+        assert running.end() == 130
+    assert [row["row"] for row in results_of(job)] == list(range(10))
+    server.forget()
+    server.answer_held()
+    assert batchrun(file).exit_code == 0
+    assert sorted(map(number_of, server.sent)) == list(range(10, ROWS))
+    check_answers(job)
+
+
+def test_a_late_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that do not end within limits.request_timeout fail one attempt; those that did keep theirs."""
+    server.script = only(21, "hold", tries=1)
+    job = bundled_job(tmp_path, server, limits={"request_timeout": 0.5})
+    assert batchrunner.run(job).exit_code == 0
+    assert [row["attempts"] for row in check_answers(job).values()] == [1 + (n == 21) for n in range(ROWS)]
+
+
+def test_a_server_that_hangs_with_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows in flight go to the other server."""
+    monkeypatch.setattr(TIMING, "load_poll", 0.02)
+    with FakeSGLang() as good, FakeSGLang() as stuck:
+        stuck.script = lambda _: "hold"
+        still = {
+            "dp_rank": 0, "num_running_reqs": 4, "num_waiting_reqs": 4, "num_used_tokens": 9,
+            "timestamp": 1.0, "max_total_num_tokens": 900, "max_running_requests": 8, "token_usage": 0.5,
+        }  # fmt: skip
+        stuck.load = lambda: json.dumps({"loads": [still]}).encode()
+        engine = {"kind": "attach", "urls": [good.url, stuck.url]}
+        job = bundled_job(tmp_path, engine, limits={"hang": 0.3, "max_attempts": 1})
+        report = batchrunner.run(job)
+        assert (report.exit_code, report.rows_ok) == (0, ROWS)
+        assert max(sent.together for sent in stuck.sent) > 1
+    assert "hangs" in [incident["what"] for incident in report.incidents]
+    check_answers(job)
+
+
+@pytest.mark.parametrize(("given", "most"), [("off", 1), ("false", 1), ("4", 4), ("1", 1)])
+def test_the_field(tmp_path: Path, server: FakeSGLang, given: str, most: int) -> None:
+    """YAML reads `off` as false: it is off."""
+    job = bundled_job(tmp_path, server)
+    report = batchrunner.run(job, overrides=[f"bundle={given}"])
+    assert report.bundles["most_rows"] == most
+
+
+@pytest.mark.parametrize("given", ["0", "65", "true", "many", "1.5"])
+def test_a_wrong_field(tmp_path: Path, server: FakeSGLang, given: str) -> None:
+    with pytest.raises(JobError, match="bundle"):
+        batchrunner.run(bundled_job(tmp_path, server), overrides=[f"bundle={given}"])
+    assert server.sent == []
