@@ -25,6 +25,8 @@ ENGINE_KINDS = ("attach", "gateway", "inprocess", "server")
 """Kinds of engines that need more than their name."""
 ENV_PREFIX = "BATCHRUN__"
 """Prefix of environment variables that override the job."""
+_OWN_NAMES = (["engine", "env"], ["input", "rename"], ["input", "types"])
+"""Paths of mappings whose keys are the user's own, in which upper and lower case differ."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
 
@@ -65,7 +67,7 @@ def _steps_of(key: str) -> list[str]:
     """Return the path of a variable, engine.model for BATCHRUN__ENGINE__MODEL; user-given names keep case."""
     steps = key[len(ENV_PREFIX) :].split("__")
     ours = [step.lower() for step in steps]
-    return ours[:2] + steps[2:] if ours[:2] in (["engine", "env"], ["input", "rename"]) else ours
+    return ours[:2] + steps[2:] if ours[:2] in _OWN_NAMES else ours
 
 
 def _tree_of(source: object) -> tuple[dict[str, Any], str]:

@@ -265,3 +265,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A file that is no job at all is refused in one line with its name."""
     file_refusal(tmp_path_factory.getbasetemp() / "none.yaml", content)
+
+
+def test_columns_in_the_environment_keep_their_case() -> None:
+    """A column's name is the user's own."""
+    job = example(environ={"BATCHRUN__INPUT__TYPES__Score": "int64"})
+    assert job.input.types == {"Score": "int64"}
