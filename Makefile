@@ -45,13 +45,13 @@ docs: .venv/.dev ## Build the documentation site into site/; a dead link or a mi
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 docs-reference: .venv/.light ## Make docs/reference/ from the code
-	.venv/bin/python -m tools.reference
+	.venv/bin/python -m docs.tools.reference
 
 docs-outputs: .venv/.dev ## Write the pasted output in the docs again, from a run of each page
-	.venv/bin/python -m tools.outputs
+	.venv/bin/python -m docs.tools.outputs
 
 docs-pictures: .venv/.dev data/docs.parquet ## Make the pictures of the docs from a run (needs Chromium)
-	.venv/bin/python -m tools.pictures
+	.venv/bin/python -m docs.tools.pictures
 
 docs-serve: .venv/.dev ## Show the documentation site at http://127.0.0.1:8000, and follow changes
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve

@@ -20,15 +20,15 @@ from batchrunner.job.load import load_job
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
 from batchrunner.output.events import read_events
 from batchrunner.report import report
+from docs.tools.reference.command_line import commands
+from docs.tools.reference.environment import READ, SET
+from docs.tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS
+from docs.tools.reference.job_file import example, field_paths
+from docs.tools.reference.pages import FOLDER, pages
 from tests.conftest import ROOT, batchrun, job_of, report_of, write_job
 from tests.support.tuned import tuned
 from tests.support.tuning_lab import Lab, chat_rows
 from tests.test_layout import TREES
-from tools.reference.command_line import commands
-from tools.reference.environment import READ, SET
-from tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS
-from tools.reference.job_file import example, field_paths
-from tools.reference.pages import FOLDER, pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_job_field_has_a_description_and_an_example(path: str) -> None:
     """Each field of the schema has a docstring in `job/`, and a valid example in `job_examples.py`."""
     assert FIELDS[path].get("description"), "write a docstring below the field"
     name, kind = path.partition(" ")[0], path.partition(" (")[2].rstrip(")")
-    assert name == "engine.kind" or name in EXAMPLES, "add an example to tools/reference/job_examples.py"
+    assert name == "engine.kind" or name in EXAMPLES, "add an example to docs/tools/reference/job_examples.py"
     assert f"# `{path.replace(' ', '` ')}\n" in MADE["job-file.md"] or f"# `{path}`\n" in MADE["job-file.md"]
     whole = {
         "input": {"path": "rows.parquet"},
@@ -224,5 +224,5 @@ def test_each_environment_variable_is_explained() -> None:
     variables = {text for text in texts if re.fullmatch(r"PYTHON[A-Z]+|[A-Z][A-Z0-9]*(_[A-Z0-9]*)+", text)}
     assert set(NO_VARIABLES) <= variables
     assert variables - set(NO_VARIABLES) - set(READ) - set(SET) == set(), (
-        "add it to tools/reference/environment.py"
+        "add it to docs/tools/reference/environment.py"
     )

@@ -53,7 +53,7 @@ def _mkdocs() -> None:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """Return a copy of what the site is made from."""
-    for folder in ("docs", "tools", "batchrunner", ".ci", "benchmarks", "jobs"):
+    for folder in ("docs", "batchrunner", ".ci", "benchmarks", "jobs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -139,7 +139,7 @@ SOUGHT = {
     "two GPUs": "how-to/several-gpus.html",
     "JSON answers": "how-to/json-answers.html",
     "CUDA out of memory": "troubleshooting.html#cuda-out-of-memory",
-    "queue is empty": "reference/advice-rules.html#queue-empty",
+    "queue is empty": "troubleshooting.html#the-queue-is-empty",
     "use from pandas": "how-to/python.html",
     "odd column names": "how-to/prompts.html",
     "exit code 3": "reference/exit-codes.html",

@@ -3,7 +3,7 @@
 from batchrunner.advise.rules.rule import Rule
 from batchrunner.advise.rules.table import RULES
 from batchrunner.engines.logs.thresholds import Thresholds
-from tools.reference.markdown import field_docs, table
+from docs.tools.reference.markdown import field_docs, table
 
 HEAD = """# Rules of advice
 

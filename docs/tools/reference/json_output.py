@@ -9,7 +9,7 @@ from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
 from batchrunner.tune.measurement import TrialSigns
 from batchrunner.tune.summary import TuningSummary
-from tools.reference.markdown import field_table, table
+from docs.tools.reference.markdown import field_table, table
 
 HEAD = """# report.json and --json
 

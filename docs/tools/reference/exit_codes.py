@@ -3,7 +3,7 @@
 from batchrunner import __all__ as public
 from batchrunner.core import errors
 from batchrunner.report.report import EXIT_MEANINGS
-from tools.reference.markdown import paragraphs, table
+from docs.tools.reference.markdown import paragraphs, table
 
 HEAD = """# Exit codes
 

@@ -5,8 +5,8 @@ from typing import Any
 import yaml
 
 from batchrunner.job.spec import Job
-from tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS, WHOLE_JOBS
-from tools.reference.markdown import fenced, one_line
+from docs.tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS, WHOLE_JOBS
+from docs.tools.reference.markdown import fenced, one_line
 
 HEAD = """# Job file
 

@@ -10,7 +10,7 @@ from typing import Any
 import batchrunner
 from batchrunner.report.report import Report
 from batchrunner.runner.progress_calls import Progress
-from tools.reference.markdown import fenced, field_table, paragraphs
+from docs.tools.reference.markdown import fenced, field_table, paragraphs
 
 HEAD = """# Python library
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 from batchrunner.job.spec import RESULT_COLUMNS
 from batchrunner.output.columns import result_schema
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
-from tools.reference.markdown import table
+from docs.tools.reference.markdown import table
 
 RESULTS = """# Result columns
 

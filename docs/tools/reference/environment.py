@@ -1,6 +1,6 @@
 """The page on environment variables: those that batchrunner reads, and those that it sets for engines."""
 
-from tools.reference.markdown import table
+from docs.tools.reference.markdown import table
 
 HEAD = """# Environment variables
 

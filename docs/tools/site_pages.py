@@ -9,7 +9,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
 """Files at the root of the repository, and the pages that the site has for them."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")

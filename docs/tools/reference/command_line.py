@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from batchrunner.cli import app
-from tools.reference.markdown import fenced, paragraphs, table
+from docs.tools.reference.markdown import fenced, paragraphs, table
 
 HEAD = """# Command line
 

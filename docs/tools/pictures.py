@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tests.support.browser import new_page
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "assets"
 COLUMNS, LINES = 144, 40
 DURING = 0.6

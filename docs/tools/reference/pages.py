@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tools.reference import (
+from docs.tools.reference import (
     advice_rules,
     command_line,
     environment,
@@ -13,7 +13,7 @@ from tools.reference import (
     run_files,
 )
 
-FOLDER = Path(__file__).parent.parent.parent / "docs" / "reference"
+FOLDER = Path(__file__).parents[2] / "reference"
 NOTE = "<!-- Made from the code by `make docs-reference`: change the code, not this page. -->"
 
 

@@ -1,6 +1,6 @@
 """Write the pages of reference: what `make docs-reference` does."""
 
-from tools.reference.pages import FOLDER, pages
+from docs.tools.reference.pages import FOLDER, pages
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""The documentation, and in `tools` the programs that make parts of it."""

@@ -1,1 +1,0 @@
-"""The pages of docs/reference/, made from the code: `python -m tools.reference` writes them."""
