@@ -167,7 +167,7 @@ def test_an_array_of_four(ended: Submitted) -> None:
 
 @story
 def a_task_that_is_requeued(slurm: SlurmCluster, here: Path) -> Submitted:
-    job = submit(slurm, job_for(here, task_s=30), here, "--array", "0-1")
+    job = submit(slurm, job_for(here, task_s=50), here, "--array", "0-1")
     slurm.wait_until(lambda: len(job.at_it()) == 2)
     slurm.call("scontrol", "requeue", f"{job.array}_0")
     job.wait()
