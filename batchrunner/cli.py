@@ -72,6 +72,9 @@ def run(
         ),
     ] = False,
     quiet: QuietOption = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all log lines on a terminal too.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a job, or resume it; `batchrun JOB.yaml` is short for it.
@@ -80,7 +83,7 @@ def run(
     """
     from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet)
+    log_to_stderr(quiet=quiet, details=verbose or as_json)
     try:
         done = run_in_foreground(
             job,

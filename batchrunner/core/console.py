@@ -1,11 +1,20 @@
 """What the command prints: results on standard output, everything else on standard error."""
 
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchrunner.core.errors import BatchrunError
+
+DETAIL = {"detail": True}
+"""`extra` of a log line that a terminal shows with `--verbose` only."""
+
+
+def is_no_detail(record: logging.LogRecord) -> bool:
+    """Tell whether a log line is for everybody."""
+    return not getattr(record, "detail", False)
 
 
 def tell(text: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from batchrunner.core.console import is_no_detail
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
@@ -81,13 +82,18 @@ def run_in_foreground(
             signal.signal(number, handler)
 
 
-def log_to_stderr(*, quiet: bool) -> None:
-    """Show only batchrunner's log; an engine in this process uses the root logger."""
+def log_to_stderr(*, quiet: bool, details: bool = True) -> None:
+    """Show only batchrunner's log; an engine in this process uses the root logger.
+
+    `details` is whether a terminal shows all lines; elsewhere they are in the log in any case.
+    """
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
     task = task_name(os.environ)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{task}: %(message)s" if task else None))
+    if not details and sys.stderr.isatty():
+        handler.addFilter(is_no_detail)
     ours.addHandler(handler)
     ours.propagate = False
 
