@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import threading
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from batchrunner.core.errors import BatchrunError
-    from batchrunner.report.report import Report
-    from batchrunner.tune.summary import TuningSummary
-
-EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
-wrong · 3 done, but more rows failed than tolerated · 130/138/143 interrupted (run it again to resume)"""
-
-
-class _DefaultToRun(TyperGroup):
-    """`batchrun JOB.yaml` is `batchrun run JOB.yaml`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        first = next((arg for arg in args if not arg.startswith("-")), None)
-        if first is not None and first not in self.commands and args[0] not in {"--help", "--version"}:
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
+from batchrunner.core.command_group import HELP_OPTIONS, CommandGroup
+from batchrunner.core.command_options import (
+    EXIT_CODES,
+    JobArgument,
+    JsonOption,
+    LimitOption,
+    QuietOption,
+    RunArgument,
+    SetOption,
+    with_limit,
+)
+from batchrunner.core.console import show, tell
+from batchrunner.core.entry import start
+from batchrunner.core.errors import BatchrunError
 
 app = typer.Typer(
-    cls=_DefaultToRun,
+    cls=CommandGroup,
+    context_settings={"help_option_names": list(HELP_OPTIONS)},
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -43,20 +34,12 @@ app = typer.Typer(
     epilog=EXIT_CODES,
 )
 
-JobArgument = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job file.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's output path.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Override a field of the job; may be repeated."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # noqa: PLC0415
+        from batchrunner.core.versions import version_lines  # noqa: PLC0415
 
-        print(f"batchrun {version('batchrunner')}")  # noqa: T201
+        show(version_lines())
         raise typer.Exit
 
 
@@ -73,6 +56,7 @@ def _main(
 def run(
     job: JobArgument,
     overrides: SetOption = None,
+    limit: LimitOption = None,
     fresh: Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")] = False,
     retry_failed: Annotated[bool, typer.Option(help="Send failed rows again.")] = False,
     shard: Annotated[
@@ -87,21 +71,23 @@ def run(
             "--join", help="Share the rows with all other starts that say --join; each takes what is left."
         ),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
+    quiet: QuietOption = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all log lines on a terminal too.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a job, or resume it; `batchrun JOB.yaml` is short for it.
 
     Example: batchrun jobs/summarize.yaml --set engine.model=Qwen/Qwen3-8B --set input.limit=1000
     """
-    from batchrunner.core.errors import BatchrunError  # noqa: PLC0415
-    from batchrunner.runner.foreground import run_in_foreground  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
 
-    _log_to_stderr(quiet=quiet)
+    log_to_stderr(quiet=quiet, details=verbose or as_json)
     try:
-        report = run_in_foreground(
+        done = run_in_foreground(
             job,
-            overrides or [],
+            with_limit(overrides, limit),
             fresh=fresh,
             retry_failed=retry_failed,
             shard=shard,
@@ -110,11 +96,16 @@ def run(
             as_json=as_json,
         )
     except BatchrunError as error:
-        if error.report is not None and (as_json or not quiet):  # worth knowing, whatever ended it
-            _print_report(error.report, quiet=quiet, as_json=as_json)
-        _exit_with(error)
-    _print_report(report, quiet=quiet, as_json=as_json)
-    raise typer.Exit(report.exit_code)
+        if error.report is not None and not quiet and not as_json:  # worth knowing, whatever ended it
+            tell("\n".join(error.report.lines()))
+        raise
+    if as_json:
+        show(done.as_dict())
+    elif not quiet or done.exit_code:
+        tell("\n".join(done.lines()))
+    if not as_json and not quiet:
+        show([done.results])
+    raise typer.Exit(done.exit_code)
 
 
 @app.command()
@@ -124,6 +115,7 @@ def slurm(
         str, typer.Option(metavar="RANGE", help="The tasks: 0-15, 1,3,7 or 0-15%4 (four at once).")
     ],
     overrides: SetOption = None,
+    limit: LimitOption = None,
     partition: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
     account: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
     gpus_per_task: Annotated[str | None, typer.Option(metavar="N", help="As sbatch has it.")] = None,
@@ -158,6 +150,7 @@ def slurm(
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write the script.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a job as the script of a Slurm array, to standard output or a file, or submit it.
 
@@ -165,10 +158,9 @@ def slurm(
     """
     from batchrunner.runner.cluster import slurm as to_slurm  # noqa: PLC0415 - the command starts fast
 
-    planned: to_slurm.SlurmArray = _or_exit(
-        to_slurm.plan_array,
+    planned = to_slurm.plan_array(
         job,
-        overrides=overrides or [],
+        overrides=with_limit(overrides, limit),
         preamble=preamble,
         array=array,
         partition=partition,
@@ -181,32 +173,63 @@ def slurm(
         grace_s=grace,
         static=static,
     )
+    script = planned.script()
     if output is not None:
-        _or_exit(to_slurm.save, planned, output)
-    elif not submit:
-        _print([_or_exit(planned.script)])
+        to_slurm.save(planned, output)
     if output is not None or submit:
-        _or_exit(to_slurm.make_logs, planned)
-    if submit:
-        _print(_or_exit(to_slurm.submit, planned, merge=merge))
+        to_slurm.make_logs(planned)
+    submitted = to_slurm.submit(planned, merge=merge) if submit else []
+    if as_json:
+        logs = str(planned.logs)
+        show(
+            {"script": script, "file": output, "run": str(planned.run), "logs": logs, "submitted": submitted}
+        )
+    elif submit or output is None:
+        show(submitted or [script])
 
 
 @app.command()
-def check(job: JobArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+def init(
+    data: Annotated[str, typer.Argument(metavar="FILE", help="The data: a file, a directory or a glob.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="JOB.yaml", help="Where to write the job; - prints it.")
+    ] = "job.yaml",
+    engine: Annotated[str, typer.Option(metavar="KIND", help="server or simulated.")] = "server",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a commented job for a data file, with its columns; an existing file is not overwritten.
+
+    Example: batchrun init docs.parquet
+    """
+    from batchrunner.input.new_job import new_job, save  # noqa: PLC0415
+
+    made = new_job(data, engine)
+    if output != "-":
+        save(made, output)
+        tell(made.next_steps(output))
+    shown = made.text.rstrip("\n") if output == "-" else output
+    show(made.as_dict(output) if as_json else [shown])
+
+
+@app.command()
+def check(
+    job: JobArgument, overrides: SetOption = None, limit: LimitOption = None, as_json: JsonOption = False
+) -> None:
     """Validate a job and its input without sending anything; print the first three prompts.
 
     Example: batchrun check jobs/summarize.yaml
     """
     from batchrunner.runner.check import check as check_job  # noqa: PLC0415
 
-    found = _or_exit(check_job, job, overrides or [])
-    _print(found.as_dict() if as_json else found.lines())
+    found = check_job(job, with_limit(overrides, limit))
+    show(found.as_dict() if as_json else found.lines())
 
 
 @app.command(epilog=EXIT_CODES)
 def tune(
     job: JobArgument,
     overrides: SetOption = None,
+    limit: LimitOption = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="For all trials: 90s, 30m, 2h.")] = "30m",
     allow: Annotated[
         str,
@@ -218,7 +241,7 @@ def tune(
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the best flags into the job file; nothing else changes it.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest safe flags of SGLang for a job on this machine, by trials on a sample of its rows.
@@ -227,21 +250,21 @@ def tune(
 
     Example: batchrun tune jobs/summarize.yaml --budget 30m
     """
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
     from batchrunner.tune.tuner import parse_budget  # noqa: PLC0415
     from batchrunner.tune.tuner import tune as tune_job  # noqa: PLC0415
 
-    _log_to_stderr(quiet=True)
+    log_to_stderr(quiet=True)
     # what its trials' runs say is no news
     logging.getLogger("batchrunner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
-    found: TuningSummary = _or_exit(
-        tune_job,
+    found = tune_job(
         job,
-        overrides=overrides or [],
-        budget_s=_or_exit(parse_budget, budget),
+        overrides=with_limit(overrides, limit),
+        budget_s=parse_budget(budget),
         allow=[name.strip() for name in allow.split(",") if name.strip()],
         apply=apply,
     )
-    _print(found.as_dict() if as_json else found.lines())
+    show(found.as_dict() if as_json else found.lines())
 
 
 @app.command()
@@ -253,21 +276,22 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
     from batchrunner.runner.status import status as status_of  # noqa: PLC0415
     from batchrunner.runner.status import status_lines  # noqa: PLC0415
 
-    state = _or_exit(status_of, run)
-    _print(state if as_json else status_lines(state))
+    state = status_of(run)
+    show(state if as_json else status_lines(state))
 
 
 @app.command()
-def merge(run: RunArgument) -> None:
+def merge(run: RunArgument, as_json: JsonOption = False) -> None:
     """Write a run's parts as one dataset in input order, under RUN/merged; exit 1 while rows are missing.
 
     Example: batchrun merge out/summarize
     """
-    from batchrunner.report.merged import MergedRun, merge_run  # noqa: PLC0415
+    from batchrunner.report.merged import merge_run  # noqa: PLC0415
 
-    merged: MergedRun = _or_exit(merge_run, run)
-    _tell("\n".join(merged.lines()))
-    _print([str(merged.path)])
+    merged = merge_run(run)
+    if not as_json:
+        tell("\n".join(merged.lines()))
+    show(merged.as_dict() if as_json else [str(merged.path)])
     raise typer.Exit(merged.exit_code)
 
 
@@ -284,6 +308,7 @@ def export(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a run's results in input order to one CSV, JSON Lines, Parquet or Arrow file.
 
@@ -291,19 +316,21 @@ def export(
 
     Example: batchrun export out/summarize answers.csv
     """
-    from batchrunner.report.merged import MergedRun, export_run  # noqa: PLC0415
+    from batchrunner.report.merged import export_run  # noqa: PLC0415
 
-    exported: MergedRun = _or_exit(export_run, run, file, form=form, force=force)
-    _tell("\n".join(exported.lines()))
-    if file != "-":
-        _print([str(exported.path)])
+    exported = export_run(run, file, form=form, force=force)
+    if not as_json:
+        tell("\n".join(exported.lines()))
+    if file != "-":  # else standard output has the rows
+        show(exported.as_dict() if as_json else [str(exported.path)])
     raise typer.Exit(exported.exit_code)
 
 
 @app.command()
 def report(
     run: RunArgument,
-    show: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    in_browser: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write RUN/report.html for a run that is over, at work or killed; a run writes it at its end too.
 
@@ -312,10 +339,10 @@ def report(
     from batchrunner.output.run_dir import RunDir  # noqa: PLC0415
     from batchrunner.report.html.page import write_page  # noqa: PLC0415
 
-    page: Path = _or_exit(write_page, RunDir(run))
-    _print([str(page)])
-    if show:
-        typer.launch(str(page))
+    page = str(write_page(RunDir(run)))
+    show({"page": page} if as_json else [page])
+    if in_browser:
+        typer.launch(page)
 
 
 @app.command()
@@ -344,100 +371,24 @@ def advise(
     from batchrunner.advise.advise import advise as judge  # noqa: PLC0415
     from batchrunner.engines.logs.thresholds import Thresholds  # noqa: PLC0415
 
-    limits = _or_exit(Thresholds().with_values, thresholds or [])
-    found = _or_exit(judge, source, limits, span_s=span, card=card)
-    _print(found.as_dict() if as_json else found.lines())
+    found = judge(source, Thresholds().with_values(thresholds or []), span_s=span, card=card)
+    show(found.as_dict() if as_json else found.lines())
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON Schema of job files, for editors to complete and check them.
+def schema(_: JsonOption = False) -> None:
+    """Print the JSON Schema of job files, for editors to complete and check them; --json changes nothing.
 
     Example: batchrun schema > job.schema.json
     """
     from batchrunner.job.spec import Job  # noqa: PLC0415
 
-    _print(Job.model_json_schema())
+    show(Job.model_json_schema())
 
 
 def main() -> None:
     """Entry point of `batchrun`."""
-    from batchrunner.core.standard_streams import lost_output, open_standard_streams  # noqa: PLC0415
-
-    open_standard_streams()
-    code = _run_command()
-    if lost := lost_output():
-        _tell(f"batchrun: standard output: cannot be written: {lost}")
-        code = code or 1
-    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    if code and any(not thread.daemon for thread in others):
-        os._exit(code)  # stopped at once: a thread that still works is not waited for
-    sys.exit(code)
-
-
-def _run_command() -> int:
-    """Run the command of `sys.argv`; return its exit code, whatever happens."""
-    try:
-        app(standalone_mode=True)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except KeyboardInterrupt:  # before the run had its own way with it
-        _tell("batchrun: interrupted")
-        return 130
-    except Exception as failure:  # noqa: BLE001 - nobody foresaw it
-        from batchrunner.core.unforeseen import leave_traceback  # noqa: PLC0415
-
-        _tell(f"batchrun: {leave_traceback(failure)}")
-        return 1
-    return 0
-
-
-def _or_exit(function: Any, *args: Any, **options: Any) -> Any:
-    """Call a function; print a BatchrunError as one line and exit with its code."""
-    from batchrunner.core.errors import BatchrunError  # noqa: PLC0415
-
-    try:
-        return function(*args, **options)
-    except BatchrunError as error:
-        _exit_with(error)
-
-
-def _exit_with(error: BatchrunError) -> NoReturn:
-    _tell(f"batchrun: {error}")
-    raise typer.Exit(error.exit_code) from None
-
-
-def _print_report(report: Report, *, quiet: bool, as_json: bool) -> None:
-    if as_json:
-        _print(report.as_dict())
-    elif not quiet or report.exit_code:
-        _tell("\n".join(report.lines()))
-
-
-def _tell(text: str) -> None:
-    """Print to standard error, see `StandardStream`: a failure to print changes no exit code."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _print(found: list[str] | dict[str, Any]) -> None:
-    if isinstance(found, dict):
-        import json  # noqa: PLC0415
-
-        found = [json.dumps(found, indent=2, ensure_ascii=False, default=str)]
-    print("\n".join(found))  # noqa: T201
-
-
-def _log_to_stderr(*, quiet: bool) -> None:
-    """Show only batchrunner's log; an engine in this process uses the root logger."""
-    ours = logging.getLogger("batchrunner")
-    ours.setLevel(logging.ERROR if quiet else logging.INFO)
-    from batchrunner.runner.cluster.slurm import task_name  # noqa: PLC0415
-
-    task = task_name(os.environ)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"{task}: %(message)s" if task else None))
-    ours.addHandler(handler)
-    ours.propagate = False
+    start(app)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from tests.conftest import (
+    ROOT,
     batchrun,
     job_of,
     report_of,
+    results_of,
     write_job,
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.fake_sglang import FakeSGLang
 
 
@@ -54,3 +60,159 @@ def test_a_job_is_no_run(tmp_path: Path, command: str) -> None:
 def test_version() -> None:
     """`--version` says which batchrunner this is."""
     assert batchrun("--version").stdout.startswith("batchrun 0.")
+
+
+def batchrun_with(stdin: str, *args: object, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, in a directory, with a text as standard input."""
+    command = [sys.executable, "-m", "batchrunner", *map(str, args)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, check=False, cwd=directory, env=environ
+    )
+
+
+@pytest.mark.parametrize("words", [["-h"], ["run", "-h"], ["status", "-h"]])
+def test_short_help(words: list[str]) -> None:
+    """`-h` is `--help`."""
+    shown = batchrun(*words)
+    assert (shown.exit_code, shown.stdout) == (0, batchrun(*words[:-1], "--help").stdout)
+
+
+def test_the_versions_of_sglang() -> None:
+    """The second line says which SGLang this was tested with."""
+    first, second = batchrun("--version").stdout.splitlines()
+    assert len(first.split()) == 2
+    assert re.match(r"SGLang \d+\.\d+\.\d+ \(tested\)", second)
+
+
+def test_a_job_from_standard_input(tmp_path: Path) -> None:
+    """`batchrun -` runs, checks and resumes a job that another program writes."""
+    job = job_of(tmp_path)
+    text = yaml.safe_dump(job)
+    checked = batchrun_with(text, "check", "-", "--json", directory=tmp_path)
+    assert json.loads(checked.stdout)["rows_to_do"] == 10
+    done = batchrun_with(text, "-", "--limit", 4, directory=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run'}/parts\n"), done.stderr
+    assert len(results_of(job)) == 4
+    assert batchrun_with(text, "--quiet", "-", directory=tmp_path).returncode == 0
+    assert len(results_of(job)) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "standard input: a job is a mapping"),
+        ("a: [", "standard input: line 1: not valid YAML"),
+        ("inptu: {}", "standard input: unknown key 'inptu'; did you mean 'input'?"),
+    ],
+)
+def test_a_bad_job_from_standard_input(text: str, told: str, tmp_path: Path) -> None:
+    """The line says where the job came from."""
+    refused = batchrun_with(text, "-", directory=tmp_path)
+    assert refused.returncode == 2
+    assert told in refused.stderr
+
+
+@pytest.mark.parametrize("command", [["slurm", "-", "--array", "0-1"], ["tune", "-", "--apply"]])
+def test_a_job_that_needs_a_file(command: list[str], tmp_path: Path) -> None:
+    """What reads or changes the file later cannot have it from standard input."""
+    refused = batchrun_with(yaml.safe_dump(job_of(tmp_path)), *command, directory=tmp_path)
+    assert refused.returncode == 2
+    assert "write it into a file" in refused.stderr
+
+
+def test_limit(tmp_path: Path) -> None:
+    """`--limit` is `--set input.limit`, and the last of both."""
+    job = job_of(tmp_path, input={"limit": 2})
+    file = write_job(job, tmp_path)
+    checked = batchrun("check", file, "--limit", 5, "--set", "input.limit=3", "--json")
+    assert json.loads(checked.stdout)["rows_total"] == 5
+    assert batchrun("--limit", 3, file).exit_code == 0
+    assert len(results_of(job)) == 3
+    assert batchrun(file, "--limit", 0).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["statsu"], "status"),
+        (["Status", "out"], "status"),
+        (["--json", "chekc", "job.yaml"], "check"),
+        (["advice", "out"], "advise"),
+    ],
+)
+def test_a_misspelt_command(words: list[str], near: str) -> None:
+    """It is not taken for a job file."""
+    refused = batchrun(*words)
+    assert refused.exit_code == 2
+    assert f"no such command or job file; did you mean '{near}'?" in refused.stderr
+
+
+def test_a_job_named_like_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that exists is the job, and a value of an option is no command."""
+    monkeypatch.chdir(tmp_path)
+    write_job(job_of(tmp_path), tmp_path).rename(tmp_path / "statu")
+    assert batchrun("statu").exit_code == 0
+    assert batchrun("--set", "limits.hang=70", "statu").exit_code == 0
+    assert "no such job file" in batchrun("statsu.yaml").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "code"),
+    [
+        (["nothing.yaml"], "JobError", 2),
+        (["check", "nothing.yaml"], "JobError", 2),
+        (["tune", "nothing.yaml"], "JobError", 2),
+        (["slurm", "nothing.yaml", "--array", "0-1"], "JobError", 2),
+        (["status", "nowhere"], "OutputError", 2),
+        (["merge", "nowhere"], "OutputError", 2),
+        (["report", "nowhere"], "OutputError", 2),
+        (["init", "nothing.csv"], "InputError", 2),
+        (["advise", "nothing.log"], "InputError", 2),
+        (["check"], "MissingParameter", 2),
+        (["status", "nowhere", "--nonsense"], "NoSuchOption", 2),
+        (["--nonsense", "status", "nowhere"], "NoSuchOption", 2),
+        (["statsu"], "JobError", 2),
+    ],
+)
+def test_an_error_as_json(words: list[str], kind: str, code: int) -> None:
+    """A script that reads JSON also reads why there is no result; a person reads the same line as ever."""
+    failed = batchrun(*words, "--json")
+    found = json.loads(failed.stdout)
+    assert failed.exit_code == found["exit_code"] == code
+    assert found["error"].keys() == {"type", "message", "hint"}
+    assert (found["error"]["type"], bool(found["error"]["message"])) == (kind, True)
+    assert found["error"]["message"] in failed.stderr
+    without = batchrun(*words)
+    assert (without.exit_code, without.stdout, without.stderr) == (code, "", failed.stderr)
+
+
+def test_the_hint_of_an_error(tmp_path: Path) -> None:
+    """What the user may have meant stands apart."""
+    file = write_job({**job_of(tmp_path), "smapling": {}}, tmp_path)
+    error = json.loads(batchrun("check", file, "--json").stdout)["error"]
+    assert error["hint"] == "did you mean 'sampling'?"
+    assert error["message"].endswith("unknown key 'smapling'")
+
+
+def test_the_error_of_a_run_has_its_report(tmp_path: Path, server: FakeSGLang) -> None:
+    """One JSON document says what is done and why it went no further."""
+    server.script = lambda _: "bad schema"
+    job = job_of(tmp_path, server, rows=200)
+    ended = batchrun(write_job(job, tmp_path), "--json")
+    found = json.loads(ended.stdout)
+    assert found["rows_failed"] > 0
+    assert found["exit_code"] == ended.exit_code != 0
+
+
+def test_results_on_standard_output(tmp_path: Path) -> None:
+    """`cd $(batchrun job.yaml)`: the path is all that a run prints there."""
+    file = write_job(job_of(tmp_path), tmp_path)
+    assert batchrun(file).stdout == f"{tmp_path / 'run'}/parts\n"
+    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
+    assert (merged["path"], merged["rows"], merged["rows_missing"]) == (f"{tmp_path / 'run'}/merged", 10, 0)
+    page = json.loads(batchrun("report", tmp_path / "run", "--json").stdout)["page"]
+    assert Path(page).exists()
+    made = json.loads(batchrun("slurm", file, "--array", "0-1", "--json").stdout)
+    assert made["script"].startswith("#!/bin/bash")
+    assert json.loads(batchrun("schema", "--json").stdout)["title"] == "Job"

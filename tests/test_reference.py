@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import pytest
 
-from batchrunner import cli
 from batchrunner.core import errors
+from batchrunner.core.command_options import EXIT_CODES
 from batchrunner.core.types import Incident
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.prefix_order.distance import DistanceChange
@@ -207,7 +207,7 @@ def test_each_exit_code_is_explained() -> None:
     codes |= {kind.exit_code for kind in kinds if issubclass(kind, errors.BatchrunError)}
     assert set(report.EXIT_MEANINGS) == codes
     assert set(map(int, re.findall(r"^\| (\d+) \|", MADE["exit-codes.md"], re.MULTILINE))) == codes
-    help_text, readme = cli.EXIT_CODES, (ROOT / "README.md").read_text()
+    help_text, readme = EXIT_CODES, (ROOT / "README.md").read_text()
     for code in codes:
         assert re.search(rf"\b{code}\b", help_text)
         assert re.search(rf"^\|.*\b{code}\b.*\|", readme, re.MULTILINE)

@@ -14,6 +14,12 @@ class BatchrunError(Exception):
     report: Any = None
     """Report of the rows done until then; None where the run had not begun."""
 
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        """`hint` is what the user may do or may have meant, where it can be told apart from the message."""
+        super().__init__(message if hint is None else f"{message}; {hint}")
+        self.message = message
+        self.hint = hint
+
 
 class JobError(BatchrunError):
     """The job is wrong: it has an unknown key, a wrong type or a bad value."""

@@ -52,11 +52,6 @@ class Snapshot:
         left = self.rows_total - self.rows_done
         return left / self.rows_per_s if self.rows_per_s > 0 else None
 
-    def load(self, *, short: bool = False) -> str:
-        """Return the load of all schedulers."""
-        loads = [(s.scheduler, s.running, s.queue, s.token_usage) for s in self.loads]
-        return load_line(loads, self.bands, self.retractions, short=short)
-
     def line(self) -> str:
         """Return the state in one line."""
         return f"{'[simulated] ' if self.simulated else ''}{sample_line(self.as_sample())}"

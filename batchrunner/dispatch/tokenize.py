@@ -10,6 +10,7 @@ from typing import Any
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
 from batchrunner.core.backoff import pause_before_retry
+from batchrunner.core.console import DETAIL
 from batchrunner.core.errors import (
     AttemptFailedError,
     CannotTokenizeError,
@@ -68,9 +69,9 @@ def detokenizer_for(job: Job) -> Detokenizer | None:
         _check_engine_needs_none(job)
         detokenizer = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
     except CannotTokenizeError as why:
-        log.info("the engine keeps its tokenizer: %s", why)
+        log.info("the engine keeps its tokenizer: %s", why, extra=DETAIL)
         return None
-    log.info("the engine runs without a tokenizer: answers are detokenised here")
+    log.info("the engine runs without a tokenizer: answers are detokenised here", extra=DETAIL)
     return detokenizer
 
 
@@ -126,14 +127,18 @@ class PromptTokenizer:
             except CannotTokenizeError as why:
                 self._leave_to_engine(why)
                 return
-            log.info("prompts are tokenised here: for %d of them the engine's tokens are the same", prompts)
+            log.info(
+                "prompts are tokenised here: for %d of them the engine's tokens are the same",
+                prompts,
+                extra=DETAIL,
+            )
         self._events.write("tokenize", where="client", engine_has_tokenizer=self._engine_has_tokenizer)
 
     def _leave_to_engine(self, why: CannotTokenizeError) -> None:
         if self._needed:
             raise CannotTokenizeError(f"tokenize: prompts cannot be tokenised here: {why}") from None
         self._encoder = None
-        log.info("prompts are tokenised by the engine: %s", why)
+        log.info("prompts are tokenised by the engine: %s", why, extra=DETAIL)
         self._events.write("tokenize", where="server", why=str(why))
 
 

@@ -16,6 +16,8 @@ ROW = "row"
 """Name of the mapping of all columns in a template, unless a column has this name."""
 _ALL_COLUMNS = "_batchrunner_columns"
 """Name that stands for the mapping where a column is called `row`."""
+_TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
+"""Words of templates, which do not read columns of these names."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping, by which a template may read any column."""
 
@@ -117,6 +119,12 @@ def unknown_column(name: str, available: Collection[str], *, in_template: bool =
     hint = f"; did you mean {_written(near[0], in_template=in_template)}?" if near else ""
     how = odd_names(available) if in_template else ""
     return f"unknown column {name!r}{hint} (the input has: {', '.join(available)}){how}"
+
+
+def template_of_column(name: str) -> str:
+    """Return the expression by which a template reads a column, whatever its name."""
+    plain = name.isidentifier() and name.isascii() and name.lower() not in _TAKEN
+    return name if plain else f"{ROW}[{json.dumps(name, ensure_ascii=False)}]"
 
 
 def odd_names(available: Collection[str]) -> str:

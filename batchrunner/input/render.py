@@ -24,6 +24,7 @@ from batchrunner.input.messages import (
     from_list,
     holds_messages,
 )
+from batchrunner.input.prompt_types import is_ids, is_list, is_text
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
@@ -232,23 +233,9 @@ def _templates_of(prompt: PromptSpec) -> list[tuple[str, str, str]]:
     return [(where, role, template) for where, role, template in given if template is not None]
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    if pt.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
-
-
-def _is_ids(kind: pa.DataType) -> bool:
-    return _is_list(kind) and pt.is_integer(kind.value_type)
-
-
 _PROMPT_TYPES: tuple[tuple[PromptKind, Callable[[pa.DataType], bool], str], ...] = (
-    ("text", _is_text, "a string"),
-    ("input_ids", _is_ids, "a list of integers"),
+    ("text", is_text, "a string"),
+    ("input_ids", is_ids, "a list of integers"),
 )
 
 
@@ -265,13 +252,13 @@ def _is_number(kind: pa.DataType) -> bool:
 
 _COLUMN_TYPES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
     (_is_number, _NUMBERS, "numbers"),
-    (_is_text, {"json_schema", "regex", "ebnf", "structural_tag", "lora_path"}, "texts"),
+    (is_text, {"json_schema", "regex", "ebnf", "structural_tag", "lora_path"}, "texts"),
     (
-        lambda kind: _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)),
+        lambda kind: is_text(kind) or (is_list(kind) and is_text(kind.value_type)),
         {"stop", "stop_regex"},
         "texts or lists of texts",
     ),
-    (_is_ids, {"stop_token_ids"}, "lists of integers"),
+    (is_ids, {"stop_token_ids"}, "lists of integers"),
     (pt.is_boolean, {"ignore_eos"}, "booleans"),
 )
 

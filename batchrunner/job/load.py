@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from batchrunner.core.errors import JobError
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
-from batchrunner.job.yaml_text import parse, read_text
+from batchrunner.job.yaml_text import parse, read_standard_input, read_text
 
 T = TypeVar("T")
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
@@ -38,7 +38,7 @@ def load_job(
     environ: Mapping[str, str] | None = None,
     engine: EngineSpec | None = None,
 ) -> Job:
-    """Return the job from a YAML file, a mapping or a Job, with overrides applied.
+    """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
     `overrides` are texts `a.b=c`, where c is YAML or a plain text. `environ` is the process's environment by
     default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none. Raises
@@ -77,6 +77,8 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
             return source.model_dump(exclude_unset=True), "job"
         case Mapping():
             return _deep_copy(source), "job"
+        case "-":
+            return _tree_in(read_standard_input(), "standard input"), "standard input"
         case str() | Path():
             return _read_yaml(Path(os.path.expanduser(source))), str(source)  # noqa: PTH111 - `~unknown` is left
         case _:
@@ -122,15 +124,20 @@ def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:
     try:
         return adapter.validate_python(tree)
     except ValidationError as failure:
-        raise JobError(f"{name}: {_explain(failure, adapter.json_schema(), tree)}") from None
+        problem, hint = _explain(failure, adapter.json_schema(), tree)
+        raise JobError(f"{name}: {problem}", hint=hint) from None
     except RecursionError:
         raise JobError(f"{name}: a value is nested too deeply") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    tree = parse(read_text(path), str(path))
+    return _tree_in(read_text(path), str(path))
+
+
+def _tree_in(text: str, name: str) -> dict[str, Any]:
+    tree = parse(text, name)
     if not isinstance(tree, dict):
-        raise JobError(f"{path}: a job is a mapping with input, prompt, output, engine (got {_kind(tree)})")
+        raise JobError(f"{name}: a job is a mapping with input, prompt, output, engine (got {_kind(tree)})")
     return tree
 
 
@@ -171,8 +178,8 @@ def _deep_copy(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> str:
-    """Return one line for the user from pydantic's list of errors."""
+def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> tuple[str, str | None]:
+    """Return one line for the user from pydantic's list of errors, and a hint where there is one."""
     problems = failure.errors(include_url=False)
     # pydantic reports every branch of a union: the one that got furthest is the one that the user meant
     problem = max(problems, key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
@@ -181,15 +188,16 @@ def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> 
     more = f" (and {others} more)" if others else ""
     where = ".".join(path)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {where!r}{_nearest(path, schema, tree)}{more}"
+        hint = _nearest(path, schema, tree)
+        return (f"unknown key {where!r}", hint + more) if hint else (f"unknown key {where!r}{more}", None)
     if problem["type"] == "missing":
-        return f"{where} is missing{more}"
+        return f"{where} is missing{more}", None
     # a union has an error for each member: together they say what is allowed
     messages = dict.fromkeys(_message(p) for p in problems if _path_in(tree, p) == path)
     message = ", or ".join(messages)
     got = problem["input"]
     shown = "" if "(got " in message or isinstance(got, (Mapping, BaseModel)) else f" (got {_brief(got)})"
-    return f"{where + ': ' if where else ''}{message}{shown}{more}"
+    return f"{where + ': ' if where else ''}{message}{shown}{more}", None
 
 
 def _brief(value: object) -> str:
@@ -224,15 +232,15 @@ def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
     return path
 
 
-def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str:
+def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str | None:
     known = _known_keys(path[:-1], schema, tree)
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}" if known else ""
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}" if known else ""
     if path[:1] == ["engine"] and isinstance(tree, Mapping) and isinstance(tree.get("engine"), Mapping):
         kind = tree["engine"].get("kind")
         hint += f" (to replace the whole engine: --set 'engine={{kind: {kind}}}')" if not near else ""
-    return hint
+    return hint.strip() or None
 
 
 def _known_keys(path: list[str], schema: dict[str, Any], tree: object) -> list[str]:

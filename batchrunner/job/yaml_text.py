@@ -1,9 +1,10 @@
 """Reads YAML strictly and in bounded time: no repeated key, no huge file, no aliases that multiply."""
 
 import codecs
+import sys
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -65,10 +66,7 @@ def read_text(path: Path) -> str:
     """Return the text of a job file, which is UTF-8, or UTF-16 with its mark; raises JobError."""
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise JobError(f"{path}: is no job file: it has more than {MOST_BYTES >> 20} MiB")
-        return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
+            return _decoded(file, str(path))
     except FileNotFoundError:
         raise JobError(f"{path}: no such job file") from None
     except IsADirectoryError:
@@ -77,6 +75,23 @@ def read_text(path: Path) -> str:
         raise JobError(f"{path}: cannot be read as a job file: {failure}: save it as UTF-8") from None
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
         raise JobError(f"{path}: cannot be read as a job file: {failure}") from None
+
+
+def read_standard_input() -> str:
+    """Return the text of a job that comes from standard input, to its end; raises JobError."""
+    try:
+        return _decoded(sys.stdin.buffer, "standard input")
+    except UnicodeDecodeError as failure:
+        raise JobError(f"standard input: cannot be read as a job: {failure}: send it as UTF-8") from None
+    except (OSError, ValueError) as failure:  # ValueError: it was closed
+        raise JobError(f"standard input: cannot be read as a job: {failure}") from None
+
+
+def _decoded(file: BinaryIO, name: str) -> str:
+    content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise JobError(f"{name}: is no job file: it has more than {MOST_BYTES >> 20} MiB")
+    return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
 
 
 def parse(text: str, where: str) -> Any:

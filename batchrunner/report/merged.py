@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 
@@ -38,6 +38,17 @@ class MergedRun:
     def exit_code(self) -> int:
         """The exit code: 0 if the merged dataset has all rows, since what reads it may want all of them."""
         return EXIT_STOPPED if self.rows < self.report.rows_total else EXIT_DONE
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result for `--json`."""
+        return {
+            "path": str(self.path),
+            "rows": self.rows,
+            "rows_missing": max(0, self.report.rows_total - self.rows),
+            "is_at_work": self.is_at_work,
+            "exit_code": self.exit_code,
+            "report": self.report.as_dict(),
+        }
 
     def lines(self) -> list[str]:
         """Return the result as lines for a person."""

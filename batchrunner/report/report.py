@@ -102,6 +102,11 @@ class Report:
         """Rows that a later attempt, or another task, still has to do."""
         return self.rows_total - self.rows_ok - self.rows_failed + self.rows_of_others
 
+    @property
+    def results(self) -> str:
+        """Path of the directory with the results."""
+        return f"{self.path}/parts"
+
     def save(self, path: Path) -> None:
         """Write report.json."""
         write_json(path, self.as_dict())
@@ -137,7 +142,7 @@ class Report:
         if cut:
             lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
-        lines.append(f"results: {self.path}/parts")
+        lines.append(f"results: {self.results}")
         return lines
 
     def _engine_lines(self) -> list[str]:

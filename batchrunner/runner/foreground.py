@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 import uvloop
 
+from batchrunner.core.console import is_no_detail
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP, Report
+from batchrunner.runner.cluster.slurm import task_name
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
 from batchrunner.runner.progress import Display, ProgressBar, make_display
@@ -78,6 +80,22 @@ def run_in_foreground(
         # uvloop leaves its own handlers behind, which would ignore a Ctrl-C
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def log_to_stderr(*, quiet: bool, details: bool = True) -> None:
+    """Show only batchrunner's log; an engine in this process uses the root logger.
+
+    `details` is whether a terminal shows all lines; elsewhere they are in the log in any case.
+    """
+    ours = logging.getLogger("batchrunner")
+    ours.setLevel(logging.ERROR if quiet else logging.INFO)
+    task = task_name(os.environ)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{task}: %(message)s" if task else None))
+    if not details and sys.stderr.isatty():
+        handler.addFilter(is_no_detail)
+    ours.addHandler(handler)
+    ours.propagate = False
 
 
 def _part_of(shard: str | None, *, join: bool) -> Shard | JoinTask | None:

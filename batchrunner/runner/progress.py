@@ -1,6 +1,7 @@
 """What a run shows while it goes on: a bar on a terminal, plain lines where there is none."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.incidents import IncidentLog
 from batchrunner.dispatch.snapshot import Monitor, Snapshot
 from batchrunner.output.events import EventLog
-from batchrunner.report.report import duration
+from batchrunner.runner.screen import Opening, engine_line, progress_text
 
+COLUMNS = 80
+"""Width of a terminal that does not tell it."""
 LINE_EVERY_S = 5.0
 SAMPLE_S = 2.0
 """Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
@@ -19,6 +22,9 @@ SAMPLE_S = 2.0
 
 class Display(Protocol):
     """What shows the state of a run."""
+
+    def begin(self, opening: Opening) -> None:
+        """Show what the run is going to do; called once, before the first state."""
 
     def show(self, snapshot: Snapshot) -> None:
         """Show the present state; called a few times a second."""
@@ -62,6 +68,9 @@ class ProgressLog:
 class NoDisplay:
     """Shows nothing: for the library and `--quiet`."""
 
+    def begin(self, opening: Opening) -> None:
+        """Do nothing."""
+
     def show(self, snapshot: Snapshot) -> None:
         """Do nothing."""
 
@@ -76,6 +85,9 @@ class ProgressLines:
         self._stream = stream
         self._next = 0.0
 
+    def begin(self, opening: Opening) -> None:
+        """Do nothing: the log says it."""
+
     def show(self, snapshot: Snapshot) -> None:
         """Print a line when the last one is old enough."""
         now = time.monotonic()
@@ -89,38 +101,54 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """tqdm's bar with the engine's load behind it."""
+    """Two lines on a terminal: tqdm's bar, and below it the engine."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, colours: bool = False) -> None:
         self._stream = stream
+        self._colours = colours
         self._bar: Any = None
+        self._engine: Any = None
+
+    def begin(self, opening: Opening) -> None:
+        """Print what the run is going to do."""
+        with contextlib.suppress(OSError):  # the terminal was closed
+            print(*opening.lines(), sep="\n", file=self._stream, flush=True)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Move the bar."""
+        """Move the bar, and show the engine's state."""
         if self._bar is None:
             from tqdm import tqdm  # noqa: PLC0415 - only where there is a terminal
 
             self._bar = tqdm(
-                total=snapshot.rows_total, initial=snapshot.rows_done, unit="row", file=self._stream,
+                total=snapshot.rows_total, initial=snapshot.rows_done, file=self._stream, position=0,
                 dynamic_ncols=True, desc="simulated " if snapshot.simulated else None,
-                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+                colour="green" if self._colours else None,
+                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}",
+                unit=progress_text(snapshot),
             )  # fmt: skip
-        left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
-        # what a narrow terminal cuts comes last
-        shown = [f"{left} left", f"{snapshot.rows_per_s:.1f} rows/s", f"failed {snapshot.rows_failed}"]
-        shown += [f"retry {snapshot.waiting}"] if snapshot.waiting else []
-        shown += [snapshot.load(short=True), f"window {snapshot.window}"]
-        shown += [f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
-        self._bar.set_postfix_str(" · ".join(shown), refresh=False)
+            self._engine = tqdm(file=self._stream, position=1, leave=False, bar_format="{desc}")
+        self._bar.unit = progress_text(snapshot)
+        line = engine_line(snapshot, _columns(self._stream), colours=self._colours)
+        self._engine.set_description_str(line, refresh=False)
         self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total  # others may add rows
         with contextlib.suppress(OSError):  # the terminal was closed
             self._bar.refresh()
+            self._engine.refresh()
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Leave the bar's last state on the screen."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
+                self._engine.close()
                 self._bar.close()
+
+
+def _columns(stream: TextIO) -> int:
+    """Return the width of a terminal in characters; 80 where nobody knows it."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
+    except (OSError, ValueError):  # no terminal any more, or never one
+        return COLUMNS
 
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
@@ -128,4 +156,9 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     stream = stream or sys.stderr
     if quiet:
         return NoDisplay()
-    return ProgressBar(stream) if stream.isatty() else ProgressLines(stream)
+    return ProgressBar(stream, colours=has_colours(stream)) if stream.isatty() else ProgressLines(stream)
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Tell whether a stream is a terminal whose user wants colours, see no-color.org."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

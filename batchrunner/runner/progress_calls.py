@@ -10,6 +10,7 @@ from typing import Any
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.runner.progress import Display
+from batchrunner.runner.screen import Opening
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class ProgressCalls:
         self._untold: Snapshot | None = None
         self._next = 0.0
 
+    def begin(self, opening: Opening) -> None:
+        """Do nothing."""
+
     def show(self, snapshot: Snapshot) -> None:
         """Tell the present state, if the last call is old enough."""
         self._untold = snapshot
@@ -92,6 +96,9 @@ class AutoBar:
     def __init__(self) -> None:
         self._bar: Any = None
 
+    def begin(self, opening: Opening) -> None:
+        """Do nothing."""
+
     def show(self, snapshot: Snapshot) -> None:
         """Move the bar."""
         if self._bar is None:
@@ -117,6 +124,11 @@ class Displays:
 
     def __init__(self, displays: Sequence[Display]) -> None:
         self._displays = displays
+
+    def begin(self, opening: Opening) -> None:
+        """Show on all what the run is going to do."""
+        for display in self._displays:
+            display.begin(opening)
 
     def show(self, snapshot: Snapshot) -> None:
         """Show the present state on all."""

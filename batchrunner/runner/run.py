@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from batchrunner.core.console import DETAIL
 from batchrunner.core.errors import BatchrunError, StorageError
 from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.feedback import write_decisions
@@ -31,6 +32,7 @@ from batchrunner.runner.control import Control
 from batchrunner.runner.handover import Handover, StoredAndGiven
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.progress import Display
+from batchrunner.runner.screen import Opening
 from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
 from batchrunner.runner.shard import JoinTask
 from batchrunner.runner.stop_rules import FailureLimit
@@ -82,6 +84,17 @@ async def build_run(
         control, display, began=began,
     )  # fmt: skip
     _log_start(attempt, windows, events)
+    display.begin(
+        Opening(
+            rows=attempt.rows.unread,
+            rows_done=len(attempt.done.rows),
+            model=info.model,
+            kind=job.engine.kind,
+            window=windows.slots.window,
+            is_fixed=windows.limits.fixed is not None,
+            results=f"{run_dir.path}/parts",
+        )
+    )
     return Run(
         prepared=prepared,
         attempt=attempt,
@@ -130,8 +143,9 @@ def _log_start(attempt: Attempt, windows: Windows, events: EventLog) -> None:
         len(attempt.done.rows),
         windows.slots.window,
         why,
+        extra=DETAIL,
     )
-    log.info("%s", attempt.order)
+    log.info("%s", attempt.order, extra=DETAIL)
     events.write("order", **asdict(attempt.order))
 
 

@@ -56,6 +56,8 @@ def tune(
     unknown = sorted(set(allow) - set(ALLOWABLE))
     if unknown:
         raise JobError(f"--allow {unknown[0]}: give {' or '.join(ALLOWABLE)}, or both with a comma between")
+    if apply and source == "-":
+        raise JobError("--apply: a job from standard input cannot be changed: write it into a file")
     job = load_job(source, overrides=overrides)
     engine = engine_to_tune(job)
     if apply and own_engine(Path(source)) != job.engine:

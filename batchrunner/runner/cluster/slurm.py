@@ -167,6 +167,8 @@ class SlurmArray:
 
 def plan_array(job: str, *, overrides: Sequence[str], preamble: str, **options: Any) -> SlurmArray:
     """Return the array of a job; `options` are fields of SlurmArray. Raises JobError."""
+    if job == "-":
+        raise JobError("-: each task of an array reads the job: write it into a file")
     loaded = load_job(job, overrides=overrides)
     return SlurmArray(
         job=Path(job).absolute(),

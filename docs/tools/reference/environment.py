@@ -28,6 +28,8 @@ READ = {
     "CUDA_VISIBLE_DEVICES": "GPUs that engines may use; with an empty text or `-1` there is none, and "
     "engines run on "
     "the CPU.",
+    "NO_COLOR": "Any text turns the colours on a terminal off.",
+    "TERM": "Type of the terminal; `dumb` has no colours.",
     "SLURM_JOB_ID": "Set by Slurm: names a task in the log and in the run directory.",
     "SLURM_ARRAY_JOB_ID": "Set by Slurm: the same for a job array.",
     "SLURM_ARRAY_TASK_ID": "Set by Slurm: number of the task; with `--shard slurm` it chooses the rows.",

@@ -13,9 +13,9 @@ from docs.tools.reference.markdown import field_table, table
 
 HEAD = """# report.json and --json
 
-`batchrun run --json` prints what `RUN/report.json` holds; `check`, `status`, `advise` and `tune` print
-objects of their own, on standard output; log lines go to standard error. New keys may come with any
-version, and none goes."""
+`batchrun run --json` prints what `RUN/report.json` holds; the other commands print objects of their own,
+and `schema` the JSON Schema of jobs, on standard output; log lines go to standard error. New keys may come
+with any version, and none goes."""
 
 LOAD = {
     "steady_s": "Seconds of steady time, summed over schedulers; the shares below are of it, and null "
@@ -120,6 +120,35 @@ TRIAL = {
 }
 
 
+ERROR = {
+    "error": "What went wrong: `type` (the class of the error), `message`, and `hint` (null where there is "
+    "none).",
+    "exit_code": "Exit code of the command.",
+}
+MERGE = {
+    "path": "Directory of the merged files.",
+    "rows": "Rows in the merged files.",
+    "rows_missing": "Rows of the run that are not in them.",
+    "is_at_work": "Whether a task of the run is at work.",
+    "exit_code": "Exit code of the command: 1 while rows are missing.",
+    "report": "Report of the whole run, as report.json has it.",
+}
+PAGE = {"page": "Path of report.html."}
+SLURM = {
+    "script": "Script of the array.",
+    "file": "Where it was written; null where it was not.",
+    "run": "Output path of the run.",
+    "logs": "Directory of the tasks' logs.",
+    "submitted": "What `--submit` submitted, in sentences; else empty.",
+}
+INIT = {
+    "job": "Where the job was written; null with `-o -`.",
+    "text": "The job file.",
+    "prompt_column": "Column that the prompt is made of.",
+    "columns": "Types of the data's columns, by their names.",
+}
+
+
 ROWS_LEFT = f"\n| `rows_left` | integer | {inspect.getdoc(Report.rows_left)} |"
 """The one key that is computed from the others."""
 
@@ -136,10 +165,17 @@ def page() -> str:
         "### sharing\n\nEmpty where rows are sent in input order, or the engine has no prefix cache.": _keys(
             SHARING
         ),
+        "## Errors\n\nAny command with `--json`. A run that began has the keys of report.json too.": _keys(
+            ERROR
+        ),
+        "## init --json": _keys(INIT),
         "## check --json": field_table(Check),
         "### order": field_table(OrderDecision),
         "## status --json": _keys(STATUS),
         "### tasks": _keys(TASK),
+        "## merge --json": _keys(MERGE),
+        "## report --json": _keys(PAGE),
+        "## slurm --json": _keys(SLURM),
         "## advise --json": _keys(ADVISE),
         "### reading": _keys(READING),
         "### advice": field_table(Advice),

@@ -1,0 +1,30 @@
+"""Arguments and options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
+wrong · 3 done, but more rows failed than tolerated · 130/138/143 interrupted (run it again to resume)"""
+
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB.yaml", help="The job file; `-` reads it from standard input.")
+]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's output path.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override a field of the job; may be repeated."),
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Send N rows at most, as --set input.limit=N."),
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")
+]
+
+
+def with_limit(overrides: list[str] | None, limit: int | None) -> list[str]:
+    """Return what `--set` gives, and then what `--limit` does."""
+    return [*(overrides or []), *([] if limit is None else [f"input.limit={limit}"])]

@@ -1,0 +1,37 @@
+"""What the command prints: results on standard output, everything else on standard error."""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchrunner.core.errors import BatchrunError
+
+DETAIL = {"detail": True}
+"""`extra` of a log line that a terminal shows with `--verbose` only."""
+
+
+def is_no_detail(record: logging.LogRecord) -> bool:
+    """Tell whether a log line is for everybody."""
+    return not getattr(record, "detail", False)
+
+
+def tell(text: str) -> None:
+    """Print to standard error, see `StandardStream`: a failure to print changes no exit code."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def show(found: Sequence[str] | Mapping[str, Any]) -> None:
+    """Print a result to standard output: lines, or an object as JSON."""
+    if isinstance(found, Mapping):
+        found = [json.dumps(found, indent=2, ensure_ascii=False, default=str)]
+    print("\n".join(found))  # noqa: T201
+
+
+def show_failure(failure: BaseException, message: str, exit_code: int) -> None:
+    """Print why a command failed as JSON, with the report of the rows that were done until then."""
+    report = failure.report if isinstance(failure, BatchrunError) else None
+    hint = failure.hint if isinstance(failure, BatchrunError) else None
+    error = {"type": type(failure).__name__, "message": message, "hint": hint}
+    show({**(report.as_dict() if report else {}), "error": error, "exit_code": exit_code})

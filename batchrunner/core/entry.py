@@ -1,0 +1,43 @@
+"""The beginning and the end of the command's process."""
+
+import os
+import sys
+import threading
+from typing import NoReturn
+
+from typer import Typer
+
+from batchrunner.core.console import show_failure, tell
+from batchrunner.core.standard_streams import lost_output, open_standard_streams
+from batchrunner.core.unforeseen import leave_traceback
+
+
+def start(app: Typer) -> NoReturn:
+    """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
+    open_standard_streams()
+    code = _run(app)
+    if lost := lost_output():
+        tell(f"batchrun: standard output: cannot be written: {lost}")
+        code = code or 1
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    if code and any(not thread.daemon for thread in others):
+        os._exit(code)  # stopped at once: a thread that still works is not waited for
+    sys.exit(code)
+
+
+def _run(app: Typer) -> int:
+    """Run the command of `sys.argv`; return its exit code, whatever happens."""
+    try:
+        app()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:  # before a command began
+        tell("batchrun: interrupted")
+        return 130
+    except Exception as failure:  # noqa: BLE001 - nobody foresaw it
+        line = leave_traceback(failure)
+        if "--json" in sys.argv:
+            show_failure(failure, line, 1)
+        tell(f"batchrun: {line}")
+        return 1
+    return 0

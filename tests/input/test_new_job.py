@@ -1,0 +1,134 @@
+"""`batchrun init`: a commented job for a data file, which is good as it stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from tests.conftest import batchrun
+
+TALK = [[{"role": "user", "content": "hello"}]]
+TURNS = [[{"from": "human", "value": "hello there"}]]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def prompts_of(columns: dict[str, Any], *, file: str = "data.parquet") -> list[Any]:
+    """Return the prompts that `check` shows of the job that `init` made, as it is."""
+    pq.write_table(pa.table(columns), file)
+    made = batchrun("init", file, "--engine", "simulated", "-o", "new.yaml")
+    assert (made.exit_code, made.stdout) == (0, "new.yaml\n"), made.output
+    checked = batchrun("check", "new.yaml", "--json")
+    assert checked.exit_code == 0, checked.output
+    found = json.loads(checked.stdout)
+    assert found["rows_not_sendable"] == 0
+    return [prompt["prompt"] for prompt in found["prompts"]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sent"),
+    [
+        ({"id": [1], "text": ["a"]}, "a"),
+        ({"title": ["t"], "question": ["q"], "answer": ["a long answer"]}, "q"),
+        ({"lang": ["en"], "page": ["the longest of them"], "doc_id": ["x" * 50]}, "the longest of them"),
+        ({"text": ["a"], "messages": TALK}, "hello"),
+        ({"id": [1], "conversations": TURNS}, "hello there"),
+        ({"n": [7]}, "7"),
+        ({"row": ["r"]}, "r"),
+        ({"self": ["s"]}, "s"),
+        ({"max tok": ["m"]}, "m"),
+        ({'a "b": {{ c }} # }}': ["odd"]}, "odd"),
+        ({"line\nbreak: x": ["two"]}, "two"),
+        ({"größe 🙂": ["wide"]}, "wide"),
+        ({"true": ["yes"], "is": [1]}, "yes"),
+        ({"output": ["o"], "error": [1]}, "o"),
+    ],
+)
+def test_the_prompt_is_the_likeliest_column(columns: dict[str, Any], sent: str) -> None:
+    """Messages come first, then texts by their names, then the longest texts, then what there is."""
+    (prompt,) = prompts_of(columns)
+    assert prompt[-1]["content"] == sent
+
+
+def test_token_ids() -> None:
+    """Data of token ids is sent as it is."""
+    assert prompts_of({"ids": [[1, 2, 3]]}) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", ["a b.parquet", "#1: x.parquet", "naïve 'q' \"p\".parquet", "yes"])
+def test_any_file_name(name: str) -> None:
+    """The name of the data is one that YAML may take for something else."""
+    assert len(prompts_of({"text": ["a", "b"]}, file=name)) == 2
+
+
+def test_what_the_job_says(tmp_path: Path) -> None:
+    """A newcomer reads the columns, what to fill in, and the other kind of engine."""
+    Path("in").mkdir()
+    Path("in/q.csv").write_text("user_id,question,row\n7,why?,1\n")
+    made = batchrun("init", "in/q.csv")
+    assert (made.exit_code, made.stdout) == (0, "job.yaml\n")
+    assert "batchrun check job.yaml" in made.stderr
+    text = (tmp_path / "job.yaml").read_text()
+    assert "#   question: string\n" in text
+    assert "# engine: {kind: simulated}" in text
+    job = yaml.safe_load(text)
+    assert job["engine"]["kind"] == "server"
+    assert "model" in job["engine"]
+    assert job["input"] == {"path": "in/q.csv", "columns": ["user_id"]}
+    assert job["output"] == {"path": "out/q"}
+
+
+def test_a_finished_run_is_not_in_the_way() -> None:
+    """A second job for the same data has an output path of its own."""
+    Path("out/data").mkdir(parents=True)
+    prompts_of({"text": ["a"]})
+    assert yaml.safe_load(Path("new.yaml").read_text())["output"]["path"] == "out/data-2"
+
+
+def test_an_existing_file_stays() -> None:
+    """A job that somebody has written is not lost."""
+    pq.write_table(pa.table({"text": ["a"]}), "d.parquet")
+    Path("job.yaml").write_text("mine")
+    refused = batchrun("init", "d.parquet")
+    assert refused.exit_code == 2
+    assert "job.yaml: exists, and init overwrites nothing: give another file with -o" in refused.stderr
+    assert Path("job.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing.csv"], "nothing.csv"),
+        (["empty.parquet"], "no rows"),
+        (["d.parquet", "-o", "no/such/job.yaml"], "cannot be written"),
+        (["d.parquet", "--engine", "gpu"], "--engine gpu: give server or simulated"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], told: str) -> None:
+    """Each is one line and exit code 2, and no file is left."""
+    pq.write_table(pa.table({"text": ["a"]}), "d.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), "empty.parquet")
+    refused = batchrun("init", *arguments)
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert not Path("job.yaml").exists()
+
+
+def test_as_json_and_to_standard_output() -> None:
+    """A script reads what was made; `-o -` pipes it into `batchrun -`."""
+    pq.write_table(pa.table({"id": [1], "text": ["a"]}), "d.parquet")
+    made = json.loads(batchrun("init", "d.parquet", "--json").stdout)
+    assert (made["job"], made["prompt_column"]) == ("job.yaml", "text")
+    assert made["columns"] == {"id": "int64", "text": "string"}
+    printed = batchrun("init", "d.parquet", "-o", "-")
+    assert printed.stdout.strip() == made["text"].strip() == Path("job.yaml").read_text().strip()

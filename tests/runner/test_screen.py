@@ -1,0 +1,158 @@
+"""What a terminal shows of a run, at the widths that terminals have."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.runner.progress import ProgressBar, has_colours
+from batchrunner.runner.screen import engine_line
+from tests.conftest import ROOT, job_of, write_job
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+LOAD = SchedulerLoad("http://127.0.0.1:30000", running=256, queue=1234, token_usage=0.87, source="loads")
+BUSY = Snapshot(
+    1_234_567, 700_123, 1234, 123.4, 23_456, 200_000, 126_000, 1356, 1350, 12, 3,
+    (LOAD,), {LOAD.scheduler: (100, 2000)}, {}, simulated=False,
+)  # fmt: skip
+COLOUR = re.compile(r"\x1b\[\d*m")
+
+
+class Terminal:
+    """A terminal of so many columns, which reads back what was written to it."""
+
+    def __init__(self, columns: int) -> None:
+        self._ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, columns))
+        self.stream = os.fdopen(theirs, "w", encoding="utf-8")
+
+    def read(self) -> str:
+        """Return all that was written, to the end."""
+        self.stream.close()
+        return read_all(self._ours)
+
+
+def read_all(descriptor: int) -> str:
+    """Return what comes from a terminal until nobody writes to it any more."""
+    pieces: list[bytes] = []
+    while True:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:  # the other end was closed
+            piece = b""
+        if not piece:
+            os.close(descriptor)
+            return b"".join(pieces).decode()
+        pieces.append(piece)
+
+
+def run_on_terminal(
+    columns: int, words: list[str], directory: Path, environ: Mapping[str, str] | None = None
+) -> str:
+    """Return what the command prints to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    given = {"TERM": "xterm", "PYTHONPATH": str(ROOT), **(environ or {})}
+    kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "batchrunner", *words],
+        cwd=directory, stdin=theirs, stdout=theirs, stderr=theirs, env={**kept, **given},
+    ):  # fmt: skip
+        os.close(theirs)
+        return read_all(ours)
+
+
+def shown(printed: str) -> list[str]:
+    """Return the lines that were drawn, in order, without colours and movements of the cursor."""
+    plain = re.sub(r"\x1b\[[A-Z]", "\r", COLOUR.sub("", printed))
+    return [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_two_lines_fit(columns: int) -> None:
+    """The bar has room even for a long run, nothing is cut, and failed rows are red."""
+    terminal = Terminal(columns)
+    bar = ProgressBar(terminal.stream, colours=True)
+    bar.show(BUSY)
+    bar.close()
+    printed = terminal.read()
+    lines = shown(printed)
+    assert max(map(len, lines)) <= columns
+    progress = next(line for line in lines if "%|" in line)
+    (cells,) = re.findall(r"\|(.*)\|", progress)
+    assert len(cells) >= 10
+    assert progress.endswith("700123/1234567 rows · 123.4 rows/s · 1 h 12 min left")
+    engine = next(line for line in lines if "running" in line)
+    assert engine.startswith("running 256 · waiting 1,234 (100-2,000) · KV 87% · cache 63%")
+    assert engine.rstrip().endswith("1,234 failed")
+    assert "\x1b[31m1,234 failed\x1b[0m" in printed
+    assert ("1,350/1,356 in flight" in engine) == (columns == 120)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 120, 200])
+def test_the_line_of_the_engine(columns: int) -> None:
+    """It never wraps, and says how many rows failed at any width."""
+    many = tuple(replace(LOAD, scheduler=str(i), token_usage=i / 10) for i in range(4))
+    for snapshot in (BUSY, replace(BUSY, loads=()), replace(BUSY, loads=many), replace(BUSY, rows_failed=0)):
+        line = engine_line(snapshot, columns, colours=False)
+        assert len(line) < columns
+        assert line.endswith(f"{snapshot.rows_failed:,} failed")
+        assert not COLOUR.search(line)
+    several = engine_line(replace(BUSY, loads=many, bands={"0": (100, 2000)}), 120, colours=True)
+    assert "running 1,024 · waiting 4,936 (100-2,000 each) · KV 0-30%" in several
+    assert not COLOUR.search(engine_line(replace(BUSY, rows_failed=0), columns, colours=True))
+
+
+@pytest.mark.parametrize(
+    ("environ", "colours"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_colours(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, colours: bool) -> None:
+    """A terminal has them, unless its user wants none."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal(80)
+    assert has_colours(terminal.stream) == colours
+    terminal.read()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_run_on_a_terminal(columns: int, tmp_path: Path) -> None:
+    """It opens with what, how and where in three lines; the rest needs `-v`."""
+    write_job(job_of(tmp_path, output={"path": "run"}), tmp_path)
+    printed = run_on_terminal(columns, ["job.yaml"], tmp_path, {"NO_COLOR": "1"})
+    assert not COLOUR.search(printed)
+    lines = shown(printed)
+    first = next(i for i, line in enumerate(lines) if line.startswith("rows:"))
+    what, how, where = lines[first : first + 3]
+    assert what.startswith("rows:    10 to do, model ")
+    assert re.match(r"engine:  simulated, \d+ requests in flight, adapted to its load", how)
+    assert where.startswith("results: run/parts (")
+    assert max(map(len, lines[first : first + 3])) <= columns
+    assert "10/10 rows" in printed
+    assert "order: " not in printed
+    assert lines[-1] == "run/parts"
+
+
+def test_verbose(tmp_path: Path) -> None:
+    """`-v` shows the details too, such as the order of the rows."""
+    write_job(job_of(tmp_path), tmp_path)
+    printed = run_on_terminal(120, ["job.yaml", "-v"], tmp_path)
+    assert "rows:    10 to do" in printed
+    assert "order: " in printed
+    assert "10 rows to do, 0 done before; window" in printed
