@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -18,9 +18,10 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Request
-from batchrunner.dispatch.bundles.size import BundleSize
+from batchrunner.dispatch.bundles.size import SHORT_TOKENS, BundleSize
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.engines.base import Engine
+from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
@@ -216,20 +217,18 @@ class BundleSender:
 
 
 def bundle_senders(
-    engine: Engine,
-    info: EngineInfo,
-    bundle: Literal["auto", "off"] | int,
-    totals: BundleTotals,
-    events: EventLog,
+    job: Job, engine: Engine, info: EngineInfo, totals: BundleTotals, events: EventLog
 ) -> dict[str, BundleSender]:
     """Return what sends the rows of each route of an open engine, as the job's `bundle` says."""
-    fixed = {"auto": None, "off": 1}[bundle] if isinstance(bundle, str) else bundle
-    return {
-        route: BundleSender(
-            engine, route, BundleSize(TIMING.bundle_fill, fixed), totals, events, info.one_by_one
-        )
-        for route in info.routes
-    }
+    fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
+    most_tokens = job.sampling.max_new_tokens
+    short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
+
+    def sender(route: str) -> BundleSender:
+        size = BundleSize(TIMING.bundle_fill, fixed, short=short)
+        return BundleSender(engine, route, size, totals, events, info.one_by_one)
+
+    return {route: sender(route) for route in info.routes}
 
 
 def why_alone(request: Request) -> str | None:
