@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -17,7 +17,7 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.output.events import read_events
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
 from tests.support.fake_gateway import FakeGateway
-from tests.support.fake_sglang import Behaviour, Body, FakeSGLang, OnWire, Sent
+from tests.support.fake_sglang import Behaviour, Body, Endless, FakeSGLang, OnWire, Sent
 from tests.support.launchable import launchable
 from tests.support.rows import rows_once, status_of
 
@@ -271,6 +271,36 @@ def test_a_server_that_does_not_heed_the_interval(
     assert report.bundles["bundles"] <= 3
     assert sum(ONE_BY_ONE in line for line in caplog.messages) == 1
     check_answers(job, rows=100)
+
+
+def test_a_stream_that_does_not_end(tmp_path: Path, server: FakeSGLang) -> None:
+    """A request whose rows have all ended is over, though its answer is not."""
+
+    def endless(body: dict[str, Any]) -> Endless | Literal["rows"]:
+        if [3] in body["input_ids"]:
+            return "rows"
+        texts = [f"answer 0 to {prompt}" for prompt in body["input_ids"]]
+        events = [{**GOOD, "text": text, "index": index} for index, text in enumerate(texts)]
+        return Endless(tuple(json.dumps(event).encode() for event in events))
+
+    server.bundles, server.script = endless, only(3, "hold")
+    job = bundled_job(tmp_path, server)
+    with started(write_job(job, tmp_path)) as running:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ROWS - 1)
+        eventually(lambda: server.open_streams == 0)
+        server.answer_held()
+        assert running.end() == 0
+    assert report_of(job)["bundles"]["rows_resent"] == 0
+    check_answers(job)
+
+
+def test_long_prompts_fill_a_bundle(tmp_path: Path, server: FakeSGLang) -> None:
+    """Requests stay small: two prompts of 20,000 tokens are as many as one may have."""
+    server.arguments = {"context_length": 100_000}
+    write_rows(tmp_path / "input.parquet", 12, ids=[[row, *range(20_000)] for row in range(12)])
+    job = job_of(tmp_path, server, prompt={"input_ids": "ids"}, window=12, bundle=12)
+    assert batchrunner.run(job).rows_ok == 12
+    assert max(sent.together for sent in server.sent) == 2
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_load_is_sampled(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None
 def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """`sglang.Engine` in this process gives the same prompts, token for token, as the HTTP server."""
     out = tmp_path / "inprocess"
-    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}"]
+    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}", "bundle=2"]
     engine = f"engine={{kind: inprocess, model: {SMALL_MODEL}, device: cpu}}"
     command = [sys.executable, "-m", "batchrunner.cli", str(JOBS / "summarize.yaml"), "--set", engine]
     for override in overrides:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -53,6 +55,14 @@ class EventAnswer:
         error = {"message": message, "type": "invalid_request_error", "code": status, "retryable": False}
         await self.write_json({"error": error})
         return await self.finish()
+
+    async def stay_open(self, events: Iterable[bytes]) -> web.StreamResponse:
+        """Send events, and nothing more until the client goes away."""
+        await self.begin()
+        for event in events:
+            await self.write(event)
+        await asyncio.Event().wait()
+        return self._response
 
     async def finish(self) -> web.StreamResponse:
         """End the answer."""

@@ -18,7 +18,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Request
-from batchrunner.dispatch.bundles.size import SHORT_TOKENS, BundleSize
+from batchrunner.dispatch.bundles.size import MOST_TOKENS, SHORT_TOKENS, BundleSize
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.engines.base import Engine
 from batchrunner.job.spec import Job
@@ -102,6 +102,7 @@ class BundleSender:
         self._refused = 0
         self._outstanding = 0
         self._filling: list[BundledRow] = []
+        self._filling_tokens = 0
         self._sending: set[asyncio.Task[None]] = set()
 
     async def send(self, request: Request, *, alone: bool) -> Completion:
@@ -138,7 +139,8 @@ class BundleSender:
         loop = asyncio.get_running_loop()
         row = BundledRow(request, loop.create_future())
         self._filling.append(row)
-        if len(self._filling) >= most:
+        self._filling_tokens += len(request.prompt)
+        if len(self._filling) >= most or self._filling_tokens >= MOST_TOKENS:
             self._send_filled()
         elif len(self._filling) == 1:
             loop.call_later(TIMING.bundle_fill, self._send_late, row)
@@ -156,7 +158,7 @@ class BundleSender:
             asyncio.get_running_loop().call_soon(self._send_late, self._filling[0])
 
     def _send_filled(self) -> None:
-        rows, self._filling = self._filling, []
+        rows, self._filling, self._filling_tokens = self._filling, [], 0
         self._start([row for row in rows if not row.answer.done()])
 
     def _start(self, rows: Sequence[BundledRow]) -> None:
@@ -221,6 +223,8 @@ def bundle_senders(
 ) -> dict[str, BundleSender]:
     """Return what sends the rows of each route of an open engine, as the job's `bundle` says."""
     fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
+    if info.simulated:  # it has no front process
+        fixed = 1
     most_tokens = job.sampling.max_new_tokens
     short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
 

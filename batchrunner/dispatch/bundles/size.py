@@ -3,6 +3,8 @@
 MOST_ROWS = 64
 """Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
 cost grows with the square of their number; from 16 rows on, more save little."""
+MOST_TOKENS = 1 << 15
+"""Prompt tokens from which on a bundle is full: the server reads its JSON while it does nothing else."""
 LEAST_ROWS_S = 25.0
 """Rows that must end in a second for bundles: below, the front process has little to do."""
 FIRST_ROWS = 16
