@@ -252,6 +252,17 @@ def test_a_server_that_takes_no_lists(
     assert all(sent.together == 1 for sent in server.sent[-20:])
 
 
+@pytest.mark.parametrize("status", [b"502 Bad Gateway", b"503 Service Unavailable"])
+def test_a_proxy_that_is_always_busy_for_lists(tmp_path: Path, server: FakeSGLang, status: bytes) -> None:
+    """A row that was put off is tried again alone, and after some tries no row is put off."""
+    server.bundles = lambda _: reply(status, b"busy")
+    job = bundled_job(tmp_path, server, rows=400, limits={"engine_wait": 20})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, 400)
+    check_answers(job, rows=400)
+    assert all(sent.together == 1 for sent in server.sent[-20:])
+
+
 def test_a_server_that_does_not_heed_the_interval(
     tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture
 ) -> None:

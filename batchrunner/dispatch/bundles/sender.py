@@ -185,6 +185,8 @@ class BundleSender:
                 bundle.fail(failure)
             why = str(failure)  # the engine may not be able to take bundles
         except (RequestError, BatchrunError) as failure:
+            self._refused += not bundle.answers
+            why = str(failure)
             bundle.fail(failure)
         except Exception as failure:
             log.debug("a bundle failed", exc_info=failure)
@@ -196,16 +198,14 @@ class BundleSender:
         if bundle.discouraged is not None:
             self._stop_bundles(bundle.discouraged)
         left = bundle.left
-        if not left:
-            return
+        self._refused += bool(left) and not bundle.answers
+        if not self._works and self._refused >= MOST_REFUSALS:
+            self._stop_bundles(f"the engine refused {self._refused} requests with several rows: {why}")
         self._totals.resent += len(left)
         if bundle.answers:
             for row in left:
                 row.answer.set_result(None)
             return
-        self._refused += 1
-        if not self._works and self._refused >= MOST_REFUSALS:
-            self._stop_bundles(f"the engine refused {self._refused} requests with several rows: {why}")
         half = len(left) // 2  # one row may be the reason
         self._start(left[:half])
         self._start(left[half:])
