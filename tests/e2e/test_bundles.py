@@ -65,6 +65,7 @@ def test_rows_share_requests(tmp_path: Path, server: FakeSGLang) -> None:
     assert (report.exit_code, report.rows_ok, report.retries) == (0, ROWS, 0)
     assert max(sent.together for sent in server.sent) == 8
     assert server.requests < ROWS / 2
+    assert all(s.together == 1 or s.body["sampling_params"]["stream_interval"] > 10_000 for s in server.sent)
     assert server.most_in_flight <= 16
     assert report.bundles["requests"] == server.requests
     assert report.bundles["most_rows"] == 8
@@ -104,6 +105,7 @@ def test_own_parameters(tmp_path: Path, server: FakeSGLang) -> None:
     assert max(sent.together for sent in server.sent) == 8
     for sent in server.sent:
         sampling = sent.body["sampling_params"]
+        assert sent.together == 1 or sampling["stream_interval"] > 10_000
         assert sampling["max_new_tokens"] == 1 + number_of(sent) % 3
         assert sampling["temperature"] == 0
 
