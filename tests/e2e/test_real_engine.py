@@ -193,6 +193,7 @@ def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine,
         command += ["--set", override]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 0, done.stderr
+    assert json.loads((out / "report.json").read_text())["bundles"]["most_rows"] == 2
     inside = pq.read_table(out / "parts").sort_by("row")
     _, outside = _run_job(
         "summarize.yaml", smollm, tmp_path / "server", "input.limit=4", "sampling.max_new_tokens=12"
