@@ -61,7 +61,7 @@ clean: ## Delete the virtual environment, the prepared data and all results
 
 ##@ Benchmarks (method and figures: benchmarks/ and benchmarks/results/)
 
-bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop
+bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop, one row and many in a request
 bench-journal: .venv/.light ## Cost of durability: runs with and without the journal
 bench-memory: .venv/.light ## Peak memory at 100,000 and at a million rows
 bench-planning: .venv/.light ## Time and memory to sort rows into prefix order

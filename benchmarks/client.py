@@ -11,9 +11,8 @@ What is timed: the bare loop from its first request to its last answer; the runn
 of the client process alone; the runner's also hold the check of the job and the opening of the engine.
 Imports count on no side.
 
-`--side NAME --rows N` runs one side alone, for a count of instructions: where `perf stat -e instructions:u`
-counts, the figures have it; else `valgrind --tool=callgrind` at two numbers of rows, whose difference is the
-cost of rows.
+Where `perf stat` counts instructions, or with `--callgrind` by valgrind, the figures of `ids` have those of a
+row: the difference between runs of 1,000 and of 4,000 rows, so that nothing counts but rows.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ import asyncio
 import json
 import random
 import resource
-import socket
-import subprocess
+import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +41,12 @@ from batchrunner.job.engine import AttachEngine
 from batchrunner.job.load import load_job
 from batchrunner.runner.foreground import run_in_foreground
 from batchrunner.runner.prepare import prepare
+from benchmarks import instructions
+from benchmarks.canned_server import nginx
 from benchmarks.measure import in_fresh_process, interval, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 SEED = 20
 WORDS_A_TEXT = (20, 50)
@@ -58,105 +57,7 @@ PROMPTS = {
     "ids": {"input_ids": "ids"},
 }
 PROMPT_TOKENS = 60
-BUNDLES = (16, 64)
-"""Rows in a request; nginx answers each with so many events."""
-
-_META = {
-    "id": "2275190bf5af4de6aad00b0bb0a5d1bc", "finish_reason": {"type": "length", "length": 12},
-    "prompt_tokens": 5, "weight_version": "default", "num_retractions": 0, "storage_prefetch_wait": 0.0,
-    "storage_staging_wait": 0.0, "forward_entry_time": 1795261003.562938,
-    "prefill_finished_time": 1795261003.7557359, "queue_time": 0.001061489999983678, "reasoning_tokens": 0,
-    "completion_tokens": 12, "cached_tokens": 2,
-    "weight_versions": [{"version": "default", "start": 0, "end": 12}],
-    "cached_tokens_details": {"device": 2, "host": 0}, "dp_rank": None, "e2e_latency": 1.0291313130001072,
-    "request_received_ts": 1795261003.5602317, "first_token_latency": 0.19550413739671058,
-    "api_server_dispatch_finish_ts": 1795261003.5608242, "request_finished_ts": 1795261004.589363,
-    "decode_throughput": 13.195347179076752, "response_sent_to_client_ts": 1795261004.5898006,
-}  # fmt: skip
-_TEXT = " Paris.\n\nThe answer is: 201"
-REPLIES: dict[str, dict[str, Any]] = {  # SGLang 0.5.23's own, as recorded
-    "/generate": {
-        "text": _TEXT, "output_ids": [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33],
-        "meta_info": _META,
-    },
-    "/v1/chat/completions": {
-        "id": "chat-9", "object": "chat.completion", "created": 1795261010, "model": "default",
-        "choices": [{
-            "index": 0, "message": {"role": "assistant", "content": _TEXT, "reasoning_content": None},
-            "logprobs": None, "finish_reason": "length", "matched_stop": None, "meta_info": _META,
-        }],
-        "usage": {
-            "prompt_tokens": 5, "total_tokens": 17, "completion_tokens": 12,
-            "prompt_tokens_details": {"cached_tokens": 2}, "reasoning_tokens": 0,
-            "completion_tokens_details": None,
-        },
-        "metadata": {"weight_version": "default", "weight_versions": _META["weight_versions"]},
-    },
-    "/model_info": {"model_path": "canned", "is_generation": True},
-    "/server_info": {"version": "0.5.23", "max_running_requests": 4096, "max_total_num_tokens": 665690},
-    "/v1/loads": {"loads": [{
-        "timestamp": 1795261003.4985807, "dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": 0,
-        "num_used_tokens": 0, "max_total_num_tokens": 665690, "max_running_requests": 4096,
-        "token_usage": 0.0,
-    }]},
-}  # fmt: skip
-
-
-@contextmanager
-def nginx(folder: Path) -> Iterator[str]:
-    """Serve the canned replies on a free loopback port until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder.chmod(0o755)  # nginx reads the answers as another user
-    for rows in BUNDLES:
-        events = [{"text": " yes", "meta_info": _META, "index": index} for index in range(rows)]
-        answer = folder / f"rows{rows}" / "generate"
-        answer.parent.mkdir()
-        answer.write_bytes(b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events))
-    locations = "\n".join(
-        f"location = {base}{path} {{ return 200 '{_escaped(reply)}'; }}"
-        for base in ("", *(f"/rows{rows}" for rows in BUNDLES))
-        for path, reply in REPLIES.items()
-        if not (base and path == "/generate")
-    )
-    config = folder / "nginx.conf"
-    config.write_text(f"""
-        daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
-        events {{ worker_connections 4096; }}
-        http {{
-            access_log off; keepalive_timeout 60; keepalive_requests 1000000; default_type application/json;
-            client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-            fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-            server {{ listen 127.0.0.1:{port} backlog=4096; {locations}
-                location ~ ^/rows[0-9]+/generate$ {{
-                    root {folder}; default_type text/event-stream; error_page 405 =200 $uri;
-                }}
-            }}
-        }}""")
-    server = subprocess.Popen(["nginx", "-p", str(folder), "-c", str(config)], stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(port, server)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(timeout=10)
-
-
-def _escaped(reply: dict[str, Any]) -> str:
-    return json.dumps(reply, separators=(",", ":")).replace("\\", "\\\\").replace("'", "\\'").replace("$", "")
-
-
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise SystemExit(f"nginx ended with {server.returncode}: is it installed?")
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.02)
-    raise SystemExit("nginx does not listen")
+COUNTED_ROWS = (1000, 4000)
 
 
 def write_input(path: Path, rows: int) -> None:
@@ -268,7 +169,25 @@ def measure(rounds: int, rows: int, endpoint: str, window: int) -> list[dict[str
     return found
 
 
-def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) -> None:
+def instructions_a_row(tool: instructions.Tool, window: int) -> dict[str, int]:
+    """Count the instructions of each side's process for a row more."""
+    counted: dict[str, list[int]] = {side: [] for side in sides_of("ids") if side != "bare_uvloop"}
+    for rows in COUNTED_ROWS:
+        with tempfile.TemporaryDirectory(prefix="bench-client-") as scratch, nginx(Path(scratch)) as url:
+            write_input(Path(scratch) / "input.parquet", rows)
+            job_file = Path(scratch) / "job.yaml"
+            job = job_for(Path(scratch) / "input.parquet", Path(scratch) / "run", url, "ids", window)
+            job_file.write_text(json.dumps(job))
+            for side, counts in counted.items():
+                command = [sys.executable, "-m", "benchmarks.client", "--side", side, "--job", str(job_file)]
+                counts.append(instructions.count(command, tool))
+    few, many = COUNTED_ROWS
+    return {side: round((counts[1] - counts[0]) / (many - few)) for side, counts in counted.items()}
+
+
+def report(
+    rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int, counted: dict[str, int]
+) -> None:
     def ratios(of: str, key: str) -> Any:
         if key == "rows_s":
             return interval([r[of]["wall_s"] / r["runner"]["wall_s"] for r in rounds])
@@ -293,6 +212,10 @@ def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) 
             f"; {side.removeprefix('runner_')} rows a request: {rows_s[side].median:,.0f} rows/s, "
             f"CPU {cpu[side].median:.3f}, {bundled[f'{side}/bare_asyncio']} x the bare loop's"
         )
+    if counted:
+        bare_one = counted["bare_asyncio"]
+        shares = [f"{side} {n:,} ({n / bare_one:.2f})" for side, n in counted.items()]
+        line += f"; instructions a row, and beside the bare loop's: {', '.join(shares)}"
     figures = {
         "goal": {
             "ratio_at_least": GOAL, "met_asyncio": plain.median >= GOAL, "met_uvloop": fast.median >= GOAL,
@@ -301,7 +224,7 @@ def report(rounds: list[dict[str, dict[str, Any]]], endpoint: str, window: int) 
         "rows_per_s": rows_s, "cpu_s_per_1000_rows": cpu,
         "rows_per_s_ratio": {"runner/bare_asyncio": plain, "runner/bare_uvloop": fast},
         "cpu_ratio": {f"runner/{s}": ratios(s, "cpu") for s in ("bare_asyncio", "bare_uvloop")},
-        "bundled_cpu_ratio": bundled,
+        "bundled_cpu_ratio": bundled, "instructions_a_row": counted,
         "measured": rounds,
     }  # fmt: skip
     save(
@@ -316,15 +239,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--endpoint", choices=PROMPTS, default="chat")
+    parser.add_argument("--endpoint", choices=PROMPTS, help="default: chat, then ids")
     parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--callgrind", action="store_true", help="count instructions with valgrind")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         print(json.dumps(SIDES[args.side](args.job)))
-    else:
-        report(measure(args.rounds, args.rows, args.endpoint, args.window), args.endpoint, args.window)
+        return
+    for endpoint in [args.endpoint] if args.endpoint else ["chat", "ids"]:
+        tool: instructions.Tool | None = "callgrind" if args.callgrind else None
+        if endpoint == "ids" and instructions.perf_counts():
+            tool = "perf"
+        counted = instructions_a_row(tool, args.window) if tool and endpoint == "ids" else {}
+        rounds = measure(args.rounds, args.rows, endpoint, args.window)
+        report(rounds, endpoint, args.window, counted)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.output import writer as sink
-from benchmarks.client import job_for, nginx, runner, write_input
+from benchmarks.canned_server import nginx
+from benchmarks.client import job_for, runner, write_input
 from benchmarks.measure import in_fresh_process, interval, save
 
 if TYPE_CHECKING:

@@ -26,6 +26,8 @@ class Timing:
     """Pause of a program's iterator after which the rows that it gave are sent without waiting for others."""
     iterator_end: float = 1.0
     """Longest wait for a program's iterator to end, when its stream is closed; it may block."""
+    stream_end: float = 1.0
+    """Longest wait for the end of an answer that has all its rows."""
     bundle_fill: float = 0.015
     """Longest wait of a row for others that share its request."""
     first_retry: float = 0.25

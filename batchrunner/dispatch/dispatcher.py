@@ -91,8 +91,7 @@ class Dispatcher:
         error: RequestError | None = None
         self._in_flight[row] = None
         try:
-            suspect = row.failures > 0 or row.deaths > 0
-            completion = await self._senders[route].send(request, alone=suspect)
+            completion = await self._senders[route].send(request, alone=row.attempts > 1)
         except RequestError as failure:
             error = failure
         finally:

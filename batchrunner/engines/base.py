@@ -1,10 +1,18 @@
 """The protocol that every engine follows, and the queue of incidents that some of them use."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from batchrunner.core.errors import BundleRefusedError, RequestError
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+
+
+class PlacedRequest(NamedTuple):
+    """A request of a bundle."""
+
+    place: int
+    """Its index in the bundle; some rows before it may not be sent."""
+    request: Request
 
 
 class RowAnswers(Protocol):

@@ -15,21 +15,51 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from batchrunner.core.errors import EngineLostError, EngineStartError, NoAnswerError, RowRefusedError
+from batchrunner.core.errors import (
+    BundleRefusedError,
+    EngineLostError,
+    EngineStartError,
+    NoAnswerError,
+    RequestError,
+    RowRefusedError,
+)
 from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
-from batchrunner.engines.base import Engine
+from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, card_name, cpu_environment, on_cpu, server_args
 from batchrunner.engines.http import replies, wire
-from batchrunner.engines.http.server_info import prefill_tokens, tokenizer_info
+from batchrunner.engines.http.server_info import answers_in_pieces, prefill_tokens, tokenizer_info
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
 from batchrunner.job.engine import InprocessEngine
 
 log = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Takes outputs in the engine's thread, and passes them on as answers in the runner's loop."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, rows: Sequence[PlacedRequest], answers: RowAnswers
+    ) -> None:
+        self._loop = loop
+        self._rows = rows
+        self._answers = answers
+
+    def put(self, output: Any) -> None:
+        """Pass on an output that ends a row."""
+        if output["meta_info"]["finish_reason"] is None:
+            return
+        place, request = self._rows[output["index"]]
+        result: Completion | RequestError
+        try:
+            result = replies.completion_of(request, output)
+        except RequestError as failure:
+            result = failure
+        self._loop.call_soon_threadsafe(self._answers.ended, place, result)
 
 
 class InprocessSGLang(Engine):
@@ -81,6 +111,7 @@ class InprocessSGLang(Engine):
             caches_prefixes=not self._engine.server_args.disable_radix_cache,
             tokenizing=tokenizer_info(_model_info(manager), manager.server_args.resolved_dict()),
             card=None if cpu else await asyncio.to_thread(card_name),
+            one_by_one=answers_in_pieces(vars(self._engine.server_args)),
             notes=(CPU_NOTE,) if cpu else (),
         )
 
@@ -95,6 +126,25 @@ class InprocessSGLang(Engine):
         except (ValueError, TypeError) as failure:  # SGLang's server answers these with 400
             raise RowRefusedError(str(failure)) from None
         return replies.completion_of(request, reply)
+
+    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:  # noqa: ARG002
+        """Send several requests in one; see `Engine.generate_many`."""
+        rows: list[PlacedRequest] = []
+        for place, request in enumerate(requests):
+            try:
+                wire.refuse_deadly(request, self._vocabulary)
+                rows.append(PlacedRequest(place, request))
+            except RowRefusedError as refusal:
+                answers.ended(place, refusal)
+        if not rows:
+            return
+        inbox = Inbox(asyncio.get_running_loop(), rows, answers)
+        try:
+            await asyncio.wait_for(self._in_thread(self._ask_many, rows, inbox), self._timeout_s)
+        except TimeoutError:
+            raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
+        except (ValueError, TypeError) as failure:  # one of them is refused
+            raise BundleRefusedError(str(failure)) from None
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask SGLang's own `/v1/tokenize`; see `Engine.tokens_of`."""
@@ -177,6 +227,17 @@ class InprocessSGLang(Engine):
             sampling_params=body["sampling_params"],
             lora_path=body.get("lora_path"),
         )
+
+    async def _ask_many(self, rows: Sequence[PlacedRequest], inbox: Inbox) -> None:
+        body = wire.bundle_body([row.request for row in rows])
+        outputs = await self._engine.async_generate(
+            input_ids=body["input_ids"],
+            sampling_params=body["sampling_params"],
+            lora_path=body.get("lora_path"),
+            stream=True,
+        )
+        async for output in outputs:
+            inbox.put(output)
 
     async def _ask_chat(self, request: Request) -> Any:
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest  # noqa: PLC0415

@@ -137,7 +137,7 @@ def build_sending(
     totals = RouteTotals(info.routes, began)
     feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
     bundles = BundleTotals()
-    senders = bundle_senders(engine, info, job.bundle, bundles, events)
+    senders = bundle_senders(job, engine, info, bundles, events)
     dispatcher = Dispatcher(backlog, slots, senders, retries, feedback, by_affinity=info.keeps_together)
 
     # load samples: engine → slots → summary, display and event log, stop rules

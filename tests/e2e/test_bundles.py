@@ -6,17 +6,19 @@ import json
 import logging
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 import batchrunner
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
+from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.output.events import read_events
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
 from tests.support.fake_gateway import FakeGateway
-from tests.support.fake_sglang import Behaviour, Body, FakeSGLang, OnWire, Sent
+from tests.support.fake_sglang import Behaviour, Body, Endless, FakeSGLang, OnWire, Sent
+from tests.support.launchable import launchable
 from tests.support.rows import rows_once, status_of
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def test_rows_share_requests(tmp_path: Path, server: FakeSGLang) -> None:
     assert (report.exit_code, report.rows_ok, report.retries) == (0, ROWS, 0)
     assert max(sent.together for sent in server.sent) == 8
     assert server.requests < ROWS / 2
+    assert all(s.together == 1 or s.body["sampling_params"]["stream_interval"] > 10_000 for s in server.sent)
     assert server.most_in_flight <= 16
     assert report.bundles["requests"] == server.requests
     assert report.bundles["most_rows"] == 8
@@ -102,6 +105,7 @@ def test_own_parameters(tmp_path: Path, server: FakeSGLang) -> None:
     assert max(sent.together for sent in server.sent) == 8
     for sent in server.sent:
         sampling = sent.body["sampling_params"]
+        assert sent.together == 1 or sampling["stream_interval"] > 10_000
         assert sampling["max_new_tokens"] == 1 + number_of(sent) % 3
         assert sampling["temperature"] == 0
 
@@ -250,6 +254,17 @@ def test_a_server_that_takes_no_lists(
     assert all(sent.together == 1 for sent in server.sent[-20:])
 
 
+@pytest.mark.parametrize("status", [b"502 Bad Gateway", b"503 Service Unavailable"])
+def test_a_proxy_that_is_always_busy_for_lists(tmp_path: Path, server: FakeSGLang, status: bytes) -> None:
+    """A row that was put off is tried again alone, and after some tries no row is put off."""
+    server.bundles = lambda _: reply(status, b"busy")
+    job = bundled_job(tmp_path, server, rows=400, limits={"engine_wait": 20})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, 400)
+    check_answers(job, rows=400)
+    assert all(sent.together == 1 for sent in server.sent[-20:])
+
+
 def test_a_server_that_does_not_heed_the_interval(
     tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,6 +284,36 @@ def test_a_server_that_does_not_heed_the_interval(
     assert report.bundles["bundles"] <= 3
     assert sum(ONE_BY_ONE in line for line in caplog.messages) == 1
     check_answers(job, rows=100)
+
+
+def test_a_stream_that_does_not_end(tmp_path: Path, server: FakeSGLang) -> None:
+    """A request whose rows have all ended is over, though its answer is not."""
+
+    def endless(body: dict[str, Any]) -> Endless | Literal["rows"]:
+        if [3] in body["input_ids"]:
+            return "rows"
+        texts = [f"answer 0 to {prompt}" for prompt in body["input_ids"]]
+        events = [{**GOOD, "text": text, "index": index} for index, text in enumerate(texts)]
+        return Endless(tuple(json.dumps(event).encode() for event in events))
+
+    server.bundles, server.script = endless, only(3, "hold")
+    job = bundled_job(tmp_path, server)
+    with started(write_job(job, tmp_path)) as running:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ROWS - 1)
+        eventually(lambda: server.open_streams == 0)
+        server.answer_held()
+        assert running.end() == 0
+    assert report_of(job)["bundles"]["rows_resent"] == 0
+    check_answers(job)
+
+
+def test_long_prompts_fill_a_bundle(tmp_path: Path, server: FakeSGLang) -> None:
+    """Requests stay small: two prompts of 20,000 tokens are as many as one may have."""
+    server.arguments = {"context_length": 100_000}
+    write_rows(tmp_path / "input.parquet", 12, ids=[[row, *range(20_000)] for row in range(12)])
+    job = job_of(tmp_path, server, prompt={"input_ids": "ids"}, window=12, bundle=12)
+    assert batchrunner.run(job).rows_ok == 12
+    assert max(sent.together for sent in server.sent) == 2
 
 
 @pytest.mark.parametrize(
@@ -367,6 +412,50 @@ def test_a_server_that_hangs_with_bundles(tmp_path: Path, monkeypatch: pytest.Mo
         assert max(sent.together for sent in stuck.sent) > 1
     assert "hangs" in [incident["what"] for incident in report.incidents]
     check_answers(job)
+
+
+FRAGILE = """
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "fragile"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 32},
+        "/v1/loads": {"loads": [{
+            "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 32,
+            "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0, "timestamp": 1.0}]},
+    }
+    def sample(self, prompt):
+        if prompt == [117]:
+            print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
+            os._exit(1)
+        return {"text": f"answer 0 to {prompt}", "meta_info": {
+            "finish_reason": {"type": "stop"}, "prompt_tokens": 1, "completion_tokens": 2}}
+    def asked(self, body):
+        prompts = body["input_ids"]
+        if not isinstance(prompts[0], list):
+            self.reply(200, self.sample(prompts))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        for index, prompt in enumerate(prompts):
+            event = json.dumps({**self.sample(prompt), "index": index})
+            self.wfile.write(f"data: {event}\\n\\n".encode())
+            self.wfile.flush()
+"""
+
+
+def test_a_poisonous_row_in_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that kills the engine is found; all others of its request are answered."""
+    monkeypatch.setattr(TIMING, "first_restart", 0.01)
+    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
+    job = bundled_job(tmp_path, launchable(tmp_path, FRAGILE), rows=200, window=32)
+    result = batchrun(write_job(job, tmp_path))
+    assert result.exit_code == 3, result.stderr
+    results = check_answers(job, 117, rows=200)
+    assert f"the engine died {MOST_DEATHS} times while it had this row" in results[117]["error"]
+    assert report_of(job)["bundles"]["most_rows"] == 8
 
 
 @pytest.mark.parametrize(("given", "most"), [("off", 1), ("false", 1), ("4", 4), ("1", 1)])

@@ -306,6 +306,29 @@ async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool
     assert lost == GATEWAY_DROPS["chat" if chat else "generate"]
 
 
+@pytest.mark.gateway
+async def test_why_rows_go_through_the_gateway_one_by_one(real_gateway: RealGateway) -> None:
+    """It refuses several sets of sampling parameters, and drops the interval that keeps a stream short."""
+    reference = RowRef(0, pa.RecordBatch.from_pylist([{}]), 0)
+    rows = [Request(reference, "input_ids", [n, 2], {"max_new_tokens": 1}) for n in (1, 2)]
+    alike = wire.bundle_body(rows)
+    several = wire.bundle_body([rows[0], rows[1]._replace(sampling={"max_new_tokens": 2})])
+    headers = {"Authorization": f"Bearer {real_gateway.key}"}
+    with FakeSGLang(api_key=real_gateway.key) as worker:
+        await real_gateway.use(worker.url)
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.post(real_gateway.url + wire.GENERATE_PATH, json=several) as reply:
+                assert reply.status >= 400
+            assert worker.sent == []
+            async with session.post(real_gateway.url + wire.GENERATE_PATH, json=alike) as reply:
+                assert reply.status == 200
+                await reply.read()
+        await real_gateway.use()
+    assert [sent.together for sent in worker.sent] == [2, 2]
+    assert "stream_interval" in alike["sampling_params"]
+    assert all("stream_interval" not in sent.body["sampling_params"] for sent in worker.sent)
+
+
 def _request(text: str, sampling: dict[str, Any], *, chat: bool) -> Request:
     reference = RowRef(0, pa.RecordBatch.from_pylist([{}]), 0)
     prompt = [{"role": "user", "content": text}] if chat else text

@@ -115,6 +115,57 @@ def test_bad_rows_do_not_end_the_run(smollm: batchrunner.OpenEngine) -> None:
     assert [error is None for error in table["error"].to_pylist()] == [True, False, False, False]
 
 
+BEGINNINGS = (
+    "The capital of France",
+    "日本語の",
+    "Zürich liegt",
+    "👩‍👩‍👧 means",
+    "def f(x):\n",
+    "1, 2, 3,",
+    "Ελλ",
+)
+
+
+def test_rows_that_share_requests_have_the_same_answers(
+    smollm: batchrunner.OpenEngine, tmp_path: Path
+) -> None:
+    """Byte for byte, whatever ends an answer; a row that the server refuses fails alone."""
+    rows = 42
+    table = pa.table({
+        "text": [f"{BEGINNINGS[n % 7]} {n}" for n in range(rows)],
+        "most": [1 + n % 24 for n in range(rows)],
+        "least": [50 if n == 17 else 0 for n in range(rows)],  # more than the most: SGLang refuses it
+    })  # fmt: skip
+    pq.write_table(table, tmp_path / "input.parquet")
+
+    def run(bundle: str) -> tuple[Any, list[dict[str, Any]]]:
+        job = {
+            "input": {"path": str(tmp_path / "input.parquet")},
+            "prompt": {"text": "text"},
+            "sampling": {
+                "max_new_tokens": {"column": "most"}, "min_new_tokens": {"column": "least"},
+                "temperature": 0, "stop": [" the", "\n\n", "3, 4"],
+            },
+            "output": {"path": str(tmp_path / f"run-{bundle}")},
+            "engine": smollm.spec,
+            "tokenize": "client", "order": "input", "window": 32, "bundle": bundle,
+            "limits": {"max_failed_rows": 1},
+        }  # fmt: skip
+        report = batchrunner.run(job, engine=smollm)
+        assert (report.exit_code, report.rows_failed) == (0, 1)
+        found = pq.read_table(tmp_path / f"run-{bundle}" / "parts").sort_by("row").to_pylist()
+        same = ("row", "output", "finish_reason", "prompt_tokens", "completion_tokens", "attempts")
+        return report, [{**{name: row[name] for name in same}, "failed": bool(row["error"])} for row in found]
+
+    report, together = run("16")
+    assert report.bundles["most_rows"] > 8
+    assert report.bundles["rows_resent"] > 0
+    report, alone = run("off")
+    assert report.bundles["most_rows"] == 1
+    assert together == alone
+    assert len({row["finish_reason"] for row in alone}) > 1
+
+
 def test_load_is_sampled(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """The load is polled from the real server and written to the event log."""
 
@@ -135,13 +186,14 @@ def test_load_is_sampled(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None
 def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """`sglang.Engine` in this process gives the same prompts, token for token, as the HTTP server."""
     out = tmp_path / "inprocess"
-    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}"]
+    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}", "bundle=2"]
     engine = f"engine={{kind: inprocess, model: {SMALL_MODEL}, device: cpu}}"
     command = [sys.executable, "-m", "batchrunner.cli", str(JOBS / "summarize.yaml"), "--set", engine]
     for override in overrides:
         command += ["--set", override]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 0, done.stderr
+    assert json.loads((out / "report.json").read_text())["bundles"]["most_rows"] == 2
     inside = pq.read_table(out / "parts").sort_by("row")
     _, outside = _run_job(
         "summarize.yaml", smollm, tmp_path / "server", "input.limit=4", "sampling.max_new_tokens=12"

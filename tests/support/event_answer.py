@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -15,14 +17,13 @@ def is_bundle(body: dict[str, Any]) -> bool:
 
 
 def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the body that each row would have alone; checks what the real server checks."""
+    """Return the body that each row would have alone."""
     assert body["stream"] is True
     prompts, sampling, lora = body["input_ids"], body["sampling_params"], body.get("lora_path")
     samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     loras = lora if isinstance(lora, list) else [lora] * len(prompts)
     rows = []
     for prompt, own, path in zip(prompts, samplings, loras, strict=True):
-        assert own["stream_interval"] > 1
         row = {"input_ids": prompt, "sampling_params": own}
         rows.append(row if path is None else {**row, "lora_path": path})
     return rows
@@ -53,6 +54,14 @@ class EventAnswer:
         error = {"message": message, "type": "invalid_request_error", "code": status, "retryable": False}
         await self.write_json({"error": error})
         return await self.finish()
+
+    async def stay_open(self, events: Iterable[bytes]) -> web.StreamResponse:
+        """Send events, and nothing more until the client goes away."""
+        await self.begin()
+        for event in events:
+            await self.write(event)
+        await asyncio.Event().wait()
+        return self._response
 
     async def finish(self) -> web.StreamResponse:
         """End the answer."""

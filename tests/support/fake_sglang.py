@@ -66,7 +66,14 @@ class OnWire:
     content: bytes
 
 
-Bundles: TypeAlias = Literal["rows"] | Body | OnWire
+@dataclass(frozen=True, slots=True)
+class Endless:
+    """An answer of events that does not end after them."""
+
+    events: tuple[bytes, ...]
+
+
+Bundles: TypeAlias = Literal["rows"] | Body | OnWire | Endless
 """What becomes of a request with several rows: each is answered by the script, or all have one answer."""
 Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire]
 
@@ -128,6 +135,8 @@ class FakeSGLang:
         """Rows that arrived, in order."""
         self.requests = 0
         """Requests that they came in."""
+        self.open_streams = 0
+        """Answers that do not end, and whose client still listens."""
         self.bundles: Callable[[dict[str, Any]], Bundles] = lambda _: "rows"
         """What becomes of the body of a request with several rows."""
         self.metrics: Callable[[], str] | None = None
@@ -319,6 +328,12 @@ class FakeSGLang:
         how = self.bundles(body)
         if isinstance(how, (Body, OnWire)):
             return self._write(request, how)
+        if isinstance(how, Endless):
+            self.open_streams += 1
+            try:
+                return await EventAnswer(request).stay_open(how.events)
+            finally:
+                self.open_streams -= 1
         self._in_flight += len(rows)
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         left = len(rows)

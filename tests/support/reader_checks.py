@@ -16,8 +16,9 @@ import pyarrow as pa
 from batchrunner.core.errors import AttemptFailedError, EngineStartError, RequestError, RowRefusedError
 from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.http import replies, status
-from batchrunner.engines.http.bundles import BundleAnswer, PlacedRequest
+from batchrunner.engines.http.bundles import BundleAnswer
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.model_guard import ModelGuard, common_model, model_in
 from batchrunner.engines.http.server_info import describe

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -18,9 +18,10 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Request
-from batchrunner.dispatch.bundles.size import BundleSize
+from batchrunner.dispatch.bundles.size import MOST_TOKENS, SHORT_TOKENS, BundleSize
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.engines.base import Engine
+from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class BundleSender:
         self._refused = 0
         self._outstanding = 0
         self._filling: list[BundledRow] = []
+        self._filling_tokens = 0
         self._sending: set[asyncio.Task[None]] = set()
 
     async def send(self, request: Request, *, alone: bool) -> Completion:
@@ -137,7 +139,8 @@ class BundleSender:
         loop = asyncio.get_running_loop()
         row = BundledRow(request, loop.create_future())
         self._filling.append(row)
-        if len(self._filling) >= most:
+        self._filling_tokens += len(request.prompt)
+        if len(self._filling) >= most or self._filling_tokens >= MOST_TOKENS:
             self._send_filled()
         elif len(self._filling) == 1:
             loop.call_later(TIMING.bundle_fill, self._send_late, row)
@@ -155,7 +158,7 @@ class BundleSender:
             asyncio.get_running_loop().call_soon(self._send_late, self._filling[0])
 
     def _send_filled(self) -> None:
-        rows, self._filling = self._filling, []
+        rows, self._filling, self._filling_tokens = self._filling, [], 0
         self._start([row for row in rows if not row.answer.done()])
 
     def _start(self, rows: Sequence[BundledRow]) -> None:
@@ -182,6 +185,8 @@ class BundleSender:
                 bundle.fail(failure)
             why = str(failure)  # the engine may not be able to take bundles
         except (RequestError, BatchrunError) as failure:
+            self._refused += not bundle.answers
+            why = str(failure)
             bundle.fail(failure)
         except Exception as failure:
             log.debug("a bundle failed", exc_info=failure)
@@ -193,16 +198,14 @@ class BundleSender:
         if bundle.discouraged is not None:
             self._stop_bundles(bundle.discouraged)
         left = bundle.left
-        if not left:
-            return
+        self._refused += bool(left) and not bundle.answers
+        if not self._works and self._refused >= MOST_REFUSALS:
+            self._stop_bundles(f"the engine refused {self._refused} requests with several rows: {why}")
         self._totals.resent += len(left)
         if bundle.answers:
             for row in left:
                 row.answer.set_result(None)
             return
-        self._refused += 1
-        if not self._works and self._refused >= MOST_REFUSALS:
-            self._stop_bundles(f"the engine refused {self._refused} requests with several rows: {why}")
         half = len(left) // 2  # one row may be the reason
         self._start(left[:half])
         self._start(left[half:])
@@ -216,20 +219,20 @@ class BundleSender:
 
 
 def bundle_senders(
-    engine: Engine,
-    info: EngineInfo,
-    bundle: Literal["auto", "off"] | int,
-    totals: BundleTotals,
-    events: EventLog,
+    job: Job, engine: Engine, info: EngineInfo, totals: BundleTotals, events: EventLog
 ) -> dict[str, BundleSender]:
     """Return what sends the rows of each route of an open engine, as the job's `bundle` says."""
-    fixed = {"auto": None, "off": 1}[bundle] if isinstance(bundle, str) else bundle
-    return {
-        route: BundleSender(
-            engine, route, BundleSize(TIMING.bundle_fill, fixed), totals, events, info.one_by_one
-        )
-        for route in info.routes
-    }
+    fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
+    if info.simulated:  # it has no front process
+        fixed = 1
+    most_tokens = job.sampling.max_new_tokens
+    short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
+
+    def sender(route: str) -> BundleSender:
+        size = BundleSize(TIMING.bundle_fill, fixed, short=short)
+        return BundleSender(engine, route, size, totals, events, info.one_by_one)
+
+    return {route: sender(route) for route in info.routes}
 
 
 def why_alone(request: Request) -> str | None:

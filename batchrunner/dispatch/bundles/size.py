@@ -3,8 +3,14 @@
 MOST_ROWS = 64
 """Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
 cost grows with the square of their number; from 16 rows on, more save little."""
+MOST_TOKENS = 1 << 15
+"""Prompt tokens from which on a bundle is full: the server reads its JSON while it does nothing else."""
 LEAST_ROWS_S = 25.0
 """Rows that must end in a second for bundles: below, the front process has little to do."""
+FIRST_ROWS = 16
+"""Size before a period is over, where answers are short; else 1."""
+SHORT_TOKENS = 16
+"""Most tokens of a short answer."""
 PERIOD_S = 0.25
 """Seconds over which the rows that end are counted."""
 SHARE = 4
@@ -18,11 +24,14 @@ class BundleSize:
     long as a bundle may wait, and the size is that of the burst in which the average row ended.
     """
 
-    def __init__(self, fill_s: float, fixed: int | None = None) -> None:
-        """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case."""
+    def __init__(self, fill_s: float, fixed: int | None = None, *, short: bool = False) -> None:
+        """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case.
+
+        Tell whether answers are known to be `short`.
+        """
         self._fill_s = fill_s
         self._fixed = fixed
-        self._rows = 1
+        self._rows = FIRST_ROWS if short else 1
         self._since: float | None = None  # begin of the period
         self._burst_began = 0.0
         self._burst = 0

@@ -8,14 +8,13 @@ import logging
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from batchrunner.core.errors import BundleRefusedError, EngineBusyError, EngineDownError, RequestError
-from batchrunner.core.types import Request
-from batchrunner.engines.base import RowAnswers
+from batchrunner.engines.base import PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import FailureClassifier
@@ -43,14 +42,6 @@ class _Event(msgspec.Struct):
 _read_event = msgspec.json.Decoder(_Event)
 
 
-class PlacedRequest(NamedTuple):
-    """A request of a bundle."""
-
-    place: int
-    """Its index in the bundle; some rows before it may not be sent."""
-    request: Request
-
-
 class BundleAnswer:
     """The answer to a bundle: reads its events, and passes on those that end a row, each once."""
 
@@ -72,6 +63,11 @@ class BundleAnswer:
         """Events that came so far."""
         self.error: bytes | None = None
         """Event that says why the request failed."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether each row has its answer."""
+        return len(self._ended) == len(self._rows)
 
     async def take(self, event: bytes) -> None:
         """Take the data of an event; one that cannot be read, or of no row that is left, counts for nothing.

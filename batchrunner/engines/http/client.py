@@ -19,9 +19,9 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-from batchrunner.engines.base import Engine, IncidentQueue, RowAnswers
+from batchrunner.engines.base import Engine, IncidentQueue, PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
-from batchrunner.engines.http.bundles import BundlePoster, PlacedRequest
+from batchrunner.engines.http.bundles import BundlePoster
 from batchrunner.engines.http.connections import SocketFactory, loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier

@@ -1,5 +1,6 @@
 """Posts rows and reads their answers; raises what a failure on the way means for them."""
 
+import asyncio
 import logging
 from typing import NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ from batchrunner.core.errors import (
     NoAnswerError,
     RequestError,
 )
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.event_lines import EventLines
 from batchrunner.engines.http.failures import FailureClassifier
@@ -35,6 +37,10 @@ class Answer(NamedTuple):
 
 class EventTaker(Protocol):
     """Takes the events of an answer that comes in pieces."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no event is waited for any more."""
 
     async def take(self, event: bytes) -> None:
         """Take the data of one event; what it raises ends the request."""
@@ -92,7 +98,6 @@ class RowPoster:
 
         Raises as `post` does, and what the `taker` raises.
         """
-        lines = EventLines(MOST_ANSWER_BYTES)
         try:
             with endpoint.deadline:
                 await self._guard.settle(endpoint.url)
@@ -100,9 +105,7 @@ class RowPoster:
                     if response.content_type != EVENTS:
                         content = await content_of(response)
                         return Answer(response.status, content, response.headers.get("Retry-After"))
-                    async for part in response.content.iter_any():
-                        for event in lines.feed(part):
-                            await taker.take(event)
+                    await _pass_on_events(response, taker)
         except Exception as failure:  # noqa: BLE001 - as above
             raise await self._meaning(endpoint, failure, sent_at) from None
         return None
@@ -137,6 +140,22 @@ class RowPoster:
         if self._behind_gateway:  # it only passes rows on: none of them is why it ended
             return EngineDownError(what)
         return await self._failures.classify(endpoint.url, sent_at, what)
+
+
+async def _pass_on_events(response: aiohttp.ClientResponse, taker: EventTaker) -> None:
+    """Pass on the events of an answer until it ends, or for a second after the last one that is wanted."""
+    lines = EventLines(MOST_ANSWER_BYTES)
+    try:
+        async with asyncio.timeout(None) as end:
+            async for part in response.content.iter_any():
+                for event in lines.feed(part):
+                    await taker.take(event)
+                if taker.is_over and end.when() is None:
+                    end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
+    except TimeoutError:
+        if not taker.is_over:
+            raise
+        response.close()
 
 
 async def content_of(response: aiohttp.ClientResponse) -> bytes:

@@ -45,12 +45,12 @@ def describe(
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
-        one_by_one=next(filter(None, map(_one_by_one, servers)), None),
+        one_by_one=next(filter(None, map(answers_in_pieces, servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
 
 
-def _one_by_one(server: Mapping[str, Any]) -> str | None:
+def answers_in_pieces(server: Mapping[str, Any]) -> str | None:
     """Say why each row should be a request of its own; None where a request can hold several."""
     for name in _ANSWERS_IN_PIECES:
         if server.get(name):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.dispatch.bundles.size import MOST_ROWS, SHARE, BundleSize
+from batchrunner.dispatch.bundles.size import FIRST_ROWS, MOST_ROWS, SHARE, BundleSize
 
 FILL_S = 0.015
 MANY = 10**6
@@ -41,7 +41,13 @@ def test_waves_of_slow_rows_go_one_by_one() -> None:
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert BundleSize(FILL_S).rows(MANY) <= 1
+    """Rows go one by one, unless their answers are short: then the first ones share requests too."""
+    assert BundleSize(FILL_S).rows(MANY) == 1
+    size = BundleSize(FILL_S, short=True)
+    assert size.rows(MANY) == FIRST_ROWS
+    for end in range(4):
+        size.ended(float(end))
+    assert size.rows(MANY) == 1
 
 
 def test_a_bundle_has_a_share_of_the_rows_in_flight() -> None:
