@@ -126,8 +126,8 @@ ERROR = {
     "exit_code": "Exit code of the command.",
 }
 MERGE = {
-    "path": "Directory of the merged files.",
-    "rows": "Rows in the merged files.",
+    "path": "Directory of the merged files, or the exported file.",
+    "rows": "Rows in these files.",
     "rows_missing": "Rows of the run that are not in them.",
     "is_at_work": "Whether a task of the run is at work.",
     "exit_code": "Exit code of the command: 1 while rows are missing.",
@@ -173,7 +173,7 @@ def page() -> str:
         "### order": field_table(OrderDecision),
         "## status --json": _keys(STATUS),
         "### tasks": _keys(TASK),
-        "## merge --json": _keys(MERGE),
+        "## merge --json, export --json": _keys(MERGE),
         "## report --json": _keys(PAGE),
         "## slurm --json": _keys(SLURM),
         "## advise --json": _keys(ADVISE),
