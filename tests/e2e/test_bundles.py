@@ -92,6 +92,13 @@ def test_sizes_follow_the_rows_a_second(tmp_path: Path, server: FakeSGLang) -> N
     check_answers(job, rows=4000)
 
 
+@pytest.mark.page
+def test_the_page_tells_of_bundles(tmp_path: Path, server: FakeSGLang) -> None:
+    job = bundled_job(tmp_path, server)
+    batchrunner.run(job)
+    assert "rows each on average, 8 at most" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_own_parameters(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows with sampling parameters of their own keep them."""
     write_rows(

@@ -241,7 +241,7 @@ def _decisions(
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return what report.json has, if it exists, on queues and on shared prefixes."""
+    """Return what report.json has, if it exists, on queues, shared prefixes and shared requests."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
     found = []
@@ -252,6 +252,9 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         cached = sharing["found_tokens"] / sharing["expected_tokens"]
         share = f"{cached:.0%} of what rows share with earlier rows was in the cache"
         found.append(("Shared prefixes", share))
+    if (bundles := report.get("bundles") or {}).get("bundles"):
+        rows = f"{bundles['rows_per_request']:.1f} rows each on average, {bundles['most_rows']} at most"
+        found.append(("Requests", rows))
     return found
 
 
