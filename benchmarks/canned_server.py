@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BUNDLES = (16, 64)
-"""Rows in a request; below `/rows16` and `/rows64` each is answered with so many events."""
+"""Rows in a request; below `/rows16` and `/rows64` each is answered with so many events, but
+for bodies below 600 bytes, which have one row."""
 
 _META = {
     "id": "2275190bf5af4de6aad00b0bb0a5d1bc", "finish_reason": {"type": "length", "length": 12},
@@ -87,6 +88,9 @@ def nginx(folder: Path) -> Iterator[str]:
             fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
             server {{ listen 127.0.0.1:{port} backlog=4096; {locations}
                 location ~ ^/rows[0-9]+/generate$ {{
+                    if ($content_length ~ "^[1-5]?[0-9]?[0-9]$") {{
+                        return 200 '{_escaped(REPLIES["/generate"])}';
+                    }}
                     root {folder}; default_type text/event-stream; error_page 405 =200 $uri;
                 }}
             }}
