@@ -147,7 +147,11 @@ FILES = [
     ("a.csv", b'id,"text\n1,a\n', "line 1: the header cannot be read: a quoted field begins"),
     ("a.csv", b"id,text,text\n1,a,b\n", "has 2 columns 'text'"),
     ("a.csv", b"id,body\n1,a\n", "unknown column 'text'"),
-    ("a.csv.gz", gzip.compress(b"id,text\n" + b"1,a\n" * 99, mtime=0)[:-9], "not a readable CSV file: Truncated"),
+    (
+        "a.csv.gz",
+        gzip.compress(b"id,text\n" + b"1,a\n" * 99, mtime=0)[:-9],
+        "not a readable CSV file: Truncated",
+    ),
     ("a.csv.gz", b"id,text\n1,a\n", "not a readable CSV file: zlib"),
     ("a.json", b'[{"id": 1,\n"text": "a"}]', "is one JSON document: write JSON Lines"),
     ("a.json", b'[{"id": 1, "text": "a"}]', "is one JSON document: write JSON Lines"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +11,13 @@ from tests.conftest import batchrun, job_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.mark.parametrize("kind", ["server", "inprocess"])
 @pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "~/no-such-model"])
 def test_no_such_model(tmp_path: Path, kind: str, model: str) -> None:
     """A model path that is not there is refused before an engine is started for it."""
-    told(refusal(job_of(tmp_path, {"kind": kind, "model": model}), tmp_path), "engine.model", model)
+    found = str(Path(model).expanduser()) if model.startswith("~") else model
+    told(refusal(job_of(tmp_path, {"kind": kind, "model": model}), tmp_path), "engine.model", found)
 
 
 def test_not_a_model(tmp_path: Path) -> None:
