@@ -28,8 +28,9 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
 from tests.support.examples import EXAMPLES
-from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.scheduling import GroupScheduling
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import pytest
 
-from batchrunner.core import errors
+from batchrunner.core import errors, exit_codes
 from batchrunner.core.command_options import EXIT_CODES
 from batchrunner.core.types import Incident
 from batchrunner.dispatch.concurrency.controller import Decision
@@ -19,7 +19,6 @@ from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.job.load import load_job
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
 from batchrunner.output.events import read_events
-from batchrunner.report import report
 from docs.tools.reference.command_line import commands
 from docs.tools.reference.environment import READ, SET
 from docs.tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS
@@ -201,11 +200,13 @@ def test_no_meaning_is_empty() -> None:
 def test_each_exit_code_is_explained() -> None:
     """Each constant and each error's exit code is on the page, in the command's help and in the README."""
     codes = {
-        value for name, value in vars(report).items() if name.startswith("EXIT_") and isinstance(value, int)
+        value
+        for name, value in vars(exit_codes).items()
+        if name.startswith("EXIT_") and isinstance(value, int)
     }
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes |= {kind.exit_code for kind in kinds if issubclass(kind, errors.BatchrunError)}
-    assert set(report.EXIT_MEANINGS) == codes
+    assert set(exit_codes.EXIT_MEANINGS) == codes
     assert set(map(int, re.findall(r"^\| (\d+) \|", MADE["exit-codes.md"], re.MULTILINE))) == codes
     help_text, readme = EXIT_CODES, (ROOT / "README.md").read_text()
     for code in codes:

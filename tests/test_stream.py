@@ -15,7 +15,8 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError, ResumeError
 from tests.conftest import INSTANT
-from tests.support.fake_sglang import PATIENCE_S, Behaviour, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.server_thread import PATIENCE_S
 from tests.test_generate import FORMS, NAMES
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from batchrunner.core.console import show_failure, tell
+from batchrunner.core.console import show_failure, tell, wants_json
 from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.core.exit_codes import EXIT_INTERRUPTED
 
 HELP_OPTIONS = ("-h", "--help")
 _ALONE = {*HELP_OPTIONS, "--version"}
@@ -17,7 +18,6 @@ _FLAGS = {"--json", "--quiet", "-q", "--verbose", "-v"}
 """Options that may stand before the first word and take no value."""
 _UsageError: Any = typer.BadParameter.__base__
 """Base class of errors in the arguments; typer has no public name for it."""
-_INTERRUPTED = 130
 
 
 class CommandGroup(TyperGroup):
@@ -38,7 +38,7 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             error = BatchrunError("interrupted")
-            error.exit_code = _INTERRUPTED
+            error.exit_code = EXIT_INTERRUPTED
             raise error from None
 
     def main(self, *given: Any, **options: Any) -> Any:
@@ -51,7 +51,7 @@ class CommandGroup(TyperGroup):
         args = options.pop("args", None)
         words = list(sys.argv[1:] if args is None else args)
         alone = options.get("standalone_mode", True)
-        as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
+        as_json = wants_json(words)
         try:
             ended = super().main(words, **{**options, "standalone_mode": False})
             code = ended if isinstance(ended, int) else 0

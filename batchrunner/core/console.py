@@ -17,6 +17,11 @@ def is_no_detail(record: logging.LogRecord) -> bool:
     return not getattr(record, "detail", False)
 
 
+def wants_json(words: Sequence[str]) -> bool:
+    """Tell whether `--json` is among the arguments of the command; behind `--` it would be a name."""
+    return "--json" in (words[: words.index("--")] if "--" in words else words)
+
+
 def tell(text: str) -> None:
     """Print to standard error, see `StandardStream`: a failure to print changes no exit code."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from typer import Typer
 
-from batchrunner.core.console import show_failure, tell
+from batchrunner.core.console import show_failure, tell, wants_json
+from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED
 from batchrunner.core.standard_streams import lost_output, open_standard_streams
 from batchrunner.core.unforeseen import leave_traceback
 
@@ -18,7 +19,7 @@ def start(app: Typer) -> NoReturn:
     code = _run(app)
     if lost := lost_output():
         tell(f"batchrun: standard output: cannot be written: {lost}")
-        code = code or 1
+        code = code or EXIT_STOPPED
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     if code and any(not thread.daemon for thread in others):
         os._exit(code)  # stopped at once: a thread that still works is not waited for
@@ -33,11 +34,11 @@ def _run(app: Typer) -> int:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt:  # before a command began
         tell("batchrun: interrupted")
-        return 130
+        return EXIT_INTERRUPTED
     except Exception as failure:  # noqa: BLE001 - nobody foresaw it
         line = leave_traceback(failure)
-        if "--json" in sys.argv:
-            show_failure(failure, line, 1)
+        if wants_json(sys.argv[1:]):
+            show_failure(failure, line, EXIT_STOPPED)
         tell(f"batchrun: {line}")
-        return 1
+        return EXIT_STOPPED
     return 0

@@ -4,8 +4,9 @@ import os
 import tempfile
 import traceback
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from batchrunner.core.versions import SOURCE_TREE, installed_version
 
 
 def leave_traceback(failure: BaseException) -> str:
@@ -29,13 +30,6 @@ def _write(failure: BaseException) -> Path:
         prefix=f"batchrun-error-{datetime.now(UTC):%Y%m%d-%H%M%S}-", suffix=".txt"
     )
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"batchrunner {_version()}\n")
+        file.write(f"batchrunner {installed_version('batchrunner') or SOURCE_TREE}\n")
         file.writelines(traceback.format_exception(failure))
     return Path(name)
-
-
-def _version() -> str:
-    try:
-        return version("batchrunner")
-    except PackageNotFoundError:  # run from a source tree
-        return "from a source tree"

@@ -3,15 +3,24 @@
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
 
+SOURCE_TREE = "from a source tree"
+"""Stands for the version where this package is not installed."""
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed, as in a source tree."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
 
 def version_lines() -> list[str]:
     """Return the lines of `batchrun --version`."""
-    try:
-        own, needed = version("batchrunner"), requires("batchrunner") or []
-    except PackageNotFoundError:  # run from a source tree
-        own, needed = "from a source tree", []
+    own = installed_version("batchrunner")
+    needed = requires("batchrunner") or [] if own else []
     found = [match[1] for text in needed if (match := re.match(r"sglang==([\w.]+)", text))]
-    lines = [f"batchrun {own}"]
+    lines = [f"batchrun {own or SOURCE_TREE}"]
     if found:
         lines.append(f"SGLang {found[0]} (tested); other releases of 0.4 and 0.5 should work")
     return lines

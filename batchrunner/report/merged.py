@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import pyarrow.parquet as pq
 
+from batchrunner.core.exit_codes import EXIT_DONE, EXIT_STOPPED
 from batchrunner.output.export import export
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import is_held
 from batchrunner.report.html.page import leave_page
-from batchrunner.report.report import EXIT_DONE, EXIT_STOPPED, Report
+from batchrunner.report.report import Report
 from batchrunner.report.totals import report_of_all
 
 _DONE = {"merge": "merged", "export": "exported"}

@@ -2,17 +2,18 @@
 
 import platform
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
 from batchrunner.core.types import EngineInfo
+from batchrunner.core.versions import installed_version
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import attempt_spans, attempts_in, union_s
 from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
-from batchrunner.report.report import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, Report, tolerated
+from batchrunner.report.report import Report, tolerated
 
 
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
@@ -80,8 +81,5 @@ def versions(info: EngineInfo) -> dict[str, str | None]:
     """Return the versions that a result was made with."""
     found: dict[str, str | None] = {"python": platform.python_version(), "engine": info.version}
     for name in ("batchrunner", "pyarrow", "aiohttp"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree
-            found[name] = None
+        found[name] = installed_version(name)
     return found

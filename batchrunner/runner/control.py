@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from batchrunner.core.errors import BatchrunError
-from batchrunner.report.report import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.core.exit_codes import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
 
 T = TypeVar("T")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
@@ -21,7 +22,7 @@ from batchrunner.output.run_json import fingerprint, raise_total, read_run_json
 from batchrunner.output.starting import engine_starting
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.html.page import leave_page
-from batchrunner.report.report import EXIT_STOPPED, Report
+from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper

@@ -14,9 +14,10 @@ import uvloop
 
 from batchrunner.core.console import is_no_detail
 from batchrunner.core.errors import JobError
+from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
-from batchrunner.report.report import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP, Report
+from batchrunner.report.report import Report
 from batchrunner.runner.cluster.slurm import task_name
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute

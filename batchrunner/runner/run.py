@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from batchrunner.core.console import DETAIL
 from batchrunner.core.errors import BatchrunError, StorageError
+from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.feedback import write_decisions
 from batchrunner.engines.base import Engine
@@ -24,7 +25,7 @@ from batchrunner.output.resume import read_done
 from batchrunner.output.run_json import fingerprint, without_secrets, write_run_json
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import ResultWriter
-from batchrunner.report.report import EXIT_STOPPED, Report
+from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done, versions
 from batchrunner.runner.attempt import Attempt
 from batchrunner.runner.cluster.leased_rows import LeasedRows

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartError, RequestError
+from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 from batchrunner.engines.base import Engine, RowAnswers
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import InputSpec, Job
-from batchrunner.report.report import EXIT_STOPPED
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
 from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import job_of, report_of, write_job
-from tests.support.fake_sglang import PATIENCE_S, FakeSGLang
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path

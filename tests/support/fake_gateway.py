@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
-from typing import Self
 
 import aiohttp
 from aiohttp import web
 
-from tests.support.fake_sglang import PATIENCE_S
+from tests.support.server_thread import ServerThread
 
 
-class FakeGateway:
+class FakeGateway(ServerThread):
     """`with FakeGateway(urls) as gateway: ... gateway.url`; `workers` may change at any time."""
 
     def __init__(self, workers: list[str]) -> None:
+        super().__init__()
         self.workers = workers
         self.url = ""
         self._turn = itertools.count()
-        self._up = threading.Event()
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="fake gateway")
-        self._thread.start()
-        assert self._up.wait(PATIENCE_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(PATIENCE_S)
 
     async def _serve(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._begin()
         app = web.Application()
         app.router.add_get("/workers", self._list)
         app.router.add_post("/generate", self._pass_on)

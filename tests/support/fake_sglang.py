@@ -11,11 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from aiohttp import web
 
 from tests.support.event_answer import EventAnswer, is_bundle, rows_of
+from tests.support.server_thread import PATIENCE_S, ServerThread
 
 Behaviour: TypeAlias = Literal[
     "answer",
@@ -35,8 +36,6 @@ Behaviour: TypeAlias = Literal[
     "hold",  # answers when the test says so
     "die",  # closes every connection and takes no other
 ]
-PATIENCE_S = 90.0
-"""How long a test waits for something that must happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ REFUSALS: dict[str, tuple[int, str]] = {
 }
 
 
-class FakeSGLang:
+class FakeSGLang(ServerThread):
     """`with FakeSGLang(script) as server: ... server.url`; `script` says what becomes of each request."""
 
     def __init__(
@@ -114,6 +113,7 @@ class FakeSGLang:
         arguments: Mapping[str, Any] | None = None,
         tokenize: Callable[[dict[str, Any]], list[int]] | None = None,
     ) -> None:
+        super().__init__()
         self.script = script
         self.model = model
         self.api_key = api_key
@@ -153,17 +153,6 @@ class FakeSGLang:
         self._released = False
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
-        self._up = threading.Event()
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="fake SGLang")
-        self._thread.start()
-        assert self._up.wait(PATIENCE_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(PATIENCE_S)
 
     @property
     def prompts(self) -> list[str]:
@@ -200,8 +189,8 @@ class FakeSGLang:
         self._tries.clear()
 
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._over, self._asked_again = asyncio.Event(), asyncio.Event()
+        self._begin()
+        self._asked_again = asyncio.Event()
         self._slots = asyncio.Semaphore(self.max_running)
         app = web.Application(client_max_size=1 << 26)
         if self.is_sglang:

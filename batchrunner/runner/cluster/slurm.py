@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import JobError, OutputError, SubmitError
+from batchrunner.core.exit_codes import EXIT_TIME_UP
 from batchrunner.job.load import load_job
-from batchrunner.report.report import EXIT_TIME_UP
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
