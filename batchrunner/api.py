@@ -216,7 +216,9 @@ def _run(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
     if engine is not None and not isinstance(engine, OpenEngine):
-        raise JobError("engine: give one that `open_engine` opened, or put it into the job as `engine`")
+        raise JobError(
+            "engine", hint="give one that `open_engine` opened, or put it into the job as `engine`"
+        )
     return engine.spec if engine is not None else None
 
 

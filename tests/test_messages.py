@@ -23,7 +23,8 @@ TREES = {
 ERRORS = {
     name
     for name, value in vars(errors).items()
-    if isinstance(value, type) and issubclass(value, (errors.BatchrunError, errors.RequestError))
+    if isinstance(value, type)
+    and issubclass(value, (errors.BatchrunError, errors.RequestError, errors.WrongValueError))
 }
 SHOWN_BY = {"info", "warning", "error", "drain", "failure_message"}
 """Methods whose first argument a user reads: of a log, of a run's control, of a launched program."""
@@ -42,6 +43,23 @@ def forms(text: ast.expr) -> list[str]:
     return []
 
 
+def forms_of(call: ast.Call) -> list[str]:
+    """Return the forms of a message, with the hint that is printed behind it."""
+    given = {option.arg: option.value for option in call.keywords}
+    said = forms(call.args[0])
+    if "hint" not in given:
+        return said
+    mark = given.get("mark", ast.Constant(":"))
+    assert isinstance(mark, ast.Constant)
+    made = isinstance(given["hint"], (ast.Name, ast.Call))
+    hints = ["…"] if made else forms(given["hint"])
+    return [
+        form if hint != "…" and hint in form else f"{form}{mark.value} {hint}"
+        for form in said
+        for hint in hints
+    ]
+
+
 def is_shown(call: ast.Call, path: Path) -> bool:
     """Tell whether a call's first argument is a message: an error's, or a line of the log."""
     match call.func:
@@ -57,7 +75,7 @@ def messages() -> Iterator[tuple[str, str]]:
     for path, tree in TREES.items():
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and call.args and is_shown(call, path):
-                for form in forms(call.args[0]):
+                for form in forms_of(call):
                     if len(re.findall(r"[A-Za-z]{2,}", form)) > 1:
                         yield form, f"{path}:{call.lineno}"
 
@@ -88,7 +106,7 @@ def test_the_page_has_no_message_that_is_gone() -> None:
         if isinstance(node, (ast.Constant, ast.JoinedStr))
         for form in forms(node)
     ]
-    known = "\n".join(texts)
+    known = "\n".join([*texts, *(form for form, _ in messages())])
     gone = [form for form in on_the_page() if not all(piece in known for piece in form.split("…"))]
     assert not gone, "\n".join(["no code writes these: take them off the page:", *gone])
 

@@ -129,7 +129,9 @@ def _read(source: str, limits: Thresholds, span_s: float) -> Situation:
         return read_run(path, limits)
     if not path.exists():
         raise InputError(
-            f"{source}: no such file or directory; give a log, a run's output path or an http:// URL"
+            f"{source}: no such file or directory",
+            hint="give a log, a run's output path or an http:// URL",
+            mark=";",
         )
     log = LogReader(limits).read(path)
     return Situation(log.series, log.series, log.facts)

@@ -83,11 +83,11 @@ class _Server:
             reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
             raise InputError(f"{url}: no server answers there: {reason}") from None
         if status in KEY_REFUSED:
-            raise InputError(f"{url}: refuses the API key: set {KEY_VARIABLE}")
+            raise InputError(f"{url}: refuses the API key", hint=f"set {KEY_VARIABLE}")
         if "model_path" not in info:
             raise InputError(
-                f"{url}: not an SGLang server (no {SERVER_INFO[0]}): give a server's own address, "
-                "not a gateway's"
+                f"{url}: not an SGLang server (no {SERVER_INFO[0]})",
+                hint="give a server's own address, not a gateway's",
             )
         self._facts.version = info.get("version")
         self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}

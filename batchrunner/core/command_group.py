@@ -8,9 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from batchrunner.core.console import show_failure, tell, wants_json
-from batchrunner.core.errors import BatchrunError, JobError
-from batchrunner.core.exit_codes import EXIT_INTERRUPTED
+from batchrunner.core.console import as_object, show, tell_failure, wants_json
+from batchrunner.core.errors import BatchrunError, JobError, interrupted
 
 HELP_OPTIONS = ("-h", "--help")
 _ALONE = {*HELP_OPTIONS, "--version"}
@@ -37,9 +36,7 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            error = BatchrunError("interrupted")
-            error.exit_code = EXIT_INTERRUPTED
-            raise error from None
+            raise interrupted() from None
 
     def main(self, *given: Any, **options: Any) -> Any:
         """Run the command of `args` (default: `sys.argv`) and exit with its code, or return the code.
@@ -56,18 +53,14 @@ class CommandGroup(TyperGroup):
             ended = super().main(words, **{**options, "standalone_mode": False})
             code = ended if isinstance(ended, int) else 0
         except BatchrunError as error:
-            code = error.exit_code
-            if as_json:
-                show_failure(error, error.message, code)
-            tell(f"batchrun: {error}")
+            code = tell_failure(error, as_json=as_json)
         except _UsageError as error:
             code = error.exit_code
             if as_json:
-                show_failure(error, error.format_message(), code)
+                show(as_object(error, error.format_message(), _help_of(error), code))
             error.show()
-        except typer.Abort:
-            code = 1
-            tell("Aborted!")
+        except typer.Abort as ended:  # what typer makes of an EOFError, which no command foresees
+            raise (ended.__cause__ or ended) from None
         if alone:
             sys.exit(code)
         return code
@@ -76,7 +69,14 @@ class CommandGroup(TyperGroup):
         """Raise JobError where a word is no file and looks like the name of a command."""
         near = difflib.get_close_matches(word.lower(), self.commands, n=1)
         if near and not Path(word).suffix and not _is_there(word):
-            raise JobError(f"{word}: no such command or job file", hint=f"did you mean {near[0]!r}?")
+            raise JobError(
+                f"{word}: no such command or job file", hint=f"did you mean {near[0]!r}?", mark=";"
+            )
+
+
+def _help_of(error: Any) -> str:
+    """Return where the arguments of the command are described that an error of typer's is about."""
+    return f"{error.ctx.command_path if error.ctx else 'batchrun'} --help describes the arguments"
 
 
 def _is_there(path: str) -> bool:

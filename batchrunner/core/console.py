@@ -34,9 +34,19 @@ def show(found: Sequence[str] | Mapping[str, Any]) -> None:
     print("\n".join(found))  # noqa: T201
 
 
-def show_failure(failure: BaseException, message: str, exit_code: int) -> None:
-    """Print why a command failed as JSON, with the report of the rows that were done until then."""
-    report = failure.report if isinstance(failure, BatchrunError) else None
-    hint = failure.hint if isinstance(failure, BatchrunError) else None
+def tell_failure(failure: BatchrunError, *, as_json: bool, of: BaseException | None = None) -> int:
+    """Print an error as its line, and as JSON where that is wanted; return the exit code.
+
+    JSON also has the report of the rows done until then. Its `type` is the class of `of`, where given.
+    """
+    if as_json:
+        report = failure.report.as_dict() if failure.report else {}
+        show({**report, **as_object(of or failure, failure.message, failure.hint, failure.exit_code)})
+    tell(f"batchrun: {failure}")
+    return failure.exit_code
+
+
+def as_object(failure: BaseException, message: str, hint: str, exit_code: int) -> dict[str, Any]:
+    """Return an error as `--json` prints it."""
     error = {"type": type(failure).__name__, "message": message, "hint": hint}
-    show({**(report.as_dict() if report else {}), "error": error, "exit_code": exit_code})
+    return {"error": error, "exit_code": exit_code}

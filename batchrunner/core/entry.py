@@ -7,10 +7,11 @@ from typing import NoReturn
 
 from typer import Typer
 
-from batchrunner.core.console import show_failure, tell, wants_json
-from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED
+from batchrunner.core.console import tell, tell_failure, wants_json
+from batchrunner.core.errors import interrupted
+from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.standard_streams import lost_output, open_standard_streams
-from batchrunner.core.unforeseen import leave_traceback
+from batchrunner.core.unforeseen import unforeseen
 
 
 def start(app: Typer) -> NoReturn:
@@ -32,13 +33,8 @@ def _run(app: Typer) -> int:
         app()
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except KeyboardInterrupt:  # before a command began
-        tell("batchrun: interrupted")
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt:  # before a command began, or after it
+        return tell_failure(interrupted(), as_json=wants_json(sys.argv[1:]))
     except Exception as failure:  # noqa: BLE001 - nobody foresaw it
-        line = leave_traceback(failure)
-        if wants_json(sys.argv[1:]):
-            show_failure(failure, line, EXIT_STOPPED)
-        tell(f"batchrun: {line}")
-        return EXIT_STOPPED
+        return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), of=failure)
     return 0

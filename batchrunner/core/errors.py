@@ -4,49 +4,71 @@ There are two kinds. A `BatchrunError` ends a run or keeps it from beginning, an
 command. A `RequestError` concerns one try of one row and never ends a run: `backoff` decides what follows.
 """
 
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+from batchrunner.core.exit_codes import EXIT_INTERRUPTED
+
+
+def _one_line(message: str, hint: str | None, mark: Literal[":", ";"]) -> str:
+    """Return what is printed of an error: its message, and its hint if the message does not say it."""
+    return message if hint is None or hint in message else f"{message}{mark} {hint}"
 
 
 class BatchrunError(Exception):
-    """Base class of all errors that end a run; the message is one line for the user."""
+    """Base class of all errors that end a run; its text is one line for the user."""
 
     exit_code = 1
+    advice: ClassVar[str] = "run the same command again: it resumes"
+    """What to do about an error of this class that has no hint of its own; printed with `--json` only."""
     report: Any = None
     """Report of the rows done until then; None where the run had not begun."""
 
-    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
-        """`hint` is what the user may do or may have meant, where it can be told apart from the message."""
-        super().__init__(message if hint is None else f"{message}; {hint}")
+    def __init__(self, message: str = "", *, hint: str | None = None, mark: Literal[":", ";"] = ":") -> None:
+        """`hint` is what to do, or what the user may have meant; `mark` stands before it in the text."""
+        super().__init__(_one_line(message, hint, mark))
         self.message = message
-        self.hint = hint
+        self.hint = hint or self.advice
+
+
+def interrupted() -> BatchrunError:
+    """Return the error of a command that Ctrl-C ended, where no run ends in its own way."""
+    error = BatchrunError("interrupted")
+    error.exit_code = EXIT_INTERRUPTED
+    return error
 
 
 class JobError(BatchrunError):
     """The job is wrong: it has an unknown key, a wrong type or a bad value."""
 
     exit_code = 2
+    advice = "correct it: `batchrun schema` has all keys of a job, `batchrun COMMAND --help` all options"
 
 
 class InputError(BatchrunError):
     """The input is missing, unreadable, not of its format, or lacks a column that the job uses."""
 
     exit_code = 2
+    advice = "correct the file, or what names it; `batchrun check JOB` tries that and sends nothing"
 
 
 class OutputError(BatchrunError):
     """The output path cannot hold results: it is a file, not writable, or on a full disk."""
 
     exit_code = 2
+    advice = "give another output path, or make this one writable"
 
 
 class TaskHeldError(OutputError):
     """Another running process holds the lock of this task."""
+
+    advice = "wait for its end, or take another output.path"
 
 
 class ResumeError(BatchrunError):
     """The output path holds another run: its input, prompt, sampling or model differs from this job's."""
 
     exit_code = 2
+    advice = "take another output.path, or put back what belongs to this run"
 
 
 class InputChangedError(ResumeError):
@@ -57,36 +79,59 @@ class EngineStartError(BatchrunError):
     """The engine cannot be started or reached, or it is not SGLang."""
 
     exit_code = 2
+    advice = "correct `engine` in the job, or start its server; docs/troubleshooting.md explains the message"
 
 
 class CannotTokenizeError(EngineStartError):
     """Prompts cannot be tokenized in this process, or its tokens would differ from the engine's."""
+
+    advice = "leave out `tokenize: client`: the server then does it"
 
 
 class SubmitError(BatchrunError):
     """Slurm is not installed, or refused the job."""
 
     exit_code = 2
+    advice = "correct the options for sbatch, such as --partition or --account"
 
 
 class EngineLostError(BatchrunError):
     """The engine died or stayed unreachable during a run; the run can be resumed."""
 
+    advice = "see that the engine runs, its log tells of its end; run the same command again: it resumes"
+
 
 class AnotherModelError(BatchrunError):
     """A server serves another model than when the run began; the run can be resumed with the first one."""
+
+    advice = "start the run's model there and run the same command again, or take another output.path"
 
 
 class InputLostError(BatchrunError):
     """The input became unreadable during a run (a file was moved, for example); the run can be resumed."""
 
+    advice = "put the input back and run the same command again: it resumes"
+
 
 class StorageError(BatchrunError):
     """Results could not be written during a run (a full disk, for example); the run can be resumed."""
 
+    advice = "make room and run the same command again: it resumes"
+
 
 class TaskLockLostError(StorageError):
     """Another process took over the lock of this task, so this process may not write results any more."""
+
+    advice = "let the other process go on; `batchrun status RUN` shows it"
+
+
+class WrongValueError(ValueError):
+    """A value of the job is refused by a rule of ours; pydantic reports it, and `JobError` tells it."""
+
+    def __init__(self, message: str, *, hint: str, mark: Literal[":", ";"] = ":") -> None:
+        """Take the parts as `BatchrunError` does."""
+        super().__init__(_one_line(message, hint, mark))
+        self.hint = hint
 
 
 class RequestError(Exception):

@@ -6,21 +6,24 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
+from batchrunner.core.errors import BatchrunError
 from batchrunner.core.versions import SOURCE_TREE, installed_version
 
 
-def leave_traceback(failure: BaseException) -> str:
-    """Write the traceback of an error to a new file; return a line for the user that says where it lies."""
+def unforeseen(failure: BaseException) -> BatchrunError:
+    """Write the traceback of an error to a new file; return the error for the user, which says where."""
     what = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
     try:
         path = _write(failure)
     except OSError as lost:
         last = traceback.extract_tb(failure.__traceback__)[-1:]
         at = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
-        return f"unforeseen error{at}: {what}: its traceback cannot be written ({lost.strerror or lost})"
-    return (
-        f"unforeseen error: {what}: its traceback is in {path}: report it with that file; "
-        "what is on disk is kept, run the same command again"
+        return BatchrunError(
+            f"unforeseen error{at}: {what}: its traceback cannot be written ({lost.strerror or lost})"
+        )
+    return BatchrunError(
+        f"unforeseen error: {what}: its traceback is in {path}",
+        hint="report it with that file; what is on disk is kept, run the same command again",
     )
 
 

@@ -94,7 +94,7 @@ class InprocessSGLang(Engine):
                 version = await self._in_thread(self._load, cpu)
         except ImportError as failure:
             raise EngineStartError(
-                f"no usable SGLang here ({failure}): install batchrunner[engine]"
+                f"no usable SGLang here ({failure})", hint="install batchrunner[engine]"
             ) from None
         except (Exception, SystemExit) as failure:  # noqa: BLE001 - it fails in as many ways as there are flags
             raise EngineStartError(f"the engine did not start: {type(failure).__name__}: {failure}") from None

@@ -34,8 +34,10 @@ class ColumnsRead:
     ) -> None:
         """Look through a template; raises JobError, naming `where`, for an unknown column."""
         if any(name.name == "self" for name in tree.find_all(tree_of.Name)):
-            hint = ': write row["self"]' if "self" in available else ""
-            raise JobError(f"{where}: `self` is a template's own name: no column can be read by it{hint}")
+            raise JobError(
+                f"{where}: `self` is a template's own name: no column can be read by it",
+                hint='write row["self"]' if "self" in available else None,
+            )
         self._where = where
         self._available = available
         own_row = ROW in available
@@ -51,7 +53,8 @@ class ColumnsRead:
             found = found - {self._mapping} | self._through_row(self._mapping, every=stored)
         for name in sorted(found):
             if name not in available:
-                raise JobError(f"{where}: {unknown_column(name, available, in_template=True)}")
+                unknown, hint = unknown_column(where, name, available, in_template=True)
+                raise JobError(unknown, hint=hint)
         self.names = sorted(found)
 
     def variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,13 +115,17 @@ def _free_names(
     return names - (set(environment.globals) - set(available))
 
 
-def unknown_column(name: str, available: Collection[str], *, in_template: bool = False) -> str:
-    """Return the error text for a missing column, with the most similar existing one."""
+def unknown_column(
+    where: str, name: str, available: Collection[str], *, in_template: bool = False
+) -> tuple[str, str | None]:
+    """Return the error text for a missing column, and the hint in it: the most similar existing one."""
     near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
-    hint = f"; did you mean {_written(near[0], in_template=in_template)}?" if near else ""
-    how = odd_names(available) if in_template else ""
-    return f"unknown column {name!r}{hint} (the input has: {', '.join(available)}){how}"
+    hint = f"did you mean {_written(near[0], in_template=in_template)}?" if near else None
+    how = odd_names(available) if in_template else None
+    meant = f"; {hint}" if hint else ""
+    text = f"{where}: unknown column {name!r}{meant} (the input has: {', '.join(available)})"
+    return (f"{text}; {how}" if how else text), hint or how
 
 
 def template_of_column(name: str) -> str:
@@ -127,12 +134,12 @@ def template_of_column(name: str) -> str:
     return name if plain else f"{ROW}[{json.dumps(name, ensure_ascii=False)}]"
 
 
-def odd_names(available: Collection[str]) -> str:
-    """Return how a template reads columns whose names are no identifiers; empty where there are none."""
+def odd_names(available: Collection[str]) -> str | None:
+    """Return how a template reads columns whose names are no identifiers; None where there are none."""
     odd = next((name for name in available if not name.isidentifier()), None)
     if odd is None:
-        return ""
-    return f"; a column whose name is not an identifier is written {_written(odd, in_template=True)}"
+        return None
+    return f"a column whose name is not an identifier is written {_written(odd, in_template=True)}"
 
 
 def _written(name: str, *, in_template: bool) -> str:

@@ -109,7 +109,8 @@ class Dataset:
         where Arrow cannot select rows of its type or Parquet cannot hold it.
         """
         if name not in self.schema.names:
-            raise InputError(f"{where}: {unknown_column(name, self.schema.names)}")
+            unknown, hint = unknown_column(where, name, self.schema.names)
+            raise InputError(unknown, hint=hint)
         field = self.schema.field(self.schema.names.index(name))
         if name in self.partition_types:
             return field
@@ -125,7 +126,8 @@ class Dataset:
             if schema.field(found[0]).type != field.type:
                 raise InputError(
                     f"{path}: column {name!r} is {schema.field(found[0]).type}, "
-                    f"but {field.type} in {self.files[0].path}: write both with one type{self._or_types()}"
+                    f"but {field.type} in {self.files[0].path}",
+                    hint=f"write both with one type{self._or_types()}",
                 )
         try:
             pa.nulls(0, field.type).take(pa.nulls(0, pa.int64()))
@@ -324,7 +326,8 @@ def _check_types(types: Mapping[str, str], sources: Iterable[SourceFile]) -> Non
         if not texts:
             raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
         if name not in known:
-            raise InputError(f"input.types: {unknown_column(name, known)}")
+            unknown, hint = unknown_column("input.types", name, known)
+            raise InputError(unknown, hint=hint)
 
 
 def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None:

@@ -55,7 +55,7 @@ def _check_name(file: str) -> None:
     try:
         file.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{os.fsencode(file)!r}: its name is not valid UTF-8: rename it") from None
+        raise InputError(f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it") from None
 
 
 def _locate(given: str) -> tuple[pafs.FileSystem, str]:
@@ -112,8 +112,8 @@ def _of_one_kind(given: str, paths: Sequence[str]) -> list[str]:
         return kinds.get("Parquet") or next(iter(kinds.values()), [])
     example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
     raise InputError(
-        f"{given}: has {' and '.join(sorted(kinds))} files: "
-        f"name those of one kind, such as {given}/**/*{example}"
+        f"{given}: has {' and '.join(sorted(kinds))} files",
+        hint=f"name those of one kind, such as {given}/**/*{example}",
     )
 
 

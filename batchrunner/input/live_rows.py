@@ -38,9 +38,10 @@ class LiveColumns:
         """Return the field of a column; raises InputError where there is none, or several."""
         found = self._schema.get_all_field_indices(name)
         if not found:
-            raise InputError(f"{where}: {unknown_column(name, self._schema.names)}")
+            unknown, hint = unknown_column(where, name, self._schema.names)
+            raise InputError(unknown, hint=hint)
         if len(found) > 1:
-            raise InputError(f"{where}: the rows have {len(found)} columns {name!r}: give one only")
+            raise InputError(f"{where}: the rows have {len(found)} columns {name!r}", hint="give one only")
         return self._schema.field(found[0])
 
 

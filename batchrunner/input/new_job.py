@@ -69,7 +69,9 @@ class NewJob:
 def new_job(path: str, engine: str) -> NewJob:
     """Return a job for the data at `path`, with an engine of a kind; raises JobError or InputError."""
     if engine not in ENGINES:
-        raise JobError(f"--engine {engine}: give server or simulated; change the job for the other kinds")
+        raise JobError(
+            f"--engine {engine}", hint="give server or simulated; change the job for the other kinds"
+        )
     dataset = Dataset(user_paths(path))
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
@@ -104,7 +106,9 @@ def save(job: NewJob, path: str) -> None:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(job.text)
     except FileExistsError:
-        raise OutputError(f"{path}: exists, and init overwrites nothing: give another file with -o") from None
+        raise OutputError(
+            f"{path}: exists, and init overwrites nothing", hint="give another file with -o"
+        ) from None
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
         raise OutputError(f"{path}: cannot be written: {failure}") from None
 

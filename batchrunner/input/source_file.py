@@ -98,8 +98,9 @@ class SourceFile:
             return
         if not same:
             raise InputChangedError(
-                f"the input file {self.path} changed during the run: put the old file back and run the same "
-                "command again, or take another output.path for the new one"
+                f"the input file {self.path} changed during the run",
+                hint="put the old file back and run the same "
+                "command again, or take another output.path for the new one",
             )
         self._seen = seen  # it was touched, or replaced by a copy of itself
 

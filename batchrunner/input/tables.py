@@ -76,7 +76,9 @@ def paths_of(data: object) -> list[str] | None:
         most = 200
         told = str(failure)
         told = told if len(told) <= most else f"{told[:most]}…"
-        raise InputError(f"rows: {told} (a text names files: give texts as a list)") from None
+        raise InputError(
+            f"rows: {told} (a text names files: give texts as a list)", hint="give texts as a list"
+        ) from None
     return [data]
 
 
@@ -150,8 +152,9 @@ def default_prompt(schema: pa.Schema) -> str:
     if len(names) != 1:
         columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise InputError(
-            f"prompt: give one, since the rows have {len(names)} text columns and not 1 "
-            f"(columns: {columns or 'none'})"
+            "prompt",
+            hint=f"give one, since the rows have {len(names)} text columns and not 1 "
+            f"(columns: {columns or 'none'})",
         )
     name = names[0].replace("\\", "\\\\").replace('"', '\\"')
     return f'{{{{ row["{name}"] }}}}'
@@ -270,11 +273,12 @@ def _table_of(rows: Sequence[Mapping[str, Any]], first: int) -> pa.Table:
     names = dict.fromkeys(chain.from_iterable(rows))  # a row may have more than the first one
     if not names:
         raise InputError(
-            f"{_WANTED} (got {len(rows)} rows without a column, from row {first} on: give each one at least)"
+            f"{_WANTED} (got {len(rows)} rows without a column, from row {first} on: give each one at least)",
+            hint="give each one at least",
         )
     for name in names:
         if not isinstance(name, str):
-            raise InputError(f"rows: a column has the name {name!r}: give a text")
+            raise InputError(f"rows: a column has the name {name!r}", hint="give a text")
     return pa.table({name: _column_of(name, rows, first) for name in names})
 
 

@@ -130,8 +130,9 @@ def _compiled(
     except JobError:
         raise
     except jinja2.TemplateSyntaxError as failure:
-        hint = odd_names(available)
-        raise JobError(f"{where}: line {failure.lineno}: {failure.message}{hint}") from None
+        raise JobError(
+            f"{where}: line {failure.lineno}: {failure.message}", hint=odd_names(available), mark=";"
+        ) from None
     except RecursionError:
         raise JobError(f"{where}: cannot be compiled: it is nested too deeply") from None
     except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes

@@ -26,7 +26,7 @@ def job_of_call(
     variable of the environment changes the job.
     """
     if isinstance(columns, str):
-        raise JobError(f"columns: give a list of names, such as [{columns!r}]")
+        raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
     if isinstance(limits, LimitsSpec):
         limits = limits.model_dump(exclude_unset=True)
     tree = {

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from batchrunner.core.errors import WrongValueError
 from batchrunner.job.fields import Duration, Spec, UserPath, user_paths
 
 
@@ -15,7 +16,9 @@ def _checked_url(url: str) -> str:
     if not re.match(r"https?://[^/]+", url):
         raise ValueError(f"an address starts with http:// or https:// (got {url!r})")
     if "@" in url.split("/")[2]:
-        raise ValueError("an address has no user and password in it: name the key's variable in api_key_env")
+        raise WrongValueError(
+            "an address has no user and password in it", hint="name the key's variable in api_key_env"
+        )
     return url.rstrip("/")
 
 
@@ -50,7 +53,7 @@ def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str
     clean = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
     for name in reserved:
         if name in clean:
-            raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.{field}")
+            raise WrongValueError(f"batchrunner sets --{name} itself", hint=f"leave it out of engine.{field}")
     return clean
 
 

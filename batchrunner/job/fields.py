@@ -16,6 +16,8 @@ from pydantic import (
     field_validator,
 )
 
+from batchrunner.core.errors import WrongValueError
+
 _DURATION = re.compile(
     r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
 )
@@ -53,7 +55,7 @@ def user_path(path: str) -> str:
     found = os.path.expanduser(path)  # noqa: PTH111 - Path would drop a final slash
     if found.startswith("~"):
         name = path.partition("/")[0]
-        raise ValueError(f"no home directory for {name}: write ./{name} for a file of that name")
+        raise WrongValueError(f"no home directory for {name}", hint=f"write ./{name} for a file of that name")
     return found
 
 

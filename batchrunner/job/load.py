@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from batchrunner.core.errors import JobError
+from batchrunner.core.errors import JobError, WrongValueError
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
 from batchrunner.job.yaml_text import parse, read_standard_input, read_text
@@ -45,7 +45,7 @@ def load_job(
     JobError, one line that says where the job is wrong, and how.
     """
     if isinstance(overrides, (str, Mapping)):
-        raise JobError('overrides: give a list of texts, such as ["input.limit=100"]')
+        raise JobError("overrides", hint='give a list of texts, such as ["input.limit=100"]')
     if isinstance(source, Job) and not overrides:
         return source
     tree, name = _tree_of(source)
@@ -58,7 +58,7 @@ def load_job(
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
-            raise JobError(f"--set {override}: write it as a.b=value")
+            raise JobError(f"--set {override}", hint="write it as a.b=value")
         _override(tree, path.strip().split("."), text, where=f"--set {path}")
     return _validated(TypeAdapter(Job), tree, name)
 
@@ -82,7 +82,7 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
         case str() | Path():
             return _read_yaml(Path(os.path.expanduser(source))), str(source)  # noqa: PTH111 - `~unknown` is left
         case _:
-            raise JobError(f"job: give a path, a mapping or a Job (got {_kind(source)})")
+            raise JobError("job", hint=f"give a path, a mapping or a Job (got {_kind(source)})")
 
 
 def parse_engine(source: EngineLike) -> EngineSpec:
@@ -106,8 +106,9 @@ def _engine_of_short_form(source: object) -> dict[str, Any]:
         return {"kind": "server", "model": os.fspath(source)}
     if not isinstance(source, str) or not source.strip():
         raise JobError(
-            "engine: give an open engine, the `engine` part of a job, a model, an address, a list of "
-            f"addresses or 'simulated' (got {_kind(source)})"
+            "engine",
+            hint="give an open engine, the `engine` part of a job, a model, an address, a list of "
+            f"addresses or 'simulated' (got {_kind(source)})",
         )
     if source == "simulated":
         return {"kind": "simulated"}
@@ -116,7 +117,7 @@ def _engine_of_short_form(source: object) -> dict[str, Any]:
     if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source):
         raise JobError(f"engine: an address starts with http:// or https:// (got {source!r})")
     if source in ENGINE_KINDS:
-        raise JobError(f"engine: {source!r} needs more than its name: give the `engine` part of a job")
+        raise JobError(f"engine: {source!r} needs more than its name", hint="give the `engine` part of a job")
     return {"kind": "server", "model": source}
 
 
@@ -125,7 +126,7 @@ def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:
         return adapter.validate_python(tree)
     except ValidationError as failure:
         problem, hint = _explain(failure, adapter.json_schema(), tree)
-        raise JobError(f"{name}: {problem}", hint=hint) from None
+        raise JobError(f"{name}: {problem}", hint=hint, mark=";") from None
     except RecursionError:
         raise JobError(f"{name}: a value is nested too deeply") from None
 
@@ -197,7 +198,9 @@ def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> 
     message = ", or ".join(messages)
     got = problem["input"]
     shown = "" if "(got " in message or isinstance(got, (Mapping, BaseModel)) else f" (got {_brief(got)})"
-    return f"{where + ': ' if where else ''}{message}{shown}{more}", None
+    refused = problem.get("ctx", {}).get("error")
+    hint = refused.hint if isinstance(refused, WrongValueError) else None
+    return f"{where + ': ' if where else ''}{message}{shown}{more}", hint
 
 
 def _brief(value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from batchrunner.core.errors import WrongValueError
 from batchrunner.job.fields import Spec
 
 
@@ -100,7 +101,7 @@ class SamplingSpec(Spec):
             k for k in ("json_schema", "regex", "ebnf", "structural_tag") if getattr(self, k) is not None
         ]
         if len(given) > 1:
-            raise ValueError(f"an output has one grammar: give one of {', '.join(given)}")
+            raise WrongValueError("an output has one grammar", hint=f"give one of {', '.join(given)}")
         return self
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
+from batchrunner.core.errors import WrongValueError
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
 from batchrunner.job.fields import CountOrShare, Duration, Share, Spec, UserPath
 from batchrunner.job.sampling import SamplingSpec
@@ -229,16 +230,16 @@ class Job(Spec):
             given = {k for k in SamplingSpec.model_fields if getattr(self.sampling, k) is not None}
             dropped = sorted(given & GATEWAY_DROPS["chat" if chat else "generate"])
             if dropped:
-                raise ValueError(
-                    f"sampling.{dropped[0]}: the gateway leaves it out of what it passes on: "
-                    "use engine.kind attach with the urls of the replicas, or server"
+                raise WrongValueError(
+                    f"sampling.{dropped[0]}: the gateway leaves it out of what it passes on",
+                    hint="use engine.kind attach with the urls of the replicas, or server",
                 )
         return self
 
     @model_validator(mode="after")
     def _tokens_to_cut(self) -> Job:
         if self.prompt.truncate is not None and self.tokenize == "server":
-            raise ValueError("prompt.truncate counts tokens here: leave out `tokenize: server`")
+            raise WrongValueError("prompt.truncate counts tokens here", hint="leave out `tokenize: server`")
         return self
 
     @model_validator(mode="after")
@@ -251,8 +252,9 @@ class Job(Spec):
             raise ValueError("input.columns, as renamed, has a name twice")
         for name in RESULT_COLUMNS:
             if name in carried:
-                raise ValueError(
-                    f"input.columns: a result has a column {name!r} of its own; "
-                    f"carry yours under another name: input.rename: {{{carried[name]}: input_{name}}}"
+                raise WrongValueError(
+                    f"input.columns: a result has a column {name!r} of its own",
+                    hint=f"carry yours under another name: input.rename: {{{carried[name]}: input_{name}}}",
+                    mark=";",
                 )
         return self

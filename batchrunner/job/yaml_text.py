@@ -70,9 +70,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise JobError(f"{path}: no such job file") from None
     except IsADirectoryError:
-        raise JobError(f"{path}: is a directory: give the job file in it") from None
+        raise JobError(f"{path}: is a directory", hint="give the job file in it") from None
     except UnicodeDecodeError as failure:
-        raise JobError(f"{path}: cannot be read as a job file: {failure}: save it as UTF-8") from None
+        raise JobError(f"{path}: cannot be read as a job file: {failure}", hint="save it as UTF-8") from None
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
         raise JobError(f"{path}: cannot be read as a job file: {failure}") from None
 
@@ -82,7 +82,9 @@ def read_standard_input() -> str:
     try:
         return _decoded(sys.stdin.buffer, "standard input")
     except UnicodeDecodeError as failure:
-        raise JobError(f"standard input: cannot be read as a job: {failure}: send it as UTF-8") from None
+        raise JobError(
+            f"standard input: cannot be read as a job: {failure}", hint="send it as UTF-8"
+        ) from None
     except (OSError, ValueError) as failure:  # ValueError: it was closed
         raise JobError(f"standard input: cannot be read as a job: {failure}") from None
 

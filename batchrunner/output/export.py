@@ -74,16 +74,16 @@ def _format(file: str, form: str | None) -> FileFormat:
         found = known_format(f"x.{form.removeprefix('.')}")
         if found is None:
             raise OutputError(
-                f"--format {form}: give one of {endings}; all but parquet may end with {compressions}"
+                f"--format {form}", hint=f"give one of {endings}; all but parquet may end with {compressions}"
             )
         return found
     if file == STANDARD_OUTPUT:
-        raise OutputError(f"standard output has no ending: give its --format: {endings}")
+        raise OutputError("standard output has no ending", hint=f"give its --format: {endings}")
     found = known_format(file)
     if found is None:
         raise OutputError(
-            f"{file}: its ending names no format: give one of {endings}, or --format; "
-            f"all but parquet may end with {compressions}"
+            f"{file}: its ending names no format",
+            hint=f"give one of {endings}, or --format; all but parquet may end with {compressions}",
         )
     return found
 
@@ -93,7 +93,7 @@ def _target(file: str, run_dir: RunDir, *, force: bool) -> Path:
     try:
         path = Path(user_path(file))
         if path.is_dir():
-            raise OutputError(f"{file}: is a directory: give a file")
+            raise OutputError(f"{file}: is a directory", hint="give a file")
         if not path.parent.is_dir():
             raise OutputError(f"{file}: there is no directory {path.parent}")
         if path.exists() and not force:
@@ -105,12 +105,14 @@ def _target(file: str, run_dir: RunDir, *, force: bool) -> Path:
         ) from None
     ours = (run_dir.parts, run_dir.merged, run_dir.tasks, run_dir.leases)
     if inside & {directory.resolve() for directory in ours} or path.name.startswith("."):
-        raise OutputError(f"{file}: give a visible name outside of what {run_dir.path} keeps in directories")
+        raise OutputError(
+            f"{file}", hint=f"give a visible name outside of what {run_dir.path} keeps in directories"
+        )
     return path
 
 
 def _exists(file: str) -> BatchrunError:
-    return OutputError(f"{file}: exists: take another name, or --force to replace it")
+    return OutputError(f"{file}: exists", hint="take another name, or --force to replace it")
 
 
 @contextlib.contextmanager

@@ -126,6 +126,6 @@ def writing(path: Path) -> Iterator[None]:
 def cannot_write(path: Path, failure: OSError) -> StorageError:
     """Return the StorageError for a failed write of `path`."""
     return StorageError(
-        f"{path}: cannot be written: {failure.strerror or failure}; "
-        "what is on disk is kept: make room and run the same command again"
+        f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",
+        hint="make room and run the same command again",
     )

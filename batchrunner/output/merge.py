@@ -66,8 +66,8 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
     parts = run_dir.all_parts()
     if not parts and holds_run(run_dir.path):
         nothing = BatchrunError(
-            f"{run_dir.path}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals: "
-            "wait for the run's end if it is at work, else run the same command again; then merge again"
+            f"{run_dir.path}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals",
+            hint="wait for the run's end if it is at work, else run the same command again; then merge again",
         )
         nothing.exit_code = 1
         raise nothing

@@ -30,7 +30,7 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
     except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError: a column is missing
         reason = str(failure).strip().partition("\n")[0]
         raise ResumeError(
-            f"{path}: is damaged: move it away, and its rows will be done again ({reason})"
+            f"{path}: is damaged", hint=f"move it away, and its rows will be done again ({reason})"
         ) from None
 
 

@@ -102,7 +102,7 @@ class RunDir:
         except OSError as failure:  # the name is too long, or a parent directory is not accessible
             raise OutputError(f"output.path {self.path}: {failure.strerror}") from None
         if not existing.is_dir():
-            raise OutputError(f"output.path {self.path}: {existing} is a file: give a directory")
+            raise OutputError(f"output.path {self.path}: {existing} is a file", hint="give a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OutputError(f"output.path {self.path}: {existing} is not writable")
         self.refuse_links()
@@ -117,7 +117,8 @@ class RunDir:
         for path in (*directories, *self.tasks.glob("*"), *logs, self.events):
             if path.is_symlink():
                 raise OutputError(
-                    f"{path}: is a symbolic link, and results are written into output.path only: remove it"
+                    f"{path}: is a symbolic link, and results are written into output.path only",
+                    hint="remove it",
                 )
 
     def discard_merged(self) -> None:

@@ -68,8 +68,9 @@ def check_same_run(
             difference = _difference(name, before, new[name])
     if difference is not None:
         raise ResumeError(
-            f"{where} holds another run: {difference}; take another output.path, "
-            f"or discard what is there with {DISCARD}"
+            f"{where} holds another run: {difference}",
+            hint=f"take another output.path, or discard what is there with {DISCARD}",
+            mark=";",
         )
 
 
@@ -129,8 +130,8 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
     if problem is None and isinstance(found, dict):
         return found
     raise ResumeError(
-        f"{run_dir.run_json}: not a run file of this version: {problem}: "
-        f"take another output.path, or {DISCARD}"
+        f"{run_dir.run_json}: not a run file of this version: {problem}",
+        hint=f"take another output.path, or {DISCARD}",
     )
 
 
@@ -176,14 +177,14 @@ def refuse_nesting(run_dir: RunDir) -> None:
             break
         if holds_run(outer):
             raise OutputError(
-                f"output.path {run_dir.path}: lies in the output path of another run, {outer}: "
-                "give a directory outside of it"
+                f"output.path {run_dir.path}: lies in the output path of another run, {outer}",
+                hint="give a directory outside of it",
             )
     for inner in _runs_below(path):
         if TUNE not in inner.relative_to(path).parts:
             raise OutputError(
-                f"output.path {run_dir.path}: holds the output path of another run, {inner}: "
-                "give another directory"
+                f"output.path {run_dir.path}: holds the output path of another run, {inner}",
+                hint="give another directory",
             )
 
 

@@ -136,8 +136,9 @@ class TaskLock:
         while (runs := monitor.poll()) is not False:
             if runs:
                 raise TaskHeldError(
-                    f"{self._directory}: {monitor.holder or 'another process'} is writing this run; "
-                    "wait for it or use another path"
+                    f"{self._directory}: {monitor.holder or 'another process'} is writing this run",
+                    hint="wait for it or use another path",
+                    mark=";",
                 )
             if monitor.holder and not has_warned:
                 has_warned = True

@@ -108,7 +108,8 @@ def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
             elif lives:
                 raise ResumeError(
                     f"{run_dir.path}: files were added: the input has {rows} rows, and {theirs} for {task}, "
-                    "which is still at work: wait for its end"
+                    "which is still at work",
+                    hint="wait for its end",
                 )
         if others:  # on other machines: only time tells whether they live
             sleeper.sleep(POLL_S)

@@ -58,7 +58,9 @@ async def execute(
     finished rows are kept.
     """
     if part and fresh:
-        raise JobError("--fresh would discard what other tasks have done: delete the directory instead")
+        raise JobError(
+            "--fresh would discard what other tasks have done", hint="delete the directory instead"
+        )
     prepared = await asyncio.to_thread(prepare, job, part)
     run_dir = prepared.run_dir
     control, display = control or Control(), display or NoDisplay()

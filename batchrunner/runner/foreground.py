@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import uvloop
 
-from batchrunner.core.console import is_no_detail
-from batchrunner.core.errors import JobError
+from batchrunner.core.console import is_no_detail, tell_failure, wants_json
+from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
@@ -126,8 +126,9 @@ def _stop_at_once(control: Control, reason: str) -> None:
 def _end_process(exit_code: int) -> None:
     """End the process if it has not ended by itself, whatever its threads do; journals need no end."""
     time.sleep(TIMING.stop_at_once)
-    print("batchrun: interrupted: ended without waiting for its threads", file=sys.stderr, flush=True)  # noqa: T201
-    os._exit(exit_code)
+    ended = BatchrunError("interrupted: ended without waiting for its threads")
+    ended.exit_code = exit_code
+    os._exit(tell_failure(ended, as_json=wants_json(sys.argv[1:])))
 
 
 def _on_signal(control: Control, number: signal.Signals, within_s: float | None) -> None:

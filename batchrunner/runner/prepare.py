@@ -72,7 +72,8 @@ def _open_dataset(source: InputSpec, run_dir: RunDir) -> Dataset:
         real = Path(file.path).resolve()
         if run in real.parents and real != run_dir.given.resolve():
             raise OutputError(
-                f"output.path {run_dir.path}: the input file {file.path} lies in it: give another directory"
+                f"output.path {run_dir.path}: the input file {file.path} lies in it",
+                hint="give another directory",
             )
     return dataset
 
@@ -90,8 +91,8 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
         inside = next((each for each in (place, *place.parents) if each.name in RUN_DIRECTORIES), None)
         if inside and holds_run(inside.parent):
             raise InputError(
-                f"{join_paths(path)}: names files of the run {inside.parent} too, such as those in {place}: "
-                f"name the input more closely, or {inside.parent}/parts if its results are meant"
+                f"{join_paths(path)}: names files of the run {inside.parent} too, such as those in {place}",
+                hint=f"name the input more closely, or {inside.parent}/parts if its results are meant",
             )
 
 
@@ -133,7 +134,7 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
     if old is None:
         if run_dir.all_parts() or run_dir.journals():
             raise ResumeError(
-                f"{run_dir.path} has results but no run.json: take another output.path, or {DISCARD}"
+                f"{run_dir.path} has results but no run.json", hint=f"take another output.path, or {DISCARD}"
             )
         return False
     new = fingerprint(prepared.job, prepared.dataset.files, model or "")
@@ -148,8 +149,9 @@ def check_same_weights(prepared: PreparedJob, weights: str | None) -> None:
     before = old["engine"].get("weights") if old else None
     if None not in {before, weights} and before != weights:
         raise ResumeError(
-            f"{prepared.run_dir.path} holds another run: weight_version was {before!r} "
-            f"and is {weights!r}; take another output.path, or discard what is there with {DISCARD}"
+            f"{prepared.run_dir.path} holds another run: weight_version was {before!r} and is {weights!r}",
+            hint=f"take another output.path, or discard what is there with {DISCARD}",
+            mark=";",
         )
 
 
@@ -167,12 +169,14 @@ def _check_carried_types(prepared: PreparedJob) -> None:
         if name in prepared.dataset.partition_types:
             raise ResumeError(
                 f"{prepared.run_dir.path}: the column {name!r}, which stands in the paths, was {kind} in the "
-                f"results so far, and the files added make it {field.type}: name their directories alike, "
-                f"take another output.path, or discard what is there with {DISCARD}"
+                f"results so far, and the files added make it {field.type}",
+                hint=f"name their directories alike, "
+                f"take another output.path, or discard what is there with {DISCARD}",
             )
         if prepared.dataset.problems:
             raise ResumeError(
                 f"{prepared.run_dir.path}: the column {name!r} was {kind} in the results so far, and the "
-                f"files added make it {field.type}: write them alike, take another output.path with a type "
-                f"in input.types, or discard what is there with {DISCARD}"
+                f"files added make it {field.type}",
+                hint=f"write them alike, take another output.path with a type "
+                f"in input.types, or discard what is there with {DISCARD}",
             )

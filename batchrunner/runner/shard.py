@@ -74,7 +74,7 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
         return Shard((index - first) // step, count)
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
     if not match or int(match[1]) >= int(match[2]):
-        raise JobError(f"--shard {text}: write it as i/n, from 0/n to (n-1)/n")
+        raise JobError(f"--shard {text}", hint="write it as i/n, from 0/n to (n-1)/n")
     return Shard(int(match[1]), int(match[2]))
 
 

@@ -160,8 +160,9 @@ class StreamCall:
                     new.replace(run_dir.given)
             elif not await asyncio.to_thread(_are_equal, run_dir.given, new):
                 raise ResumeError(
-                    f"{run_dir.path} holds another run: it began with other rows; give the same rows, or "
-                    "take another output"
+                    f"{run_dir.path} holds another run: it began with other rows",
+                    hint="give the same rows, or take another output",
+                    mark=";",
                 )
         return str(run_dir.given)
 

@@ -144,7 +144,7 @@ class _PatientReader:
             try:
                 batch = self._retrying(next_batch)
             except InputError as failure:
-                raise InputLostError(f"{failure}: run the same command again") from None
+                raise InputLostError(f"{failure}", hint="run the same command again") from None
             if batch is None:
                 return
             yield batch

@@ -26,7 +26,7 @@ def apply_args(path: Path, args: Mapping[str, Any]) -> None:
     if isinstance(engine, dict):
         engine["args"] = _merged(engine.get("args") or {}, args)
     if new is None or _loaded(new) != wanted:
-        raise JobError(f"{path}: its engine.args cannot be edited in place: put the block in by hand")
+        raise JobError(f"{path}: its engine.args cannot be edited in place", hint="put the block in by hand")
     with writing(path), whole_file(path) as temporary:
         temporary.write_bytes(new.encode())
         temporary.chmod(path.stat().st_mode)

@@ -55,15 +55,18 @@ def tune(
     """
     unknown = sorted(set(allow) - set(ALLOWABLE))
     if unknown:
-        raise JobError(f"--allow {unknown[0]}: give {' or '.join(ALLOWABLE)}, or both with a comma between")
+        raise JobError(
+            f"--allow {unknown[0]}", hint=f"give {' or '.join(ALLOWABLE)}, or both with a comma between"
+        )
     if apply and source == "-":
-        raise JobError("--apply: a job from standard input cannot be changed: write it into a file")
+        raise JobError("--apply: a job from standard input cannot be changed", hint="write it into a file")
     job = load_job(source, overrides=overrides)
     engine = engine_to_tune(job)
     if apply and own_engine(Path(source)) != job.engine:
         raise JobError(
             f"--apply: --set or BATCHRUN__ENGINE__… change the engine of {source}, which would then say what "
-            "was not measured: put that into the file first, or leave --apply out"
+            "was not measured",
+            hint="put that into the file first, or leave --apply out",
         )
     check_model(engine.model)
     prepared = prepare(job)
@@ -135,7 +138,8 @@ def engine_to_tune(job: Job) -> ServerEngine:
         case _:
             raise JobError(
                 f"engine.kind {job.engine.kind}: tuning starts SGLang with other flags, and this job starts "
-                "none: use kind server or gateway with a model, or see what `batchrun advise` says"
+                "none",
+                hint="use kind server or gateway with a model, or see what `batchrun advise` says",
             )
 
 

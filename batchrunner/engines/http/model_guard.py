@@ -163,8 +163,9 @@ class ModelGuard:
 def another_model(url: str, what: str) -> AnotherModelError:
     """Return the error for a server that serves another model than at the beginning."""
     return AnotherModelError(
-        f"{url} serves another model now ({what}): start the run's model there and run the job again to "
-        "resume, or take another output.path for the new model"
+        f"{url} serves another model now ({what})",
+        hint="start the run's model there and run the job again to "
+        "resume, or take another output.path for the new model",
     )
 
 

@@ -46,7 +46,7 @@ class ServerQuestions:
         _, server = await self._ask(url, SERVER_INFO)
         if server.get("skip_tokenizer_init") and not self._has_detokenizer:
             raise EngineStartError(
-                f"{url}: runs with --skip-tokenizer-init and returns no text: start it without"
+                f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
             )
         return server
 
@@ -87,9 +87,9 @@ class ServerQuestions:
                 if self._behind_gateway
                 else "start the server, or correct engine.urls"
             )
-            raise EngineStartError(f"{url}: no connection ({reason}): {remedy}") from None
+            raise EngineStartError(f"{url}: no connection ({reason})", hint=remedy) from None
         if status in KEY_REFUSED:
-            raise EngineStartError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
+            raise EngineStartError(f"{url}: refuses the API key ({status})", hint="see engine.api_key_env")
         return status, reply
 
 

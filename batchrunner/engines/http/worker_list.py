@@ -43,10 +43,12 @@ class WorkerList:
             status, reply = await self._ask("GET", "/workers")
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
             raise EngineStartError(
-                f"{self.url}: no connection ({failure}): start the gateway, or correct engine.url"
+                f"{self.url}: no connection ({failure})", hint="start the gateway, or correct engine.url"
             ) from None
         if status in {401, 403}:
-            raise EngineStartError(f"{self.url}: refuses the API key ({status}): see engine.api_key_env")
+            raise EngineStartError(
+                f"{self.url}: refuses the API key ({status})", hint="see engine.api_key_env"
+            )
         if status != 200 or not isinstance(reply.get("workers"), list):  # noqa: PLR2004
             raise EngineStartError(f"{self.url}: is not SGLang's Model Gateway (GET /workers gave {status})")
         return urls_in(reply["workers"])

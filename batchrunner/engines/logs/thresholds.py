@@ -83,9 +83,9 @@ class Thresholds:
             except ValueError:
                 raise JobError(f"--threshold {setting}: {value!r} is not a number") from None
             if not 0 <= changes[name] < math.inf:
-                raise JobError(f"--threshold {setting}: give a number from 0 on")
+                raise JobError(f"--threshold {setting}", hint="give a number from 0 on")
             if name in _SHARES and changes[name] > 1:
-                raise JobError(f"--threshold {setting}: it is a share: give a number from 0 to 1")
+                raise JobError(f"--threshold {setting}: it is a share", hint="give a number from 0 to 1")
         changed = replace(self, **changes)
         for names in _ASCENDING:
             values = [getattr(changed, name) for name in names]

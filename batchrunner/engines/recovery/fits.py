@@ -64,8 +64,8 @@ def check_fits(model: str, args: Mapping[str, Any], *, tp: int | None = None, cp
     )
     raise EngineStartError(
         f"engine.model {model}: its weights do not fit: {_gib(weights.size_bytes)} ({weights.source}) over "
-        f"{ways} {'ranks' if ways > 1 else 'rank'} is {_gib(each)} each, and {name} has {_gib(room_bytes)}: "
-        f"{remedy}"
+        f"{ways} {'ranks' if ways > 1 else 'rank'} is {_gib(each)} each, and {name} has {_gib(room_bytes)}",
+        hint=remedy,
     )
 
 

@@ -79,8 +79,8 @@ class JsonLinesRecords:
         whole = line.strip()
         if whole in (b"[", b"{") or (whole.startswith(b"[") and self._path.lower().endswith(".json")):
             raise InputError(
-                f"{self._path}: is one JSON document: write JSON Lines, an object on each line "
-                "(for an array: jq -c '.[]')"
+                f"{self._path}: is one JSON document",
+                hint="write JSON Lines, an object on each line (for an array: jq -c '.[]')",
             )
 
 

@@ -38,7 +38,7 @@ class TextSource:
         with self._open() as source:
             head = source.read(len(BOM))
         if head.startswith(UTF_16):
-            raise InputError(f"{path}: is UTF-16: write it as UTF-8")
+            raise InputError(f"{path}: is UTF-16", hint="write it as UTF-8")
         self._begin = len(BOM) if head == BOM else 0
 
     def lines(self) -> Lines:

@@ -117,7 +117,8 @@ def _sort(
     takes = f"that takes about {needed >> 20} MiB there, {free >> 20} MiB are free"
     if needed > free and job_input.job.order == "auto":  # a user who sets the order may know better
         raise OutputError(
-            f"{where}: not enough space to sort: {takes}: free some, or set order: {decision.order} to try"
+            f"{where}: not enough space to sort: {takes}",
+            hint=f"free some, or set order: {decision.order} to try",
         )
     log.info("sorting %d rows", len(rows))
     run = fingerprint(job_input.job, job_input.dataset.files, "")
@@ -125,7 +126,7 @@ def _sort(
         write_sorted(job_input, rows, path, {"order": decision.order, "fingerprint": run}, check_stop)
     except (OSError, pa.ArrowException) as failure:
         raise OutputError(
-            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}: free some, "
-            "or set order: input"
+            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}",
+            hint="free some, or set order: input",
         ) from None
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)

@@ -45,8 +45,8 @@ class SortedCopy:
                     f"once no task is at work, delete {path.parent} and run --join again: done rows are kept"
                 )
             raise InputError(
-                f"{path}: the rows in the order of this run are missing or damaged: "
-                f"put the file back, or {again}"
+                f"{path}: the rows in the order of this run are missing or damaged",
+                hint=f"put the file back, or {again}",
             ) from None
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]

@@ -49,8 +49,8 @@ def join(
             _leave_out_done_alone(prepared, leases, sleeper)
         if retry_failed and not leases.is_done():
             raise ResumeError(
-                f"{run_dir.path}: --retry-failed: other tasks are still at it, or died at it: wait for their "
-                "end, or run --join without --retry-failed first"
+                f"{run_dir.path}: --retry-failed: other tasks are still at it, or died at it",
+                hint="wait for their end, or run --join without --retry-failed first",
             )
         plan = partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed)
         while leases.is_done() or _is_behind(leases, prepared):

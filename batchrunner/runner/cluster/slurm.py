@@ -78,7 +78,9 @@ class SlurmArray:
         """Refuse arguments that sbatch accepts or refuses without a clear reason; raises JobError."""
         _check_array(self.array, static=self.static)
         if self.grace_s <= CLOSING_S:
-            raise JobError(f"--grace {self.grace_s}: {CLOSING_S} s of it are needed for closing: give more")
+            raise JobError(
+                f"--grace {self.grace_s}: {CLOSING_S} s of it are needed for closing", hint="give more"
+            )
         for name, value, _ in (("time", self.time, ""), *_more(self.sbatch)):
             if name in {"time", "t"} and value:
                 _check_time(value, self.grace_s)
@@ -168,7 +170,7 @@ class SlurmArray:
 def plan_array(job: str, *, overrides: Sequence[str], preamble: str, **options: Any) -> SlurmArray:
     """Return the array of a job; `options` are fields of SlurmArray. Raises JobError."""
     if job == "-":
-        raise JobError("-: each task of an array reads the job: write it into a file")
+        raise JobError("-: each task of an array reads the job", hint="write it into a file")
     loaded = load_job(job, overrides=overrides)
     return SlurmArray(
         job=Path(job).absolute(),
@@ -213,7 +215,7 @@ def _sbatch(script: str) -> str:
         done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     except OSError as failure:
         raise SubmitError(
-            f"sbatch: {failure.strerror}: submit where Slurm is, or write the script with -o FILE"
+            f"sbatch: {failure.strerror}", hint="submit where Slurm is, or write the script with -o FILE"
         ) from None
     if done.returncode:
         told = done.stderr.replace("sbatch: error: ", "").strip().splitlines()
@@ -237,7 +239,7 @@ def _check_array(text: str, *, static: bool) -> None:
     if not all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges) or (
         percent and not re.fullmatch(r"[1-9]\d*", most)
     ):
-        raise JobError(f"--array {text}: write it as 0-15, 1,3,7 or 0-15%4 (four at once)")
+        raise JobError(f"--array {text}", hint="write it as 0-15, 1,3,7 or 0-15%4 (four at once)")
     if static and len(ranges) > 1:
         raise JobError(f"--array {text}: with --static one range, such as 0-15: shares are counted from it")
 
@@ -248,7 +250,7 @@ def _check_time(text: str, grace_s: int) -> None:
         return
     found = _TIME.fullmatch(text)
     if not found:
-        raise JobError(f"--time {text}: write it as 90 (minutes), 4:00:00 or 1-12:00:00")
+        raise JobError(f"--time {text}", hint="write it as 90 (minutes), 4:00:00 or 1-12:00:00")
     days, *given = (int(number) if number else 0 for number in found.groups())
     if found["days"] is not None or found["third"] is not None:
         hours, minutes, seconds = given
@@ -258,7 +260,8 @@ def _check_time(text: str, grace_s: int) -> None:
     if 0 < limit_s <= grace_s:  # 0 is no limit
         raise JobError(
             f"--time {text}: the last {grace_s} s of it (--grace) are for the end of a task, so that none "
-            "would ever do a row: give more time, or less grace"
+            "would ever do a row",
+            hint="give more time, or less grace",
         )
 
 

@@ -121,8 +121,7 @@ TRIAL = {
 
 
 ERROR = {
-    "error": "What went wrong: `type` (the class of the error), `message`, and `hint` (null where there is "
-    "none).",
+    "error": "What went wrong: `type` (the class of the error), `message`, and `hint` (what to do).",
     "exit_code": "Exit code of the command.",
 }
 MERGE = {

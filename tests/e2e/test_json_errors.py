@@ -1,0 +1,130 @@
+"""With `--json` every end of the command is one JSON document that says what happened and what to do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core import errors
+from tests.conftest import ROOT, batchrun, eventually, job_of, write_job
+from tests.support.fake_sglang import FakeSGLang
+
+CLASSES = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, errors.BatchrunError)
+]
+TOLD = {*(kind.__name__ for kind in CLASSES), "WrongValueError"}
+ADVICE = re.compile(
+    r"(?:: |; |, )(?:give|write|set|put|take|use|rename|run|start|see|correct|install|remove|free|move|wait|"
+    r"submit|leave|make room|save|send|delete|did you mean)\b"
+)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_each_error_says_what_to_do(kind: type[errors.BatchrunError]) -> None:
+    """An error without a hint of its own has that of its class; the printed line is what it was."""
+    plain, told = kind("it is wrong"), kind("it is wrong", hint="mend it")
+    assert len(plain.hint.split()) > 2
+    assert (str(plain), str(told)) == ("it is wrong", "it is wrong: mend it")
+    assert (told.message, told.hint) == ("it is wrong", "mend it")
+    assert str(kind("mend it first", hint="mend it")) == "mend it first"
+
+
+def test_advice_in_a_message_is_a_hint() -> None:
+    """No message ends with what to do: that is the hint, which a program reads apart."""
+    package = Path(batchrunner.__file__).parent
+    mixed = []
+    for path in package.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_error = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TOLD
+            if is_error and isinstance(call, ast.Call) and call.args:
+                texts = [part.value for part in ast.walk(call.args[0]) if isinstance(part, ast.Constant)]
+                hinted = any(option.arg == "hint" for option in call.keywords)
+                mixed += [
+                    (path.name, text)
+                    for text in map(str, texts)
+                    if ADVICE.search(text) and not (hinted and text.endswith(")"))  # told in the middle
+                ]
+    assert not mixed
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"output": {"path": "~nobody-here/x"}}, "write ./~nobody-here for a file of that name"),
+        ({"sampling": {"regex": "a", "ebnf": "b"}}, "give one of regex, ebnf"),
+        ({"prompt": {"user": "{{ txt }}"}}, "did you mean 'text'?"),
+        ({"input": {"columns": ["txt"]}}, "did you mean 'text'?"),
+        ({"sampling": {"temperature": "hot"}}, errors.JobError.advice),
+        (
+            {"engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}},
+            "start the server, or correct engine.urls",
+        ),
+    ],
+)
+def test_hints_of_a_job(tmp_path: Path, change: dict[str, Any], hint: str) -> None:
+    """Whatever part of the job is wrong, the hint stands apart, and the line says it where it ever did."""
+    failed = batchrun(write_job(job_of(tmp_path, **change), tmp_path), "--json")
+    error = json.loads(failed.stdout)["error"]
+    assert (failed.exit_code, error["hint"]) == (2, hint)
+    assert (hint in failed.stderr) == (hint != errors.JobError.advice)
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "code"),
+    [
+        ("raise LookupError('no such thing')", "LookupError", 1),
+        ("raise RecursionError", "RecursionError", 1),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", "BatchrunError", 130),
+        ("raise EOFError", "EOFError", 1),
+    ],
+)
+def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -> None:
+    """An unforeseen error and a Ctrl-C are JSON too, also while the command has other work than a run."""
+    script = (
+        "import os, signal, sys, time, batchrunner.cli, batchrunner.runner.check as check\n"
+        f"def fails(*_): {event}\n"
+        "check.check = fails\n"
+        "sys.argv = ['batchrun', 'check', 'job.yaml', '--json']\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "batchrunner.cli.main()\n"
+    )
+    environ = {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env=environ
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == found["exit_code"] == code
+    assert found["error"]["type"] == kind
+    (line,) = done.stderr.strip().splitlines()  # typer has an empty line before what follows an EOFError
+    assert line.startswith(f"batchrun: {found['error']['message']}")
+    assert "run the same command again" in found["error"]["hint"]
+    assert len(list(tmp_path.glob("batchrun-error-*"))) == (code == 1)
+
+
+def test_a_run_that_ctrl_c_ends(tmp_path: Path, server: FakeSGLang) -> None:
+    """The document is the run's report, with what is left to do."""
+    server.script = lambda _: "hold"
+    file = write_job(job_of(tmp_path, server), tmp_path)
+    command = [sys.executable, "-m", "batchrunner", str(file), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        eventually(lambda: server.sent)
+        process.send_signal(signal.SIGINT)
+        for line in process.stderr or ():
+            if "once more stops now" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=120)
+    found = json.loads(shown)
+    assert process.returncode == found["exit_code"] == 130
+    assert (found["rows_ok"], found["rows_left"]) == (0, 10)
