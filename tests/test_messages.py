@@ -54,7 +54,7 @@ def forms_of(call: ast.Call) -> list[str]:
     made = isinstance(given["hint"], (ast.Name, ast.Call))
     hints = ["…"] if made else forms(given["hint"])
     return [
-        form if hint != "…" and hint in form else f"{form}{mark.value} {hint}"
+        form if hint != "…" and hint in form else f"{form}{mark.value!s} {hint}"
         for form in said
         for hint in hints
     ]
