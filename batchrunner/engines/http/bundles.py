@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from batchrunner.core.errors import BundleRefusedError, EngineBusyError, EngineDownError, RequestError
@@ -134,10 +133,9 @@ class BundlePoster:
         """Send requests in one body, and pass on the answer of each; see `Engine.generate_many`."""
         if endpoint.closed:
             raise EngineDownError(endpoint.closed)
-        payload = aiohttp.BytesPayload(_body(rows), content_type="application/json")
         answer = BundleAnswer(rows, answers, endpoint, self._guard, self._detokenizer)
         whole = await self._poster.post_for_events(
-            endpoint, wire.GENERATE_PATH, payload, answer, time.monotonic()
+            endpoint, wire.GENERATE_PATH, _body(rows), answer, time.monotonic()
         )
         self._failures.record(endpoint.url, alive=True)
         if answer.events > EVENTS_A_ROW * len(rows):

@@ -5,6 +5,7 @@ import logging
 from typing import NamedTuple, Protocol
 
 import aiohttp
+from yarl import URL
 
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -14,6 +15,7 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.direct import PostedAnswer, PostSender, post_sender
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.event_lines import EventLines
 from batchrunner.engines.http.failures import FailureClassifier
@@ -59,6 +61,7 @@ class RowPoster:
         timeout_s: float,
     ) -> None:
         self._session = session
+        self._senders: dict[URL, PostSender] = {}
         self._guard = guard
         self._failures = failures
         self._behind_gateway = behind_gateway
@@ -68,7 +71,7 @@ class RowPoster:
         self,
         endpoint: Endpoint,
         path: str,
-        payload: aiohttp.BytesPayload,
+        body: bytes,
         headers: dict[str, str] | None,
         sent_at: float,
     ) -> Answer:
@@ -79,18 +82,19 @@ class RowPoster:
         try:
             with endpoint.deadline:
                 await self._guard.settle(endpoint.url)
-                sending = self._session.post(endpoint.paths[path], data=payload, headers=headers)
-                async with sending as response:
-                    content = await content_of(response)
+                answer = await self._sender(endpoint.paths[path]).post(body, headers)
+                try:
+                    return await _whole(answer)
+                finally:
+                    answer.release()
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise await self._meaning(endpoint, failure, sent_at) from None
-        return Answer(response.status, content, response.headers.get("Retry-After"))
 
     async def post_for_events(
         self,
         endpoint: Endpoint,
         path: str,
-        payload: aiohttp.BytesPayload,
+        body: bytes,
         taker: EventTaker,
         sent_at: float,
     ) -> Answer | None:
@@ -101,14 +105,22 @@ class RowPoster:
         try:
             with endpoint.deadline:
                 await self._guard.settle(endpoint.url)
-                async with self._session.post(endpoint.paths[path], data=payload) as response:
-                    if response.content_type != EVENTS:
-                        content = await content_of(response)
-                        return Answer(response.status, content, response.headers.get("Retry-After"))
-                    await _pass_on_events(response, taker)
+                answer = await self._sender(endpoint.paths[path]).post(body, None)
+                try:
+                    if not _is_events(answer):
+                        return await _whole(answer)
+                    await _pass_on_events(answer.content, taker)
+                finally:
+                    answer.release()
         except Exception as failure:  # noqa: BLE001 - as above
             raise await self._meaning(endpoint, failure, sent_at) from None
         return None
+
+    def _sender(self, url: URL) -> PostSender:
+        sender = self._senders.get(url)
+        if sender is None:
+            sender = self._senders[url] = post_sender(self._session, url)
+        return sender
 
     async def _meaning(self, endpoint: Endpoint, failure: Exception, sent_at: float) -> Exception:
         """Return the error that a failure means for the rows that were sent."""
@@ -142,12 +154,12 @@ class RowPoster:
         return await self._failures.classify(endpoint.url, sent_at, what)
 
 
-async def _pass_on_events(response: aiohttp.ClientResponse, taker: EventTaker) -> None:
+async def _pass_on_events(content: aiohttp.StreamReader, taker: EventTaker) -> None:
     """Pass on the events of an answer until it ends, or for a second after the last one that is wanted."""
     lines = EventLines(MOST_ANSWER_BYTES)
     try:
         async with asyncio.timeout(None) as end:
-            async for part in response.content.iter_any():
+            async for part in content.iter_any():
                 for event in lines.feed(part):
                     await taker.take(event)
                 if taker.is_over and end.when() is None:
@@ -155,18 +167,24 @@ async def _pass_on_events(response: aiohttp.ClientResponse, taker: EventTaker) -
     except TimeoutError:
         if not taker.is_over:
             raise
-        response.close()
 
 
-async def content_of(response: aiohttp.ClientResponse) -> bytes:
+def _is_events(answer: PostedAnswer) -> bool:
+    return answer.headers.get("Content-Type", "").partition(";")[0].strip().lower() == EVENTS
+
+
+async def _whole(answer: PostedAnswer) -> Answer:
+    content = await content_of(answer.content)
+    return Answer(answer.status, content, answer.headers.get("Retry-After"))
+
+
+async def content_of(content: aiohttp.StreamReader) -> bytes:
     """Return the body of an answer; raises AttemptFailedError for one that is larger than any can be."""
-    known = response.content_length
-    if known is not None and known <= MOST_ANSWER_BYTES and "Content-Encoding" not in response.headers:
-        return await response.read()
-    content = bytearray()
-    async for part in response.content.iter_any():
-        content += part
-        if len(content) > MOST_ANSWER_BYTES:
-            response.close()
+    if content.is_eof() and content.total_bytes <= MOST_ANSWER_BYTES:
+        return content.read_nowait()
+    found = bytearray()
+    async for part in content.iter_any():
+        found += part
+        if len(found) > MOST_ANSWER_BYTES:
             raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
-    return bytes(content)
+    return bytes(found)
