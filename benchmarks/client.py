@@ -12,7 +12,10 @@ of the client process alone; the runner's also hold the check of the job and the
 Imports count on no side.
 
 Where `perf stat` counts instructions, or with `--callgrind` by valgrind, the figures of `ids` have those of a
-row: the difference between runs of 1,000 and of 4,000 rows, so that nothing counts but rows.
+row: the difference between runs of 1,000 and of 4,000 rows, so that nothing counts but rows. A tool makes the
+process slow, and what the runner does by the clock (polls of the load, writes of the journal) would count for
+many times as much as it is. So it waits for longer there, and has a figure of its own: the instructions of a
+second, from a run that does it as often as any.
 """
 
 from __future__ import annotations
@@ -59,6 +62,8 @@ PROMPTS = {
 }
 PROMPT_TOKENS = 60
 COUNTED_ROWS = (1000, 4000)
+LONG_S = 3600.0
+"""Seconds that are longer than any run here."""
 
 
 def write_input(path: Path, rows: int) -> None:
@@ -122,13 +127,19 @@ async def _post_all(url: URL, bodies: list[bytes], window: int) -> dict[str, Any
         return {"rows": len(bodies), "wall_s": wall, "cpu_s": cpu_s() - cpu, "bytes": read}
 
 
-def runner(job_file: str, bundle: int = 1) -> dict[str, Any]:
-    """Run the job as the command does, with so many rows in a request."""
+def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True) -> dict[str, Any]:
+    """Run the job as the command does, with so many rows in a request.
+
+    `by_clock` does what is done every so many seconds.
+    """
     overrides = []
+    if not by_clock:
+        TIMING.load_poll = LONG_S
+        overrides = [f"output.durable={LONG_S:g}"]
     if bundle > 1:
         TIMING.bundle_fill = 60.0  # all are full, also where a tool makes this process slow
         (url,) = json.loads(Path(job_file).read_text())["engine"]["urls"]
-        overrides = [f"engine.urls=[{url}/rows{bundle}]", f"bundle={bundle}"]
+        overrides += [f"engine.urls=[{url}/rows{bundle}]", f"bundle={bundle}"]
     cpu, began = cpu_s(), time.perf_counter()
     report = run_in_foreground(job_file, overrides, fresh=True, retry_failed=False, quiet=True, as_json=False)
     assert report.exit_code == 0, report.reason
@@ -145,6 +156,13 @@ SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
     "runner_64": lambda job_file: runner(job_file, 64),
 }
 ONLY_IDS = {"runner_16", "runner_64"}
+COUNTED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "bare_asyncio": SIDES["bare_asyncio"],
+    "runner": lambda job_file: runner(job_file, by_clock=False),
+    "runner_16": lambda job_file: runner(job_file, 16, by_clock=False),
+    "runner_64": lambda job_file: runner(job_file, 64, by_clock=False),
+}
+"""Sides whose instructions are counted."""
 
 
 def sides_of(endpoint: str) -> list[str]:
@@ -172,19 +190,24 @@ def measure(rounds: int, rows: int, endpoint: str, window: int) -> list[dict[str
 
 
 def instructions_a_row(tool: instructions.Tool, window: int) -> dict[str, int]:
-    """Count the instructions of each side's process for a row more."""
-    counted: dict[str, list[int]] = {side: [] for side in sides_of("ids") if side != "bare_uvloop"}
+    """Count the instructions of each side's process for a row more, and the runner's for a second."""
+    counted: dict[str, list[int]] = {side: [] for side in COUNTED}
     for rows in COUNTED_ROWS:
         with tempfile.TemporaryDirectory(prefix="bench-client-") as scratch, nginx(Path(scratch)) as url:
             write_input(Path(scratch) / "input.parquet", rows)
             job_file = Path(scratch) / "job.yaml"
             job = job_for(Path(scratch) / "input.parquet", Path(scratch) / "run", url, "ids", window)
             job_file.write_text(json.dumps(job))
+            command = [sys.executable, "-m", "benchmarks.client", "--job", str(job_file), "--side"]
             for side, counts in counted.items():
-                command = [sys.executable, "-m", "benchmarks.client", "--side", side, "--job", str(job_file)]
-                counts.append(instructions.count(command, tool))
+                counts.append(instructions.count([*command, side, "--uncounted-clock"], tool).instructions)
+            if rows == COUNTED_ROWS[-1]:
+                by_clock = instructions.count([*command, "runner"], tool)
+                more = by_clock.instructions - counted["runner"][-1]
+                a_second = round(more / json.loads(by_clock.output.splitlines()[-1])["wall_s"])
     few, many = COUNTED_ROWS
-    return {side: round((counts[1] - counts[0]) / (many - few)) for side, counts in counted.items()}
+    found = {side: round((counts[1] - counts[0]) / (many - few)) for side, counts in counted.items()}
+    return {**found, "runner_by_clock_a_second": a_second}
 
 
 def report(
@@ -216,8 +239,11 @@ def report(
         )
     if counted:
         bare_one = counted["bare_asyncio"]
-        shares = [f"{side} {n:,} ({n / bare_one:.2f})" for side, n in counted.items()]
-        line += f"; instructions a row, and beside the bare loop's: {', '.join(shares)}"
+        shares = [f"{side} {counted[side]:,} ({counted[side] / bare_one:.2f})" for side in COUNTED]
+        line += (
+            f"; instructions a row, and beside the bare loop's: {', '.join(shares)}; "
+            f"for a second of polls and journal: {counted['runner_by_clock_a_second']:,}"
+        )
     figures = {
         "goal": {
             "ratio_at_least": GOAL, "met_asyncio": plain.median >= GOAL, "met_uvloop": fast.median >= GOAL,
@@ -245,10 +271,11 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--callgrind", action="store_true", help="count instructions with valgrind")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--uncounted-clock", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps(SIDES[args.side](args.job)))
+        print(json.dumps((COUNTED if args.uncounted_clock else SIDES)[args.side](args.job)))
         return
     for endpoint in [args.endpoint] if args.endpoint else ["chat", "ids"]:
         tool: instructions.Tool | None = "callgrind" if args.callgrind else None
