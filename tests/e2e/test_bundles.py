@@ -137,6 +137,13 @@ def test_only_bad_rows(tmp_path: Path, server: FakeSGLang) -> None:
     check_answers(job, *range(ROWS))
 
 
+def test_rows_to_which_the_model_says_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = only(21, "said nothing")
+    job = bundled_job(tmp_path, server)
+    assert batchrunner.run(job).retries == 0
+    assert [row["output"] == "" for row in results_of(job)] == [n == 21 for n in range(ROWS)]
+
+
 @pytest.mark.parametrize("fate", ["abort", "abort 503", "empty", "broken 500", "busy 503"])
 def test_a_row_that_is_cut_off(tmp_path: Path, server: FakeSGLang, fate: Behaviour) -> None:
     """One row is cut off: it is sent again, and only it."""

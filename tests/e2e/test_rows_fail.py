@@ -73,6 +73,28 @@ def test_a_thought_that_was_cut_is_an_answer(tmp_path: Path, server: FakeSGLang)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
+def test_an_empty_answer_that_the_model_ended_is_one(
+    tmp_path: Path, server: FakeSGLang, prompt: dict[str, str]
+) -> None:
+    """The model may have nothing to say, as where the text of a translation is empty."""
+    server.script = lambda _: "said nothing"
+    job = job_of(tmp_path, server, rows=3, prompt=prompt)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 0)
+    assert [(row["output"], row["finish_reason"], row["error"]) for row in results_of(job)] == [
+        ("", "stop", None)
+    ] * 3
+
+
+def test_a_tool_call_without_text_is_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = lambda _: "tool call"
+    job = job_of(tmp_path, server, rows=3, prompt={"user": "{{ text }}"})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 0)
+    assert report.finish_reasons == {"tool_calls": 3}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("what", REFUSALS)
 def test_refused_rows_are_final_at_once(
     tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str]

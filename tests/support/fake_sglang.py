@@ -28,7 +28,9 @@ Behaviour: TypeAlias = Literal[
     "abort",  # a 200 that says it was cut off
     "abort 400",  # a 200 that says the row was at fault
     "abort 503",  # a 200 that says the queue was full
-    "empty",
+    "empty",  # and cut there, so that it is no answer
+    "said nothing",  # the model ended its answer at once
+    "tool call",  # a chat's answer without text
     "thought",  # a chat's reasoning that was cut before the answer
     "not json",
     "no answer",  # a 200 of another program
@@ -93,6 +95,21 @@ REFUSALS: dict[str, tuple[int, str]] = {
         "Failed to compile json grammar: Expecting property name in double quotes: line 1 column 2 (char 1)",
     ),
 }
+
+
+SILENT = {"empty", "said nothing"}
+"""Behaviours whose answer has no text."""
+TOOL_CALL: dict[str, Any] = {
+    "id": "call_1",
+    "index": 0,
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'},
+}
+CHATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "thought": ("length", {"reasoning_content": "The user asks"}),
+    "tool call": ("tool_calls", {"tool_calls": [TOOL_CALL]}),
+}
+"""What a chat without text has instead, after its finish reason."""
 
 
 class FakeSGLang(ServerThread):
@@ -368,9 +385,11 @@ class FakeSGLang(ServerThread):
         reply = (
             aborted(sent, *error)
             if error
-            else answer(sent, "" if what == "empty" else None, weights=self.weights)
+            else answer(sent, "" if what in SILENT else None, weights=self.weights)
         )
-        if error is None and what != "empty":
+        if what == "empty":
+            reply["meta_info"]["finish_reason"] = {"type": "length", "length": 0}
+        if error is None and what not in SILENT:
             begun = {**reply["meta_info"], "finish_reason": None, "completion_tokens": 1}
             await answer_to.write_json({"text": "answer", "meta_info": begun, "index": index})
         await answer_to.write_json({**reply, "index": index})
@@ -417,12 +436,7 @@ class FakeSGLang(ServerThread):
             return web.json_response(aborted(sent, *ABORTS[what]))
         if what in REFUSALS:
             return self._error(sent, *REFUSALS[what])
-        text = "" if what in {"empty", "thought"} else None
-        reply = answer(sent, text, weights=self.weights)
-        if what == "thought":
-            reply["choices"][0]["message"]["reasoning_content"] = "The user asks"
-            reply["choices"][0]["finish_reason"] = "length"
-        return web.json_response(reply)
+        return web.json_response(_answered(sent, what, self.weights))
 
     async def _hold(self, sent: Sent) -> None:
         while not self._released:
@@ -449,6 +463,28 @@ def answer(sent: Sent, text: str | None = None, *, weights: str = "default") -> 
     if sent.path == "/generate":
         return samples if len(samples) > 1 else samples[0]
     return _chat(sent, samples)
+
+
+def _answered(sent: Sent, what: Behaviour, weights: str) -> Any:
+    """Return the success that a behaviour stands for."""
+    reply = answer(sent, "" if what in {*SILENT, *CHATS} else None, weights=weights)
+    if what == "empty":
+        _cut(reply)
+    elif what in CHATS:
+        choice = reply["choices"][0]
+        choice["finish_reason"], said = CHATS[what]
+        choice["message"].update(said)
+    return reply
+
+
+def _cut(reply: Any) -> None:
+    """Let all samples of an answer be cut, and not ended by the model."""
+    samples = reply["choices"] if "choices" in reply else reply if isinstance(reply, list) else [reply]
+    for sample in samples:
+        if "message" in sample:
+            sample["finish_reason"] = "length"
+        if "meta_info" in sample:
+            sample["meta_info"]["finish_reason"] = {"type": "length", "length": 0}
 
 
 def aborted(sent: Sent, status: int, message: str) -> Any:

@@ -28,6 +28,9 @@ MOST_COUNT = (1 << 31) - 1
 REASON_CHARACTERS = 100
 """Most characters of a finish reason; SGLang's have ten."""
 
+ENDED = "stop"
+"""The finish reason of an answer that the model ended, at its end token or at a stop text."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 _Word = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)]
 
@@ -64,6 +67,12 @@ class _IdsSample(msgspec.Struct):
 class _Message(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    tool_calls: Any = None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is an answer besides the text: thoughts, or calls of tools."""
+        return bool(self.reasoning_content or self.tool_calls)
 
 
 class _Choice(msgspec.Struct):
@@ -125,7 +134,8 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
     """Read a reply with status 200, as JSON or as its plain Python values.
 
     Take the `detokenizer` of a server without a tokenizer, whose answers are token ids. Raises RequestError
-    where the reply is an abort, empty, no answer, or one with fewer or more samples than were asked for.
+    where the reply is an abort, no answer, one with fewer or more samples than were asked for, or an empty
+    one that the model did not end.
     """
     try:
         if request.kind == "messages":
@@ -245,8 +255,8 @@ def _from_chat(request: Request, reply: _ChatReply) -> Completion:
         retractions=sum(meta.num_retractions or 0 for meta in metas),
         weights=_weights(metas),
     )
-    # reasoning that was cut off before the answer is no empty answer
-    return _checked(completion, reasoned=any(choice.message.reasoning_content for choice in choices))
+    # reasoning that was cut off before the answer is no empty answer, and neither is a call of a tool
+    return _checked(completion, has_more=any(choice.message.has_more for choice in choices))
 
 
 def _in_order(choices: list[_Choice]) -> list[_Choice]:
@@ -259,7 +269,7 @@ def _in_order(choices: list[_Choice]) -> list[_Choice]:
             raise AttemptFailedError(f"the samples are numbered {_short(str(numbers))}")
         choices = sorted(choices, key=lambda choice: choice.index or 0)
     for number, choice in enumerate(choices):
-        if choice.message.content is None and not choice.message.reasoning_content:
+        if choice.message.content is None and not choice.message.has_more:
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
     return choices
 
@@ -283,10 +293,11 @@ def _check_aborts(metas: Sequence[_Meta]) -> None:
             raise error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, body)
 
 
-def _checked(completion: Completion, *, reasoned: bool = False) -> Completion:
+def _checked(completion: Completion, *, has_more: bool = False) -> Completion:
+    """Return an answer; raises AttemptFailedError where it is none. An empty one that the model ended is."""
     if "abort" in completion.finish_reasons:
         raise AttemptFailedError("aborted by the engine")
-    if not any(completion.texts) and not reasoned:
+    if not any(completion.texts) and not has_more and ENDED not in completion.finish_reasons:
         raise AttemptFailedError("empty answer")
     return completion
 
