@@ -19,6 +19,8 @@ from yarl import URL
 JSON = "application/json"
 _REDIRECTS = {301: "GET", 302: "GET", 303: "GET", 307: "POST", 308: "POST"}
 """Statuses after which aiohttp's session asks elsewhere, and how."""
+_NEWEST_KNOWN = (3, 14)
+"""Newest aiohttp whose pool is known. The pool is no public interface: newer ones send by the session."""
 
 
 class PostedAnswer(Protocol):
@@ -149,7 +151,9 @@ class DirectPosts(PostSender):
 
 def post_sender(session: aiohttp.ClientSession, url: URL) -> PostSender:
     """Return what posts to a URL: directly, where nothing needs aiohttp's session."""
-    if url.raw_user or url.raw_password or (session.trust_env and _named_in_environment(url)):
+    is_known = tuple(int(part) for part in aiohttp.__version__.split(".")[:2]) <= _NEWEST_KNOWN
+    has_password = url.raw_user or url.raw_password
+    if not is_known or has_password or (session.trust_env and _named_in_environment(url)):
         return SessionPosts(session, url)
     return DirectPosts(session, url)
 

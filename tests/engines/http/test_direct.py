@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -150,10 +151,19 @@ async def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                 await body_of(await post_sender(session, target).post(b"{}", None))
     sent = [headers.get("Authorization") for _, _, headers, _ in seen.requests]
     assert sent == [
-        aiohttp.encode_basic_auth("me", "of-file"),
-        aiohttp.encode_basic_auth("me", "of-url"),
+        "Basic " + b64encode(b"me:of-file").decode(),
+        "Basic " + b64encode(b"me:of-url").decode(),
         None,
     ]
+
+
+async def test_a_newer_aiohttp_sends_by_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pool may be another one."""
+    async with aiohttp.ClientSession() as session:
+        url = URL("http://127.0.0.1:1")
+        assert not isinstance(post_sender(session, url), SessionPosts)
+        monkeypatch.setattr(aiohttp, "__version__", "3.15.0")
+        assert isinstance(post_sender(session, url), SessionPosts)
 
 
 async def test_an_answer_that_announces_another() -> None:
