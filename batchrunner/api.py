@@ -15,11 +15,12 @@ from batchrunner.engines.registry import make_engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, Row, default_prompt, paths_of, write_parquet
+from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import job_of_call
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
 from batchrunner.job.spec import Job, LimitsSpec
-from batchrunner.output.columns import result_schema
+from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
@@ -118,6 +119,8 @@ def generate(
     engine: OpenEngine | EngineLike,
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
+    answers: Sequence[str] = (),
+    explode: bool = False,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
@@ -132,7 +135,9 @@ def generate(
     `prompt` is the user template or the `prompt` part of a job; without it the only text column is the
     prompt. `engine` is an open engine, the `engine` part of a job, a model's name or directory (a server is
     started), the address of a server or a list of addresses, or "simulated". `columns` are carried into the
-    result, whose other columns are those of a result row (`row`, `output`, `finish_reason`, …, `error`).
+    result, whose other columns are those of a result row (`row`, `output`, `finish_reason`, …, `error`), and
+    those of `answers` (`output.columns` of a job, such as "logprobs"). With `explode` each output of a row is
+    a row, where `sampling` has `n`.
     `progress` and `on_progress` are as for `run`.
 
     Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
@@ -153,6 +158,8 @@ def generate(
             limits,
             output=out,
             engine=spec,
+            answers=answers,
+            explode=explode,
         )
         if not dataset.total_rows:
             return _no_results(job, dataset)
@@ -173,6 +180,8 @@ def stream(
     engine: OpenEngine | EngineLike,
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
+    answers: Sequence[str] = (),
+    explode: bool = False,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     output: str | Path | None = None,
     progress: bool = False,
@@ -199,7 +208,17 @@ def stream(
 
     def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
         template = default_prompt(schema) if prompt is None else prompt
-        return job_of_call(paths, template, sampling, columns, limits, output=output, engine=spec)
+        return job_of_call(
+            paths,
+            template,
+            sampling,
+            columns,
+            limits,
+            output=output,
+            engine=spec,
+            answers=answers,
+            explode=explode,
+        )
 
     display = make_displays(progress=progress, on_progress=on_progress)
     call = StreamCall(rows, paths_of(rows), make_job, opened.loop if opened else None, display)
@@ -225,4 +244,4 @@ def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
     """Return the results of an input without rows, which pipelines have; the job is checked."""
     carried = Renderer(dataset, job.input, job.prompt, job.sampling).carried_schema
-    return result_schema(carried, samples=job.sampling.n, metadata={}).empty_table()
+    return schema_of_run(carried, plan_answers(job), {}).empty_table()

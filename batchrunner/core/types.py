@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pyroaring import BitMap64
@@ -20,6 +21,7 @@ PromptKind = Literal["messages", "text", "input_ids"]
 """Form of a prompt, named as the key of the job's `prompt`."""
 FinishReason = str
 """SGLang's finish reason: "stop", "length" or "abort"."""
+NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,17 @@ class RowRef(NamedTuple):
     """Index of the row in `carried`."""
 
 
+class AskedColumns(NamedTuple):
+    """Columns of the results that an answer is asked for, beyond those of every result."""
+
+    names: frozenset[str]
+    """Keys of ANSWER_COLUMNS in `job.output`."""
+    top_logprobs: int
+    """Likeliest tokens for each position."""
+    of_tokens: bool
+    """Whether the answer must have token ids or probabilities."""
+
+
 class Request(NamedTuple):
     """One rendered row."""
 
@@ -68,6 +81,8 @@ class Request(NamedTuple):
     """Routing key for a gateway: requests with the same key should go to the same replica."""
     continues: bool = False
     """Whether a last message of the assistant is the beginning of the answer, which goes on from there."""
+    asks: AskedColumns | None = None
+    """What the answer is asked for besides its text; None for nothing."""
 
 
 class Completion(NamedTuple):
@@ -82,6 +97,8 @@ class Completion(NamedTuple):
     """Times that the scheduler preempted the request because the KV pool was full."""
     weights: str | None = None
     """Version of the weights that made the answer (`weight_version`); None where the engine does not tell."""
+    columns: Mapping[str, list[Any]] = NO_COLUMNS
+    """Values of further columns by name: one for each sample, or one for all where they are of the prompt."""
 
     @property
     def output_tokens(self) -> int:
@@ -91,7 +108,7 @@ class Completion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The final result of a row: either a completion or an error."""
+    """The final result of a row: a completion or an error, or both where the answer is why the row failed."""
 
     ref: RowRef
     completion: Completion | None

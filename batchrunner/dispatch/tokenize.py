@@ -25,6 +25,7 @@ from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
+from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
@@ -79,6 +80,9 @@ def _check_engine_needs_none(job: Job) -> None:
     for name in _NEEDS_TOKENIZER:
         if getattr(job.sampling, name) is not None:
             raise CannotTokenizeError(f"sampling.{name} needs it")
+    for name in job.output.asked:
+        if name in OF_TOKENS:
+            raise CannotTokenizeError(f"output.columns: {name} needs it, for the texts of tokens")
     if isinstance(job.prompt.messages, str):
         raise CannotTokenizeError("prompt.messages may hold content that only the server can tokenise")
 
@@ -95,9 +99,11 @@ class PromptTokenizer:
         self._kind = kind
         self._engine_has_tokenizer = not (info.tokenizing and info.tokenizing.absent)
         self._compared = False
-        self._needed = job.tokenize == "client" or job.prompt.truncate is not None
+        self._needed = _why_needed(job, kind, info)
         self._encoder: Encoder | None = None
-        if self._needed or (job.tokenize == "auto" and kind != "input_ids" and not info.simulated):
+        if self._needed is not None or (
+            job.tokenize == "auto" and kind != "input_ids" and not info.simulated
+        ):
             try:
                 self._encoder = make_encoder(job, info, kind)
             except CannotTokenizeError as why:
@@ -135,11 +141,20 @@ class PromptTokenizer:
         self._events.write("tokenize", where="client", engine_has_tokenizer=self._engine_has_tokenizer)
 
     def _leave_to_engine(self, why: CannotTokenizeError) -> None:
-        if self._needed:
-            raise CannotTokenizeError(f"tokenize: prompts cannot be tokenised here: {why}") from None
+        if self._needed is not None:
+            raise CannotTokenizeError(f"{self._needed}: prompts cannot be tokenised here: {why}") from None
         self._encoder = None
         log.info("prompts are tokenised by the engine: %s", why, extra=DETAIL)
         self._events.write("tokenize", where="server", why=str(why))
+
+
+def _why_needed(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
+    """Return the field for which prompts must be tokenised here; None where the engine may do it."""
+    if job.tokenize == "client" or job.prompt.truncate is not None:
+        return "tokenize"
+    if kind == "messages" and "prompt_logprobs" in job.output.asked and not info.simulated:
+        return "output.columns: prompt_logprobs"  # the chat endpoint has none
+    return None
 
 
 def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
@@ -165,6 +180,8 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
 
 def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
     """Say why this job's messages would come to something else as token ids on `/generate`."""
+    if "tool_calls" in job.output.asked:
+        return "output.columns: tool_calls are found by the server"
     ours = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if ours:
         return f"prompt.chat_template_kwargs.{ours[0]} is the server's"

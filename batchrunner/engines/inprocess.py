@@ -220,24 +220,17 @@ class InprocessSGLang(Engine):
         return list(await self._engine.tokenizer_manager.get_loads(include=["core"]))
 
     async def _ask(self, request: Request) -> Any:
-        body = wire.generate_body(request)
-        return await self._engine.async_generate(
-            prompt=body.get("text"),
-            input_ids=body.get("input_ids"),
-            sampling_params=body["sampling_params"],
-            lora_path=body.get("lora_path"),
-        )
+        return await anext(self._generate(wire.generate_body(request)))
 
     async def _ask_many(self, rows: Sequence[PlacedRequest], inbox: Inbox) -> None:
-        body = wire.bundle_body([row.request for row in rows])
-        outputs = await self._engine.async_generate(
-            input_ids=body["input_ids"],
-            sampling_params=body["sampling_params"],
-            lora_path=body.get("lora_path"),
-            stream=True,
-        )
-        async for output in outputs:
+        async for output in self._generate(wire.bundle_body([row.request for row in rows])):
             inbox.put(output)
+
+    def _generate(self, body: dict[str, Any]) -> Any:
+        """Do what `/generate` does; `Engine.async_generate` leaves out return_text_in_logprobs."""
+        from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
+
+        return self._engine.tokenizer_manager.generate_request(GenerateReqInput(**body), None)
 
     async def _ask_chat(self, request: Request) -> Any:
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest  # noqa: PLC0415

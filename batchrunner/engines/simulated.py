@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.core.types import AskedColumns, Completion, EngineInfo, Request, SchedulerLoad
 from batchrunner.engines.base import Engine
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.simulation.config import SchedulerConfig
@@ -36,6 +36,8 @@ _CHARACTERS_A_TOKEN = 4
 _TOKENS_A_MESSAGE = 4  # those that a chat template puts around a message
 _MEDIAN_OUTPUT_TOKENS = 150
 _SPREAD = 0.8  # sigma of the lognormal: the longest tenth has about three times the median
+_VOCABULARY_SIZE = 32_000
+_LOGPROB = -1.0
 _VOCABULARY = (
     *("the", "a", "of", "and", "to", "in", "is", "that", "for", "on", "with", "as", "by", "from", "this"),
     *("it", "an", "or", "which", "one", "two", "new", "long", "small", "early", "late", "model", "system"),
@@ -66,13 +68,33 @@ def answer(request: Request, limit_tokens: int) -> Completion:
         )
     samples = _hashes(request)
     lengths = [_length(request.sampling, sample, limit_tokens - prompt_tokens) for sample in samples]
-    return Completion(
+    completion = Completion(
         texts=[_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)],
         finish_reasons=[reason for _, reason in lengths],
         completion_tokens=[tokens for tokens, _ in lengths],
         prompt_tokens=prompt_tokens,
         cached_tokens=0,
     )
+    if request.asks is None:
+        return completion
+    return completion._replace(columns=_columns(request.asks, completion))
+
+
+def _columns(asks: AskedColumns, completion: Completion) -> dict[str, list[Any]]:
+    """Make up what is asked for besides the text: tokens are words, and each is as likely as the next."""
+    words = [text.split() for text in completion.texts]
+    ids = [[crc32(word.encode()) % _VOCABULARY_SIZE for word in some] for some in words]
+    tokens = [
+        [{"id": number, "token": word, "logprob": _LOGPROB} for number, word in zip(*some, strict=True)]
+        for some in zip(ids, words, strict=True)
+    ]
+    found: dict[str, list[Any]] = {
+        "output_ids": ids,
+        "logprobs": tokens,
+        "top_logprobs": [[[token] * asks.top_logprobs for token in some] for some in tokens],
+        "prompt_logprobs": [[]],
+    }
+    return {name: found.get(name, [None] * len(words)) for name in asks.names}
 
 
 def count_tokens(request: Request) -> int:

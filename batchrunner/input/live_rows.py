@@ -12,6 +12,7 @@ from batchrunner.input.dataset import RowBatch
 from batchrunner.input.formats.base import PROBLEM
 from batchrunner.input.render import Renderer
 from batchrunner.input.schemas import normalize, normalized
+from batchrunner.job.answers import plan_answers
 from batchrunner.job.spec import Job
 
 MOST_RENDERERS = 64
@@ -105,7 +106,14 @@ class LiveRenderer:
 
     def _make(self, schema: pa.Schema) -> Renderer:
         job = self._job
-        return Renderer(LiveColumns(schema), job.input, job.prompt, job.sampling, render_s=job.limits.render)
+        return Renderer(
+            LiveColumns(schema),
+            job.input,
+            job.prompt,
+            job.sampling,
+            render_s=job.limits.render,
+            asks=plan_answers(job).asks,
+        )
 
 
 def _text_if_null(field: pa.Field) -> pa.Field:

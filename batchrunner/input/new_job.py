@@ -20,7 +20,7 @@ from batchrunner.input.dataset import Dataset
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.prompt_types import is_ids, is_text
 from batchrunner.job.fields import user_paths
-from batchrunner.job.spec import RESULT_COLUMNS
+from batchrunner.job.output import RESULT_COLUMNS
 
 ENGINES = ("server", "simulated")
 TEXT_NAMES = (

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
-from batchrunner.core.types import Outcome, PromptKind, Request, RowRef
+from batchrunner.core.types import AskedColumns, Outcome, PromptKind, Request, RowRef
 from batchrunner.input.dataset import RowBatch
 from batchrunner.input.messages import (
     WANTED as MESSAGES_WANTED,
@@ -66,8 +66,11 @@ class Renderer:
         sampling: SamplingSpec,
         *,
         render_s: float = LIMIT_S,
+        asks: AskedColumns | None = None,
     ) -> None:
         """Compile the templates and check the columns; a row is rendered in `render_s` of CPU time.
+
+        `asks` is what its answer is asked for besides the text.
 
         Raises JobError for a bad template, InputError for a missing column or one of a wrong type.
         """
@@ -75,6 +78,7 @@ class Renderer:
         self.kind, self._prompt_of, used = _prompt_source(prompt, dataset, limit)
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self._continues = prompt.continues
+        self._asks = asks
         self.predicate = None
         self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset)
         names = {*used, *self._per_row.values()}
@@ -141,6 +145,7 @@ class Renderer:
             lora,
             self._chat_template_kwargs,
             continues=self._continues,
+            asks=self._asks,
         )
 
 

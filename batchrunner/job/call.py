@@ -19,21 +19,25 @@ def job_of_call(
     *,
     output: Path,
     engine: EngineSpec,
+    answers: Sequence[str] = (),
+    explode: bool = False,
 ) -> Job:
     """Return the job that reads `paths` and writes into the directory `output`; raises JobError.
 
-    `prompt` is the template of the user message, or the `prompt` part of a job; `columns` are carried. No
-    variable of the environment changes the job.
+    `prompt` is the template of the user message, or the `prompt` part of a job; `columns` are carried,
+    `answers` are the job's `output.columns`. No variable of the environment changes the job.
     """
     if isinstance(columns, str):
         raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
+    if isinstance(answers, str):
+        raise JobError("answers", hint=f"give a list of columns, such as [{answers!r}]")
     if isinstance(limits, LimitsSpec):
         limits = limits.model_dump(exclude_unset=True)
     tree = {
         "input": {"path": list(paths), "columns": list(columns)},
         "prompt": {"user": prompt} if isinstance(prompt, str) else prompt,
         "sampling": sampling or {},
-        "output": {"path": str(output)},
+        "output": {"path": str(output), "columns": list(answers), "explode": explode},
         "engine": engine.model_dump(exclude_unset=True),
         "limits": limits or {},
     }

@@ -13,24 +13,8 @@ from pydantic import Field, field_validator, model_validator
 from batchrunner.core.errors import WrongValueError
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
 from batchrunner.job.fields import CountOrShare, Duration, Share, Spec, UserPath
+from batchrunner.job.output import RESULT_COLUMNS, SAMPLE, OutputSpec, name_clash
 from batchrunner.job.sampling import SamplingSpec
-
-RESULT_COLUMNS = {
-    "row": "Position of the row in the input, from 0.",
-    "output": "The text that the model generated; null if the row failed.",
-    "finish_reason": "Why the output ended: `stop` (the model's end, or a stop text), `length` "
-    "(`max_new_tokens`, "
-    "or the context is full), or another of SGLang's reasons.",
-    "prompt_tokens": "Tokens of the prompt, as the engine counted them.",
-    "cached_tokens": "Tokens of the prompt that the engine had in its prefix cache.",
-    "completion_tokens": "Tokens of the output.",
-    "latency_s": "Seconds from sending the request to its answer, waiting in the engine's queue included.",
-    "attempts": "How often the row was sent; 0 for a row that has the answer of an equal row.",
-    "error": "Why the row failed, in a sentence; null if it succeeded.",
-}
-"""Columns of a result besides the carried ones, with their meanings: `row` comes first, the others after the
-carried columns."""
-
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
@@ -98,6 +82,11 @@ class PromptSpec(Spec):
         """Whether a last message of the assistant is the beginning of the answer."""
         return isinstance(self.messages, list) or self.continue_ is True
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are messages."""
+        return self.user is not None or self.messages is not None
+
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
         given = [
@@ -118,17 +107,6 @@ class PromptSpec(Spec):
                 f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
             )
         return self
-
-
-class OutputSpec(Spec):
-    """Where the results are written."""
-
-    path: UserPath
-    """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log."""
-    part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Most rows in a result file (part). A part is also written every 30 s."""
-    durable: Duration = 1.0
-    """Time within which a finished row is safe on disk, in a journal or in a part."""
 
 
 class LimitsSpec(Spec):
@@ -226,7 +204,7 @@ class Job(Spec):
     @model_validator(mode="after")
     def _passes_the_gateway(self) -> Job:
         if isinstance(self.engine, GatewayEngine):
-            chat = self.prompt.user is not None or self.prompt.messages is not None
+            chat = self.prompt.is_chat
             given = {k for k in SamplingSpec.model_fields if getattr(self.sampling, k) is not None}
             dropped = sorted(given & GATEWAY_DROPS["chat" if chat else "generate"])
             if dropped:
@@ -243,6 +221,20 @@ class Job(Spec):
         return self
 
     @model_validator(mode="after")
+    def _columns_of_chats(self) -> Job:
+        asked = self.output.asked
+        if "tool_calls" in asked and not self.prompt.is_chat:
+            raise WrongValueError(
+                "output.columns: tool_calls need a chat", hint="give prompt.user or prompt.messages"
+            )
+        if {"tool_calls", "prompt_logprobs"} <= {*asked}:
+            raise WrongValueError(
+                "output.columns: SGLang's chat endpoint has tool_calls, and /generate has prompt_logprobs",
+                hint="give one of them",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _result_names(self) -> Job:
         carried = {self.input.rename.get(name, name): name for name in self.input.columns}
         for name in self.input.rename:
@@ -250,11 +242,7 @@ class Job(Spec):
                 raise ValueError(f"input.rename names {name!r}, which is not in input.columns")
         if len(carried) < len(self.input.columns):
             raise ValueError("input.columns, as renamed, has a name twice")
-        for name in RESULT_COLUMNS:
+        for name in (*RESULT_COLUMNS, *self.output.asked, *([SAMPLE] if self.output.explode else [])):
             if name in carried:
-                raise WrongValueError(
-                    f"input.columns: a result has a column {name!r} of its own",
-                    hint=f"carry yours under another name: input.rename: {{{carried[name]}: input_{name}}}",
-                    mark=";",
-                )
+                raise name_clash(carried, name)
         return self

@@ -1,26 +1,53 @@
 """Converts outcomes into Arrow tables with the columns of a part, without `pa.array` (`arrow_array`)."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from batchrunner.core.types import Outcome, RowRef
-from batchrunner.job.spec import RESULT_COLUMNS
+from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
 
-_NUMBER_CODES = {pa.int32(): "i", pa.int64(): "q", pa.float64(): "d"}
+_NUMBER_CODES = {pa.int32(): "i", pa.int64(): "q", pa.float32(): "f", pa.float64(): "d"}
+_TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
+_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+ANSWER_TYPES: dict[str, pa.DataType] = {
+    "reasoning": pa.string(),
+    "tool_calls": pa.list_(pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)])),
+    "output_ids": pa.list_(pa.int32()),
+    "logprobs": pa.list_(_TOKEN),
+    "top_logprobs": pa.list_(pa.list_(_TOKEN)),
+    "prompt_logprobs": pa.list_(_TOKEN),
+    "matched_stop": pa.string(),
+}
+"""Types of the columns that a job can ask for, of one output."""
+EXPLODED = "explode"
+"""Key of a part's metadata that says so: a carried column may be called `sample` too."""
+FURTHER = {"batchrunner": "further"}
+"""Metadata of the columns that some starts of a run may have, and others not."""
+OF_THE_PROMPT = {"prompt_logprobs"}
+"""Those of them that all outputs of a row have in common."""
 
 
-def result_schema(carried: pa.Schema, *, samples: int, metadata: dict[str, str]) -> pa.Schema:
+def result_schema(
+    carried: pa.Schema,
+    *,
+    samples: int,
+    metadata: dict[str, str],
+    columns: Sequence[str] = (),
+    explode: bool = False,
+) -> pa.Schema:
     """Return the schema of a part: `row`, the carried columns, then the columns of the result.
 
-    With `samples` above 1 some of these are lists, with one value for each sample.
+    `columns` are those that the job asks for, keys of ANSWER_TYPES. With `samples` above 1 some of all these
+    are lists, with one value for each sample, unless each sample has a row of its own (`explode`).
     """
 
     def each(kind: pa.DataType) -> pa.DataType:
-        return kind if samples == 1 else pa.list_(kind)
+        return kind if samples == 1 or explode else pa.list_(kind)
 
     types: dict[str, pa.DataType] = {
         "row": pa.int64(),
@@ -34,35 +61,103 @@ def result_schema(carried: pa.Schema, *, samples: int, metadata: dict[str, str])
         "error": pa.string(),
     }
     first, *rest = RESULT_COLUMNS
-    fields = [pa.field(first, types[first], nullable=False), *carried, *(pa.field(n, types[n]) for n in rest)]
+    fields = [
+        pa.field(first, types[first], nullable=False),
+        *([pa.field(SAMPLE, pa.int32())] if explode else []),
+        *carried,
+        *(pa.field(name, types[name]) for name in rest),
+    ]
+    for name in columns:
+        kind = ANSWER_TYPES[name]
+        fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind), metadata=FURTHER))
     return pa.schema(fields, metadata=metadata)
 
 
-def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, *, samples: int) -> pa.Table:
+def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
+    """Return the schema of the parts that this start of a run writes."""
+    told = {**metadata, EXPLODED: "true"} if plan.explode else metadata
+    return result_schema(
+        carried, samples=plan.samples, metadata=told, columns=plan.columns, explode=plan.explode
+    )
+
+
+def may_be_missing(field: pa.Field) -> bool:
+    """Tell whether a column of a part may be missing in others of the run."""
+    return b"batchrunner" in (field.metadata or {})
+
+
+def is_exploded(schema: pa.Schema) -> bool:
+    """Tell whether a part has a row for each sample."""
+    return EXPLODED.encode() in (schema.metadata or {})
+
+
+class ResultRow(NamedTuple):
+    """A row of the results: an outcome, or one sample of it."""
+
+    outcome: Outcome
+    sample: int | None
+    """Number of the sample; None for all samples of the outcome, or for one without any."""
+
+
+def result_rows(outcomes: Iterable[Outcome], *, samples: int, explode: bool) -> list[ResultRow]:
+    """Return the rows of the results that outcomes become."""
+    if explode:
+        return [
+            ResultRow(outcome, sample)
+            for outcome in outcomes
+            for sample in (range(samples) if outcome.completion else (None,))
+        ]
+    only = 0 if samples == 1 else None
+    return [ResultRow(outcome, only) for outcome in outcomes]
+
+
+def answer_value(row: ResultRow, name: str) -> Any:
+    """Return the value of a column that the job asks for."""
+    values = row.outcome.completion.columns.get(name) if row.outcome.completion else None
+    if values is None:
+        return None
+    if name in OF_THE_PROMPT:
+        return values[0]
+    return values if row.sample is None else values[row.sample]
+
+
+def table_of(
+    outcomes: Sequence[Outcome],
+    schema: pa.Schema,
+    *,
+    samples: int,
+    columns: Sequence[str] = (),
+    explode: bool = False,
+) -> pa.Table:
     """Return outcomes as a table of the schema of a part, in the given order."""
+    rows = result_rows(outcomes, samples=samples, explode=explode)
 
     def per_sample(name: str) -> list[Any]:
-        if samples == 1:
-            return [getattr(o.completion, name)[0] if o.completion else None for o in outcomes]
-        return [getattr(o.completion, name) if o.completion else None for o in outcomes]
+        if samples == 1 or explode:
+            return [getattr(o.completion, name)[n or 0] if o.completion else None for o, n in rows]
+        return [getattr(o.completion, name) if o.completion else None for o, _ in rows]
 
     values: dict[str, Any] = {
-        "row": [o.ref.row for o in outcomes],
+        "row": [o.ref.row for o, _ in rows],
         "output": per_sample("texts"),
         "finish_reason": per_sample("finish_reasons"),
-        "prompt_tokens": [o.completion.prompt_tokens if o.completion else None for o in outcomes],
-        "cached_tokens": [o.completion.cached_tokens if o.completion else None for o in outcomes],
+        "prompt_tokens": [o.completion.prompt_tokens if o.completion else None for o, _ in rows],
+        "cached_tokens": [o.completion.cached_tokens if o.completion else None for o, _ in rows],
         "completion_tokens": per_sample("completion_tokens"),
-        "latency_s": [o.latency_s for o in outcomes],
-        "attempts": [o.attempts for o in outcomes],
-        "error": [o.error for o in outcomes],
+        "latency_s": [o.latency_s for o, _ in rows],
+        "attempts": [o.attempts for o, _ in rows],
+        "error": [o.error for o, _ in rows],
     }
-    carried = _carried([outcome.ref for outcome in outcomes])
-    columns = [
+    if explode:
+        values[SAMPLE] = [sample for _, sample in rows]
+    for name in columns:
+        values[name] = [answer_value(row, name) for row in rows]
+    carried = _carried([outcome.ref for outcome, _ in rows])
+    arrays = [
         arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)
         for field in schema
     ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

@@ -10,12 +10,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchrunner.core.types import Outcome
+from batchrunner.job.output import SAMPLE
+from batchrunner.output.columns import is_exploded
 
 COUNTED_COLUMNS = [
     *("row", "error", "attempts", "finish_reason"),
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
 ]
-"""Columns of a part that RowCounts.add_table reads."""
+"""Columns of every part that RowCounts.add_table reads."""
 MOST_GROUPS = 50
 """Failure groups that are kept; further ones are counted as OTHER."""
 OTHER = "other reasons"
@@ -91,23 +93,24 @@ class RowCounts:
         """Count the end of one row."""
         self.retries += max(outcome.attempts - 1, 0)
         completion = outcome.completion
-        if completion is None:
+        if completion is None or outcome.error is not None:
             self.failed += 1
             self.failures.add(outcome.ref.row, outcome.error or "")
-            return
-        self.ok += 1
-        self.cut += CUT in completion.finish_reasons
-        for reason in completion.finish_reasons:
-            self._count_reason(reason or UNKNOWN, 1)
-        if outcome.attempts == 0:
-            self.duplicates += 1
+        else:
+            self.ok += 1
+            self.cut += CUT in completion.finish_reasons
+            for reason in completion.finish_reasons:
+                self._count_reason(reason or UNKNOWN, 1)
+            self.duplicates += outcome.attempts == 0
+        if completion is None or outcome.attempts == 0:
             return
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
 
     def add_table(self, rows: pa.Table) -> None:
-        """Count the rows of a table that has COUNTED_COLUMNS."""
+        """Count the rows of a table that has the columns of `counted_columns`."""
+        samples, rows = rows, _first_samples(rows)
         failed = rows.filter(pc.is_valid(rows.column("error")))
         for row, error in zip(
             failed.column("row").to_pylist(), failed.column("error").to_pylist(), strict=True
@@ -117,13 +120,15 @@ class RowCounts:
         sent = rows.filter(pc.greater(rows.column("attempts"), 0))
         self.failed += failed.num_rows
         self.ok += ok.num_rows
-        self.cut += _rows_with(CUT, ok.column("finish_reason"))
+        ok_samples = samples.filter(pc.is_null(samples.column("error")))
+        self.cut += _rows_with(CUT, ok_samples)
         self.duplicates += pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0
         self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
         self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
         self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0
-        self.output_tokens += pc.sum(each_sample(sent.column("completion_tokens"))).as_py() or 0
-        for found in pc.value_counts(each_sample(ok.column("finish_reason"))).to_pylist():
+        sent_samples = samples.filter(pc.greater(samples.column("attempts"), 0))
+        self.output_tokens += pc.sum(each_sample(sent_samples.column("completion_tokens"))).as_py() or 0
+        for found in pc.value_counts(each_sample(ok_samples.column("finish_reason"))).to_pylist():
             self._count_reason(found["values"] or UNKNOWN, found["counts"])
 
     def _count_reason(self, reason: str, count: int) -> None:
@@ -137,8 +142,23 @@ class RowCounts:
             setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
-def _rows_with(reason: str, column: pa.ChunkedArray) -> int:
+def counted_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns of a part that RowCounts.add_table reads."""
+    return [*COUNTED_COLUMNS, SAMPLE] if is_exploded(schema) else COUNTED_COLUMNS
+
+
+def _first_samples(rows: pa.Table) -> pa.Table:
+    """Return the rows without those of further samples."""
+    if SAMPLE not in rows.column_names:
+        return rows
+    return rows.filter(pc.equal(pc.fill_null(rows.column(SAMPLE), 0), 0))
+
+
+def _rows_with(reason: str, rows: pa.Table) -> int:
     """Return how many rows have a finish reason, those of several samples once."""
+    column = rows.column("finish_reason")
+    if SAMPLE in rows.column_names:
+        return pc.count_distinct(rows.filter(pc.equal(column, reason)).column("row")).as_py() or 0
     if not pa.types.is_list(column.type):
         return pc.sum(pc.equal(column, reason)).as_py() or 0
     found = pc.equal(pc.list_flatten(column), reason)

@@ -15,7 +15,7 @@ from batchrunner.core.errors import BatchrunError, OutputError, ResumeError
 from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, known_format
 from batchrunner.job.fields import user_path
 from batchrunner.output.files import link_part, whole_file
-from batchrunner.output.merge import finished_parts, in_order
+from batchrunner.output.merge import distinct_rows, finished_parts, in_order
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.table_file import TableFile, table_file
 
@@ -37,12 +37,12 @@ class _StandardOutput(io.RawIOBase):
 
 
 def export(run: str | Path, file: str, *, form: str | None = None, force: bool = False) -> int | None:
-    """Write the rows of all parts in input order to a file, or to standard output; return their number.
+    """Write the rows of all parts in input order to a file, or to standard output.
 
-    It is None where the reader of standard output wanted no more. The ending of `file`, or `form`, an ending
-    without its dot such as "csv.gz", tells the format. The file is whole when it appears; an existing one is
-    replaced with `force` only. Raises OutputError, also where there is nothing to export, or ResumeError
-    where a part is damaged.
+    Return how many rows of the input they are; None where the reader of standard output wanted no more. The
+    ending of `file`, or `form`, an ending without its dot such as "csv.gz", tells the format. The file is
+    whole when it appears; an existing one is replaced with `force` only. Raises OutputError, also where there
+    is nothing to export, or ResumeError where a part is damaged.
     """
     run_dir = RunDir(run)
     kind = _format(file, form)
@@ -136,5 +136,5 @@ def _write(tables: Iterator[pa.Table], sink: IO[bytes] | io.RawIOBase, form: Fil
             if writer is None:
                 writer = stack.enter_context(contextlib.closing(table_file(form, stream, table.schema)))
             writer.write(table)
-            rows += table.num_rows
+            rows += distinct_rows(table)
     return rows

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import BatchrunError, OutputError, ResumeError, TaskHeldError
 from batchrunner.output.buckets import Buckets
+from batchrunner.output.columns import may_be_missing
 from batchrunner.output.files import sync_directory, writing
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.resume import done_by_all
@@ -85,9 +87,49 @@ def in_order(parts: list[Path], work: Path) -> Iterator[pa.Table]:
     """
     rows = _bucket_rows(parts)
     buckets = Buckets(work, "row", range(rows, sys.maxsize, rows))
+    schema = _common_schema(parts)
     for part in parts:
-        buckets.put(_read(part))
+        buckets.put(_with_all_columns(_read(part), schema))
     return buckets.take()
+
+
+def distinct_rows(table: pa.Table) -> int:
+    """Return how many rows of the input a table of results has."""
+    return int(pc.count_distinct(table.column("row")).as_py())
+
+
+def _common_schema(parts: list[Path]) -> pa.Schema:
+    """Return the columns of all parts, those of the first one first: starts of a run may differ in them."""
+    schema: pa.Schema | None = None
+    for part in parts:
+        with open_part(part) as file:
+            found = file.schema_arrow
+        if schema is None:
+            schema = found
+        elif found.names != schema.names:
+            for field in found:
+                if field.name not in schema.names and may_be_missing(field):
+                    schema = schema.append(field)
+    assert schema is not None
+    return schema
+
+
+def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a table with the columns of a schema, null where it had none.
+
+    Raises KeyError where it lacks one that every part of the run has.
+    """
+    if table.schema.names == schema.names:
+        return table
+    for field in schema:
+        if field.name not in table.schema.names and not may_be_missing(field):
+            raise KeyError(f"a part lacks the column {field.name!r}")
+    columns = [
+        table.column(field.name) if field.name in table.schema.names else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    kinds = [field.with_type(column.type) for field, column in zip(schema, columns, strict=True)]
+    return pa.table(columns, schema=pa.schema(kinds, metadata=schema.metadata))
 
 
 def _bucket_rows(parts: list[Path]) -> int:

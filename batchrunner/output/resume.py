@@ -16,7 +16,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.row_set import from_column
 from batchrunner.output.columns import arrow_array
-from batchrunner.output.counts import COUNTED_COLUMNS, RowCounts
+from batchrunner.output.counts import RowCounts, counted_columns
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.journal import read_journal
 from batchrunner.output.parts import open_part
@@ -40,7 +40,7 @@ class DoneRows:
         return len(self.rows) - self.counts.failed
 
     def add(self, results: pa.Table, *, without_failed: bool) -> None:
-        """Add the rows of a table that has COUNTED_COLUMNS."""
+        """Add the rows of a table that has the columns of `counted_columns`."""
         if without_failed:
             results = results.filter(pc.is_null(results.column("error")))
         self.rows |= from_column(results.column("row"))
@@ -94,16 +94,19 @@ def _read_part(path: Path, *, without_failed: bool) -> DoneRows:
     done = DoneRows()
     # the rows of a part that was discarded or moved away since it was listed are not done
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
-        done.add(part.read(COUNTED_COLUMNS, use_threads=False), without_failed=without_failed)
+        columns = counted_columns(part.schema_arrow)
+        done.add(part.read(columns, use_threads=False), without_failed=without_failed)
     return done
 
 
 def _read_journals(run_dir: RunDir) -> list[pa.Table]:
-    """Return the COUNTED_COLUMNS of the journals, copied so that their other columns are freed."""
+    """Return the counted columns of the journals, copied so that their other columns are freed."""
     found: list[pa.Table] = []
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):
-            found += [table.select(COUNTED_COLUMNS).sort_by("row") for table in read_journal(path)]
+            found += [
+                table.select(counted_columns(table.schema)).sort_by("row") for table in read_journal(path)
+            ]
     return found
 
 

@@ -22,6 +22,8 @@ FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
 """What a user types to discard a run, for error messages."""
+_MISSING: dict[str, Any] = {"types": {}, "explode": False}
+"""Parts of a fingerprint that may be missing, and what they then are."""
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
 
@@ -41,6 +43,7 @@ def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, A
         "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
         "model": model,
+        **({"explode": True} if job.output.explode else {}),
     }
 
 
@@ -61,11 +64,13 @@ def check_same_run(
         "types",
         "prompt",
         "sampling",
+        "explode",
         *(["model"] if model_known else []),
     ):
-        before = old.get(name, {}) if name == "types" else old[name]  # runs of 0.1.0 have no types
-        if difference is None and before != new[name]:
-            difference = _difference(name, before, new[name])
+        missing = _MISSING.get(name)  # earlier versions did not write it
+        before = old.get(name, missing) if name in _MISSING else old[name]
+        if difference is None and before != new.get(name, missing):
+            difference = _difference(name, before, new.get(name, missing))
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}",
@@ -104,7 +109,9 @@ def _difference(name: str, old: Any, new: Any) -> str:
 
 
 def _label(name: str) -> str:
-    return f"input.{name}" if name in {"filter", "columns", "rename", "types"} else name
+    return {"explode": "output.explode"}.get(
+        name, f"input.{name}" if name in {"filter", "columns", "rename", "types"} else name
+    )
 
 
 def _brief(value: Any) -> str:
@@ -133,6 +140,16 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
         f"{run_dir.run_json}: not a run file of this version: {problem}",
         hint=f"take another output.path, or {DISCARD}",
     )
+
+
+def columns_of_earlier(run_dir: RunDir) -> list[str] | None:
+    """Return the columns of answers that the last start of a run had; None where there was none.
+
+    Raises ResumeError as `read_run_json`.
+    """
+    found = read_run_json(run_dir)
+    columns = None if found is None else found.get("columns", [])
+    return columns if columns is None or isinstance(columns, list) else []
 
 
 def require_run_json(run_dir: RunDir) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 from pyroaring import BitMap64
@@ -15,6 +15,7 @@ from pyroaring import BitMap64
 from batchrunner.core.row_set import from_column
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome
+from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import table_of
 from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.files import make_directory, writing
@@ -29,6 +30,8 @@ FLUSH_FRACTION = 0.7
 """Fraction of `output.durable` to wait before rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
 """Most bytes of rows in memory before they are written."""
+_STRUCT_BYTES = 16
+"""Approximate bytes of a number, or of a token with its probability, in a part."""
 
 
 class CommitListener(Protocol):
@@ -58,7 +61,7 @@ class ResultWriter:
         schema: pa.Schema,
         *,
         part_rows: int,
-        samples: int,
+        plan: AnswerPlan,
         durable_s: float,
         lock: TaskLock,
         counter: OutcomeCounter,
@@ -67,15 +70,15 @@ class ResultWriter:
     ) -> None:
         """Create the directory of the parts; raises StorageError.
 
-        `samples` is the number of answers per row, `durable_s` the seconds within which a row is on disk,
-        `lock` the lock of the task, which the caller holds.
+        `plan` says what an outcome becomes, `durable_s` the seconds within which a row is on disk, `lock` is
+        the lock of the task, which the caller holds.
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
         self._run_dir = run_dir
         self._schema = schema
         self._part_rows = part_rows
-        self._samples = samples
+        self._plan = plan
         self._disk = disk
         self._durable_s = durable_s
         self._lock = lock
@@ -148,7 +151,7 @@ class ResultWriter:
     async def _write(self, outcomes: list[Outcome], *, last: bool) -> None:
         part = self._part
         if outcomes:
-            part.add(await asyncio.to_thread(table_of, outcomes, self._schema, samples=self._samples))
+            part.add(await asyncio.to_thread(self._table_of, outcomes))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= TIMING.part):
             if outcomes and self._publishing is not None and not self._publishing.done():
@@ -159,6 +162,12 @@ class ResultWriter:
         elif outcomes:
             await self._disk.write(part.path, part.append_journal)
         self._set_timer()
+
+    def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
+        plan = self._plan
+        return table_of(
+            outcomes, self._schema, samples=plan.samples, columns=plan.columns, explode=plan.explode
+        )
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part; rows that finish meanwhile go into the journal of the next part."""
@@ -250,4 +259,17 @@ class _PendingPart:
 
 
 def _text_bytes(outcome: Outcome) -> int:
-    return 0 if outcome.completion is None else sum(map(len, outcome.completion.texts))
+    completion = outcome.completion
+    if completion is None:
+        return 0
+    size = sum(map(len, completion.texts))
+    return size + sum(map(_bytes_of, completion.columns.values())) if completion.columns else size
+
+
+def _bytes_of(value: Any) -> int:
+    """Return the approximate bytes of a value in a part."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return sum(map(_bytes_of, value))
+    return _STRUCT_BYTES

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 
 from batchrunner.core.exit_codes import EXIT_DONE, EXIT_STOPPED
+from batchrunner.job.output import SAMPLE
 from batchrunner.output.export import export
-from batchrunner.output.merge import merge
+from batchrunner.output.merge import distinct_rows, merge
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import is_held
 from batchrunner.report.html.page import leave_page
@@ -71,10 +72,17 @@ class MergedRun:
 def merge_run(run: str | Path) -> MergedRun:
     """Merge a run and write its report; raises OutputError, ResumeError or StorageError, as `merge` does."""
     path = merge(run)
-    rows = sum(pq.read_metadata(file).num_rows for file in path.glob("*.parquet"))
+    rows = sum(map(_input_rows, path.glob("*.parquet")))
     report, run_dir = report_of_all(run), RunDir(run)
     leave_page(run_dir)
     return MergedRun(path, report, rows, _is_at_work(run_dir))
+
+
+def _input_rows(file: Path) -> int:
+    """Return how many rows of the input a merged file has: each is in one file, with all its samples."""
+    if SAMPLE not in pq.read_schema(file).names:
+        return int(pq.read_metadata(file).num_rows)
+    return distinct_rows(pq.read_table(file, columns=["row"]))
 
 
 def export_run(run: str | Path, file: str, *, form: str | None, force: bool) -> MergedRun:

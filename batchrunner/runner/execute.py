@@ -61,7 +61,7 @@ async def execute(
         raise JobError(
             "--fresh would discard what other tasks have done", hint="delete the directory instead"
         )
-    prepared = await asyncio.to_thread(prepare, job, part)
+    prepared = await asyncio.to_thread(prepare, job, part, fresh=fresh)
     run_dir = prepared.run_dir
     control, display = control or Control(), display or NoDisplay()
     counts, events = RowCounts(), EventLog(run_dir.events)

@@ -10,6 +10,9 @@ from pyroaring import BitMap64
 from batchrunner.core.types import Outcome
 from batchrunner.input.dataset import RowBatch
 from batchrunner.input.render import UnreadableValue, rows_of, values_of
+from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.output import SAMPLE
+from batchrunner.output.columns import ResultRow, answer_value, result_rows
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.writer import ResultWriter
@@ -52,12 +55,14 @@ class Handover:
         """Add the rows in the parts of a run, each once; raises ResumeError where a part is damaged."""
         given = BitMap64()
         for path in run_dir.all_parts():
+            of_this_part = BitMap64()
             with open_part(path) as part:
                 for batch in part.iter_batches(MOST_ROWS):
                     for row in await asyncio.to_thread(_rows_of, batch):
-                        if row["row"] not in given:
-                            given.add(row["row"])
+                        if row["row"] not in given:  # it may have several samples here
+                            of_this_part.add(row["row"])
                             await self.put(row)
+            given |= of_this_part
 
     def end(self) -> None:
         """Record that no more rows come."""
@@ -75,16 +80,17 @@ class OutcomeCount(Protocol):
 class GivenResults:
     """Gives outcomes to the program, and stores them nowhere; what a stream has for a ResultWriter."""
 
-    def __init__(self, handover: Handover, counter: OutcomeCount, *, samples: int) -> None:
-        """Take the parts; `samples` is the number of answers per row."""
+    def __init__(self, handover: Handover, counter: OutcomeCount, plan: AnswerPlan) -> None:
+        """Take the parts; `plan` says what an outcome becomes."""
         self._handover = handover
         self._counter = counter
-        self._samples = samples
+        self._plan = plan
 
     async def put(self, outcome: Outcome) -> None:
         """Count an outcome and give it to the program; waits while the program is behind."""
         self._counter.add(outcome)
-        await self._handover.put(row_of(outcome, samples=self._samples))
+        for row in rows_given(outcome, self._plan):
+            await self._handover.put(row)
 
     def check(self) -> None:
         """Do nothing: nothing happens in the background."""
@@ -93,35 +99,44 @@ class GivenResults:
 class StoredAndGiven:
     """Stores outcomes, and then gives them to the program."""
 
-    def __init__(self, writer: ResultWriter, handover: Handover, *, samples: int) -> None:
-        """Take the parts; `samples` is the number of answers per row."""
+    def __init__(self, writer: ResultWriter, handover: Handover, plan: AnswerPlan) -> None:
+        """Take the parts; `plan` says what an outcome becomes."""
         self._writer = writer
         self._handover = handover
-        self._samples = samples
+        self._plan = plan
 
     async def put(self, outcome: Outcome) -> None:
         """Count, store and give an outcome; waits while disk or program are behind. Raises StorageError."""
         await self._writer.put(outcome)
-        await self._handover.put(row_of(outcome, samples=self._samples))
+        for row in rows_given(outcome, self._plan):
+            await self._handover.put(row)
 
     def check(self) -> None:
         """Raise the StorageError of a background write that failed for good."""
         self._writer.check()
 
 
-def row_of(outcome: Outcome, *, samples: int) -> dict[str, Any]:
-    """Return an outcome as a row with the columns of a result."""
-    ref, completion = outcome.ref, outcome.completion
-
-    def each(values: list[Any]) -> Any:
-        return values[0] if samples == 1 else values
-
+def rows_given(outcome: Outcome, plan: AnswerPlan) -> list[dict[str, Any]]:
+    """Return the rows of the results that an outcome becomes, as their columns have them."""
+    ref = outcome.ref
     carried = {
         name: _value_at(ref.carried.column(at), ref.position)
         for at, name in enumerate(ref.carried.schema.names)
     }
+    rows = result_rows([outcome], samples=plan.samples, explode=plan.explode)
+    return [_row_given(row, carried, plan) for row in rows]
+
+
+def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dict[str, Any]:
+    outcome, sample = row
+    completion = outcome.completion
+
+    def each(values: list[Any]) -> Any:
+        return values if sample is None else values[sample]
+
     return {
-        "row": ref.row,
+        "row": outcome.ref.row,
+        **({SAMPLE: sample} if plan.explode else {}),
         **carried,
         "output": each(completion.texts) if completion else None,
         "finish_reason": each(completion.finish_reasons) if completion else None,
@@ -131,6 +146,7 @@ def row_of(outcome: Outcome, *, samples: int) -> dict[str, Any]:
         "latency_s": outcome.latency_s,
         "attempts": outcome.attempts,
         "error": outcome.error,
+        **{name: answer_value(row, name) for name in plan.columns},
     }
 
 

@@ -10,12 +10,14 @@ from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
+from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.spec import InputSpec, Job
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
     DISCARD,
     check_same_run,
+    columns_of_earlier,
     fingerprint,
     holds_run,
     read_run_json,
@@ -35,6 +37,7 @@ class PreparedJob(JobInput):
     """A job whose input, templates and output directory were checked; nothing was sent or written."""
 
     run_dir: RunDir
+    answers: AnswerPlan
     part: Shard | JoinTask | None = None
 
     def share_of(self, selected: BitMap64) -> BitMap64:
@@ -45,19 +48,23 @@ class PreparedJob(JobInput):
         return selected & BitMap64(rows)
 
 
-def prepare(job: Job, part: Shard | JoinTask | None = None) -> PreparedJob:
+def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = False) -> PreparedJob:
     """Check everything that can be checked without an engine, for one task of several or for all.
 
+    Where it begins `fresh`, what an earlier run left there does not matter.
     Raises JobError, InputError or OutputError, each one clear line.
     """
     run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
     dataset = _open_dataset(job.input, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
-    renderer = Renderer(dataset, job.input, job.prompt, job.sampling, render_s=job.limits.render)
+    answers = plan_answers(job, None if fresh else columns_of_earlier(run_dir))
+    renderer = Renderer(
+        dataset, job.input, job.prompt, job.sampling, render_s=job.limits.render, asks=answers.asks
+    )
     run_dir.check_writable()
     refuse_nesting(run_dir)
-    return PreparedJob(job, dataset, renderer, run_dir, part)
+    return PreparedJob(job, dataset, renderer, run_dir, answers, part)
 
 
 def _open_dataset(source: InputSpec, run_dir: RunDir) -> Dataset:

@@ -17,7 +17,7 @@ from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.feedback import write_decisions
 from batchrunner.engines.base import Engine
-from batchrunner.output.columns import result_schema
+from batchrunner.output.columns import schema_of_run
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.events import EventLog, attempts_in
@@ -72,14 +72,14 @@ async def build_run(
         run_dir,
         _schema(prepared, info),
         part_rows=job.output.part_rows,
-        samples=job.sampling.n,
+        plan=prepared.answers,
         durable_s=job.output.durable,
         lock=lock,
         counter=FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share),
         listener=rows,
         disk=DiskWait(job.limits.disk_wait, control),
     )
-    results = writer if handover is None else StoredAndGiven(writer, handover, samples=job.sampling.n)
+    results = writer if handover is None else StoredAndGiven(writer, handover, prepared.answers)
     sending = build_sending(
         job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
         control, display, began=began,
@@ -128,7 +128,7 @@ def _schema(prepared: PreparedJob, info: EngineInfo) -> pa.Schema:
     metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
     if info.simulated:
         metadata["simulated"] = "true"
-    return result_schema(prepared.renderer.carried_schema, samples=prepared.job.sampling.n, metadata=metadata)
+    return schema_of_run(prepared.renderer.carried_schema, prepared.answers, metadata)
 
 
 def _log_start(attempt: Attempt, windows: Windows, events: EventLog) -> None:
@@ -258,6 +258,7 @@ class Run:
             job,
             fingerprint=mine,
             rows_total=total,
+            columns=self.prepared.answers.columns,
             engine=asdict(self.info),
             versions=versions(self.info),
         )

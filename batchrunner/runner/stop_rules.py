@@ -50,7 +50,7 @@ class FailureLimit:
         if not outcome.attempts:
             return
         self._sent += 1
-        if outcome.completion is not None:
+        if outcome.error is None:
             return
         self._failed += 1
         all_sent = self._sent + max(0, self._slots.in_flight - 1)  # the slot of this row is still taken

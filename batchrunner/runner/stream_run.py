@@ -11,6 +11,7 @@ from batchrunner.core.errors import BatchrunError
 from batchrunner.core.types import EngineInfo, PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
+from batchrunner.job.answers import plan_answers
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
@@ -57,7 +58,7 @@ async def send_stream(
             began = time.monotonic()
             windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
             counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
-            results = GivenResults(handover, counter, samples=job.sampling.n)
+            results = GivenResults(handover, counter, plan_answers(job))
             sending = build_sending(
                 job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
                 began=began,

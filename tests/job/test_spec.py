@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from batchrunner.core.errors import JobError
 from batchrunner.job.engine import AttachEngine, ServerEngine, SimulatedEngine
 from batchrunner.job.load import load_job, parse_engine
+from batchrunner.job.output import RESULT_COLUMNS
 from batchrunner.job.sampling import FromColumn
-from batchrunner.job.spec import RESULT_COLUMNS, Job
+from batchrunner.job.spec import Job
 from tests.conftest import ROOT
 from tests.support.example_job import EXAMPLE, example, refusal
 

@@ -9,6 +9,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from tests.support.asked_answers import ASKED
+
 
 def is_bundle(body: dict[str, Any]) -> bool:
     """Tell whether a body has several prompts of token ids."""
@@ -24,7 +26,7 @@ def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     loras = lora if isinstance(lora, list) else [lora] * len(prompts)
     rows = []
     for prompt, own, path in zip(prompts, samplings, loras, strict=True):
-        row = {"input_ids": prompt, "sampling_params": own}
+        row = {"input_ids": prompt, "sampling_params": own} | {n: body[n] for n in ASKED if n in body}
         rows.append(row if path is None else {**row, "lora_path": path})
     return rows
 

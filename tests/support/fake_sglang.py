@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from aiohttp import web
 
+from tests.support.asked_answers import add_asked
 from tests.support.event_answer import EventAnswer, is_bundle, rows_of
 from tests.support.server_thread import PATIENCE_S, ServerThread
 
@@ -500,7 +501,7 @@ def aborted(sent: Sent, status: int, message: str) -> Any:
 
 
 def _sample(sent: Sent, text: str, weights: str = "default") -> dict[str, Any]:
-    return {
+    sample: dict[str, Any] = {
         "text": text,
         "output_ids": list(range(len(text.split()))),
         "meta_info": {
@@ -515,6 +516,8 @@ def _sample(sent: Sent, text: str, weights: str = "default") -> dict[str, Any]:
             "e2e_latency": 0.01,
         },
     }
+    add_asked(sent.body, sent.prompt, text, sample["meta_info"])
+    return sample
 
 
 def _chat(sent: Sent, samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -532,7 +535,9 @@ def _chat(sent: Sent, samples: list[dict[str, Any]]) -> dict[str, Any]:
         if sent.body.get("return_meta_info"):
             choice["meta_info"] = sample["meta_info"]
         choices.append(choice)
+    ids = {"sglext": {"output_ids": [sample["output_ids"] for sample in samples]}}
     return {
+        **(ids if sent.body.get("return_output_ids_in_sglext") else {}),
         "id": f"{sent.prompt}-{sent.tries}",
         "object": "chat.completion",
         "created": 1795261009,

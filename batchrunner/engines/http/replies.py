@@ -6,7 +6,7 @@ Whatever bytes come, reading them ends in a completion or in a RequestError of t
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import orjson
@@ -19,94 +19,29 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.types import Completion, Request
+from batchrunner.engines.http.answer_columns import Thoughts, columns_of_choices, columns_of_samples, part
+from batchrunner.engines.http.reply_shapes import (
+    ChatReply,
+    Choice,
+    FullChatReply,
+    FullSample,
+    IdsSample,
+    Meta,
+    Reason,
+    Sample,
+    read_chat,
+    read_full_chat,
+    read_full_generate,
+    read_generate,
+    read_ids,
+    read_tokens,
+)
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 
 ERROR_CHARACTERS = 500
 """Most characters of an error message in a result row."""
-MOST_COUNT = (1 << 31) - 1
-"""Largest count of tokens, and largest token id: the columns of the results have 32 bits."""
-REASON_CHARACTERS = 100
-"""Most characters of a finish reason; SGLang's have ten."""
-
 ENDED = "stop"
 """The finish reason of an answer that the model ended, at its end token or at a stop text."""
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
-_Word = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)]
-
-
-# The fields that are read of a reply: the rest is skipped without being made into Python values.
-
-
-class _Reason(msgspec.Struct):
-    type: _Word
-    matched: Any = None
-    message: Any = None
-    status_code: Any = None
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: _Reason | _Word | None = None
-    prompt_tokens: _Count | None = None
-    completion_tokens: _Count | None = None
-    cached_tokens: _Count | None = None
-    num_retractions: _Count | None = None
-    weight_version: Any = None
-
-
-class _Sample(msgspec.Struct):
-    text: str
-    meta_info: _Meta
-
-
-class _IdsSample(msgspec.Struct):
-    output_ids: list[_Count]
-    meta_info: _Meta
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Any = None
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there is an answer besides the text: thoughts, or calls of tools."""
-        return bool(self.reasoning_content or self.tool_calls)
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-    index: int | None = None
-    finish_reason: _Word | None = None
-    meta_info: _Meta | None = None
-
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: _Count | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: _Count | None = None
-    completion_tokens: _Count | None = None
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _ChatReply(msgspec.Struct):
-    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
-    usage: _Usage
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[_Count]
-
-
-_GenerateReply = _Sample | Annotated[list[_Sample], msgspec.Meta(min_length=1)]
-_IdsReply = _IdsSample | Annotated[list[_IdsSample], msgspec.Meta(min_length=1)]
-_read_chat = msgspec.json.Decoder(_ChatReply)
-_read_generate = msgspec.json.Decoder(_GenerateReply)
-_read_ids = msgspec.json.Decoder(_IdsReply)
-_read_tokens = msgspec.json.Decoder(_Tokens)
 
 _HEX = rb"[0-9a-f]{2}"
 _ESCAPES = re.compile(
@@ -137,12 +72,13 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
     where the reply is an abort, no answer, one with fewer or more samples than were asked for, or an empty
     one that the model did not end.
     """
+    full = request.asks is not None and request.asks.of_tokens
     try:
         if request.kind == "messages":
-            return _from_chat(request, decoded(_read_chat, reply))
+            return _from_chat(request, decoded(read_full_chat if full else read_chat, reply))
         if detokenizer is not None:
             return _from_generate(request, _samples_of_ids(request, reply, detokenizer))
-        return _from_generate(request, decoded(_read_generate, reply))
+        return _from_generate(request, decoded(read_full_generate if full else read_generate, reply))
     except RequestError:
         raise
     except msgspec.ValidationError:
@@ -160,7 +96,7 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
 def tokens_in(reply: bytes | Any) -> list[int] | None:
     """Read a reply of `/v1/tokenize`, as JSON or as its plain Python values; None where it is none."""
     try:
-        return list(decoded(_read_tokens, reply).tokens)
+        return list(decoded(read_tokens, reply).tokens)
     except Exception:  # noqa: BLE001 - as above
         return None
 
@@ -201,21 +137,29 @@ def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
     return _REPLACEMENT if len(found) == _LONE_SURROGATE_BYTES else found
 
 
-def _samples_of_ids(request: Request, reply: bytes, detokenizer: Detokenizer) -> list[_Sample]:
+def _samples_of_ids(
+    request: Request, reply: bytes, detokenizer: Detokenizer
+) -> Sequence[Sample | FullSample]:
     try:
-        found = decoded(_read_ids, reply)
+        found = decoded(read_ids, reply)
     except msgspec.DecodeError:
-        found = decoded(_read_generate, reply)  # an abort, or no answer of SGLang's
+        found = decoded(read_generate, reply)  # an abort, or no answer of SGLang's
         return found if isinstance(found, list) else [found]
-    samples: list[_IdsSample] = found if isinstance(found, list) else [found]
+    samples: list[IdsSample] = found if isinstance(found, list) else [found]
     return [
-        _Sample(detokenizer.text(request, sample.output_ids, _matched(sample.meta_info)), sample.meta_info)
+        FullSample(
+            detokenizer.text(request, sample.output_ids, _matched(sample.meta_info)),
+            sample.meta_info,
+            sample.output_ids,
+        )
         for sample in samples
     ]
 
 
-def _from_generate(request: Request, reply: _Sample | list[_Sample]) -> Completion:
-    samples = reply if isinstance(reply, list) else [reply]
+def _from_generate(
+    request: Request, reply: Sample | FullSample | Sequence[Sample | FullSample]
+) -> Completion:
+    samples = [reply] if isinstance(reply, (Sample, FullSample)) else reply
     metas = [sample.meta_info for sample in samples]
     _check_aborts(metas)
     _check_count(request, len(samples))
@@ -228,15 +172,20 @@ def _from_generate(request: Request, reply: _Sample | list[_Sample]) -> Completi
         retractions=sum(meta.num_retractions or 0 for meta in metas),
         weights=_weights(metas),
     )
-    return _checked(completion)
+    _check(completion)
+    if request.asks is None:
+        return completion
+    thoughts = _thoughts(request, completion.texts)
+    columns = columns_of_samples(request.asks, samples, thoughts)
+    return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
 
 
-def _from_chat(request: Request, reply: _ChatReply) -> Completion:
-    metas = [choice.meta_info or _Meta() for choice in reply.choices]
+def _from_chat(request: Request, reply: ChatReply | FullChatReply) -> Completion:
+    metas = [choice.meta_info or Meta() for choice in reply.choices]
     _check_aborts(metas)
     _check_count(request, len(metas))
     choices = _in_order(reply.choices)
-    metas = [choice.meta_info or _Meta() for choice in choices]
+    metas = [choice.meta_info or Meta() for choice in choices]
     first, usage = metas[0], reply.usage
     counts = [meta.completion_tokens for meta in metas]
     if counts == [None]:  # a release without return_meta_info
@@ -256,10 +205,24 @@ def _from_chat(request: Request, reply: _ChatReply) -> Completion:
         weights=_weights(metas),
     )
     # reasoning that was cut off before the answer is no empty answer, and neither is a call of a tool
-    return _checked(completion, has_more=any(choice.message.has_more for choice in choices))
+    _check(completion, has_more=any(choice.message.has_more for choice in choices))
+    if request.asks is None:
+        return completion
+    thoughts = _thoughts(request, completion.texts)
+    ids = reply.sglext.output_ids if isinstance(reply, FullChatReply) and reply.sglext else None
+    columns = columns_of_choices(request.asks, choices, thoughts, ids)
+    return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
 
 
-def _in_order(choices: list[_Choice]) -> list[_Choice]:
+def _thoughts(request: Request, texts: Sequence[str]) -> list[Thoughts]:
+    """Part the texts into reasoning and answers, where the reasoning has a column."""
+    assert request.asks is not None
+    if "reasoning" not in request.asks.names:
+        return [Thoughts(None, text) for text in texts]
+    return [part(text) for text in texts]
+
+
+def _in_order(choices: Sequence[Choice]) -> Sequence[Choice]:
     """Return the samples of a chat by their numbers; raises AttemptFailedError where one has no text."""
     if len(choices) == 1:
         return choices
@@ -281,11 +244,11 @@ def _check_count(request: Request, count: int) -> None:
         raise AttemptFailedError(f"{count} samples came, and {wanted} were asked for (sampling.n)")
 
 
-def _check_aborts(metas: Sequence[_Meta]) -> None:
+def _check_aborts(metas: Sequence[Meta]) -> None:
     """Raise for an abort, which a reply with status 200 can contain, with a status of its own."""
     for meta in metas:
         reason = meta.finish_reason
-        if isinstance(reason, _Reason) and reason.type == "abort":
+        if isinstance(reason, Reason) and reason.type == "abort":
             said = reason.message if isinstance(reason.message, str) else ""
             code = reason.status_code
             known = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
@@ -293,26 +256,25 @@ def _check_aborts(metas: Sequence[_Meta]) -> None:
             raise error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, body)
 
 
-def _checked(completion: Completion, *, has_more: bool = False) -> Completion:
-    """Return an answer; raises AttemptFailedError where it is none. An empty one that the model ended is."""
+def _check(completion: Completion, *, has_more: bool = False) -> None:
+    """Raise AttemptFailedError where this is no answer. An empty one that the model ended is."""
     if "abort" in completion.finish_reasons:
         raise AttemptFailedError("aborted by the engine")
     if not any(completion.texts) and not has_more and ENDED not in completion.finish_reasons:
         raise AttemptFailedError("empty answer")
-    return completion
 
 
-def _reason(meta: _Meta) -> str | None:
+def _reason(meta: Meta) -> str | None:
     reason = meta.finish_reason
-    return reason.type if isinstance(reason, _Reason) else reason
+    return reason.type if isinstance(reason, Reason) else reason
 
 
-def _matched(meta: _Meta) -> Any:
+def _matched(meta: Meta) -> Any:
     reason = meta.finish_reason
-    return reason.matched if isinstance(reason, _Reason) else None
+    return reason.matched if isinstance(reason, Reason) else None
 
 
-def _weights(metas: Sequence[_Meta]) -> str | None:
+def _weights(metas: Sequence[Meta]) -> str | None:
     """Return the version of the weights that made an answer, where the server tells it."""
     version = metas[0].weight_version
     return version if isinstance(version, str) else None

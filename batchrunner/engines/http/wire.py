@@ -6,8 +6,9 @@ from typing import Any
 import orjson
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Request
+from batchrunner.core.types import AskedColumns, Request
 from batchrunner.job.engine import GATEWAY_DROPS
+from batchrunner.job.output import OF_TOKENS
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {
@@ -51,6 +52,13 @@ def refuse_dropped(request: Request) -> None:
     if not dropped.isdisjoint(request.sampling):
         name = min(dropped.intersection(request.sampling))
         raise RowRefusedError(f"{name}: the gateway leaves it out of what it passes on")
+    if request.kind == "messages" and request.asks is not None and "output_ids" in request.asks.names:
+        raise RowRefusedError("output.columns: output_ids: the gateway leaves them out of what it passes on")
+
+
+NO_PROMPT_LOGPROBS = (
+    "output.columns: prompt_logprobs: SGLang gives none for a chat, and this one is not tokenised here"
+)
 
 
 def body_of(request: Request) -> dict[str, Any]:
@@ -71,7 +79,35 @@ def generate_body(request: Request) -> dict[str, Any]:
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
+    if request.asks is not None and request.asks.of_tokens:
+        body.update(_asked_of_generate(request.asks))
     return body
+
+
+def _asked_of_generate(asks: AskedColumns) -> dict[str, Any]:
+    """Return the fields of `/generate` that bring the probabilities asked for; token ids come anyway."""
+    if asks.names.isdisjoint(OF_TOKENS):
+        return {}
+    fields: dict[str, Any] = {"return_logprob": True, "return_text_in_logprobs": True}
+    if "top_logprobs" in asks.names:
+        fields["top_logprobs_num"] = asks.top_logprobs
+    if "prompt_logprobs" in asks.names:
+        fields["logprob_start_len"] = 0
+    return fields
+
+
+def _asked_of_chat(asks: AskedColumns) -> dict[str, Any]:
+    """Return the fields of the chat endpoint that bring what is asked for; raises RowRefusedError."""
+    if "prompt_logprobs" in asks.names:
+        raise RowRefusedError(NO_PROMPT_LOGPROBS)
+    fields: dict[str, Any] = {}
+    if "output_ids" in asks.names:
+        fields["return_output_ids_in_sglext"] = True
+    if not asks.names.isdisjoint(OF_TOKENS):
+        fields["logprobs"] = True
+    if "top_logprobs" in asks.names:
+        fields["top_logprobs"] = asks.top_logprobs
+    return fields
 
 
 STREAM_INTERVAL = 1 << 30
@@ -89,6 +125,9 @@ def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
     }
     if any(request.lora_path is not None for request in requests):
         body["lora_path"] = [request.lora_path for request in requests]
+    asks = requests[0].asks  # all rows of a job ask for the same
+    if asks is not None and asks.of_tokens:
+        body.update(_asked_of_generate(asks))
     return body
 
 
@@ -116,6 +155,8 @@ def chat_body(request: Request) -> dict[str, Any]:
         body["chat_template_kwargs"] = template_kwargs
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
+    if request.asks is not None and request.asks.of_tokens:
+        body.update(_asked_of_chat(request.asks))
     return body
 
 

@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 from batchrunner.advise.roofline import TokenWork
 from batchrunner.core.errors import ResumeError
 from batchrunner.input.render import values_of
+from batchrunner.job.output import SAMPLE
+from batchrunner.output.columns import is_exploded
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.journal import read_journal
 from batchrunner.output.parts import open_part
@@ -110,22 +112,30 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
 def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals: list[pa.Table]) -> None:
     """Give duckdb the view `results` with each row once; the values of samples are always lists."""
     schema = pq.read_schema(parts[0]) if parts else journals[0].schema
-    empty = pa.schema([schema.field(name) for name in _READ]).empty_table()
+    read = [*_READ, SAMPLE] if is_exploded(schema) else _READ
+    empty = pa.schema([schema.field(name) for name in read]).empty_table()
     connection.register("journals", pa.concat_tables(journals or [empty]))
-    names = ", ".join(_READ)
+    names = ", ".join(read)
+    # where the values count that all samples of a row have in common
+    once = f"coalesce({SAMPLE}, 0) = 0" if SAMPLE in read else "true"
     if parts:
-        connection.read_parquet([glob.escape(str(part)) for part in parts]).create_view("parts")
+        connection.read_parquet(
+            [glob.escape(str(part)) for part in parts],
+            union_by_name=True,  # starts may differ in their further columns
+        ).create_view("parts")
     else:
         connection.execute("CREATE VIEW parts AS SELECT * FROM journals LIMIT 0")
     several = pa.types.is_list(schema.field("completion_tokens").type)
     tokens, reasons = (name if several else f"[{name}]" for name in ("completion_tokens", "finish_reason"))
     connection.execute(f"""CREATE VIEW results AS
-        SELECT row, attempts, error, latency_s, prompt_tokens,
+        SELECT row, attempts, error, if({once}, latency_s, NULL) AS latency_s,
+            if({once}, prompt_tokens, NULL) AS prompt_tokens,
             {reasons} AS finish_reason, {tokens} AS output_tokens,
-            coalesce(prompt_tokens, 0)::DOUBLE AS p, least(coalesce(cached_tokens, 0), p) AS c,
+            coalesce(parted.prompt_tokens, 0)::DOUBLE AS p,
+            if({once}, least(coalesce(cached_tokens, 0), p), p) AS c,
             coalesce(list_sum({tokens}), 0)::DOUBLE AS d
         FROM (SELECT {names} FROM parts UNION ALL SELECT {names} FROM journals WHERE row NOT IN (
-            SELECT row FROM parts WHERE row IN (SELECT row FROM journals)))""")  # noqa: S608 - our own names
+            SELECT row FROM parts WHERE row IN (SELECT row FROM journals))) AS parted""")  # noqa: S608 - our own names
 
 
 def _read(
@@ -168,7 +178,7 @@ def _journals(tasks: Sequence[RunDir]) -> tuple[list[pa.Table], list[dict[str, A
     for path in (path for task in tasks for path in task.journals()):
         with contextlib.suppress(FileNotFoundError):
             for table in read_journal(path):
-                tables.append(table.select(_READ))
+                tables.append(table.select([*_READ, SAMPLE] if is_exploded(table.schema) else _READ))
                 rows = _shown(table.slice(0, ANSWERS))
     return tables, rows
 

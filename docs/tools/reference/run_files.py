@@ -2,8 +2,8 @@
 
 import pyarrow as pa
 
-from batchrunner.job.spec import RESULT_COLUMNS
-from batchrunner.output.columns import result_schema
+from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPLE_COLUMN
+from batchrunner.output.columns import ANSWER_TYPES, result_schema
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
 from docs.tools.reference.markdown import table
 
@@ -16,6 +16,16 @@ value for each output.
 
 Where the answers are invented (`engine.kind: simulated`), the file's metadata has `simulated: true`."""
 
+ASKED = """## Columns on demand
+
+Those that `output.columns` names stand after all others, in this order: see
+[whole answers](../how-to/whole-answers.md). With `sampling.n` above 1 each value is a list with one for each
+output, but for `prompt_logprobs`."""
+
+EXPLODED = """## One row for each output
+
+With `output.explode` no column is such a list, and there is one more, after `row`:"""
+
 LOG = """# Events
 
 `RUN/events.jsonl` has one JSON object for each event, in order of time; a run of several tasks has one
@@ -27,9 +37,14 @@ def result_columns() -> str:
     """Return the page on the columns of the results."""
     kinds = result_schema(pa.schema([]), samples=1, metadata={})
     head = ["column", "type", "meaning"]
-    return f"{RESULTS}\n\n" + table(
+    always = table(
         head, ([f"`{name}`", str(kinds.field(name).type), text] for name, text in RESULT_COLUMNS.items())
     )
+    asked = table(
+        head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
+    )
+    exploded = table(head, [[f"`{SAMPLE}`", "int32", SAMPLE_COLUMN]])
+    return f"{RESULTS}\n\n{always}\n\n{ASKED}\n\n{asked}\n\n{EXPLODED}\n\n{exploded}"
 
 
 def events() -> str:

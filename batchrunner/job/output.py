@@ -1,0 +1,91 @@
+"""The `output` part of a job: where the results are written, and which columns they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from batchrunner.core.errors import WrongValueError
+from batchrunner.job.fields import Duration, Spec, UserPath
+
+RESULT_COLUMNS = {
+    "row": "Position of the row in the input, from 0.",
+    "output": "The text that the model generated; null if the row failed, unless it failed by its answer "
+    "alone.",
+    "finish_reason": "Why the output ended: `stop` (the model's end, or a stop text), `length` "
+    "(`max_new_tokens`, "
+    "or the context is full), `tool_calls`, or another of SGLang's reasons.",
+    "prompt_tokens": "Tokens of the prompt, as the engine counted them.",
+    "cached_tokens": "Tokens of the prompt that the engine had in its prefix cache.",
+    "completion_tokens": "Tokens of the output, those of reasoning included.",
+    "latency_s": "Seconds from sending the request to its answer, waiting in the engine's queue included.",
+    "attempts": "How often the row was sent; 0 for a row that has the answer of an equal row.",
+    "error": "Why the row failed, in a sentence; null if it succeeded.",
+}
+"""Columns of a result besides the carried ones, with their meanings: `row` comes first, the others after the
+carried columns."""
+REASONING = "reasoning"
+ANSWER_COLUMNS = {
+    REASONING: "What the model thought before its answer; null if it did not. It is there by itself where "
+    "prompts are chats, unless a carried column has this name.",
+    "tool_calls": "The calls of tools that the server's `--tool-call-parser` found in a chat's answer; null "
+    "if there are none.",
+    "output_ids": "The token ids of the output, as the engine gives them.",
+    "logprobs": "Each token of the output: its id, its text, and the logarithm of its probability.",
+    "top_logprobs": "The likeliest tokens at each position of the output, as many as `output.top_logprobs` "
+    "says, in the form of `logprobs`.",
+    "prompt_logprobs": "Each token of the prompt, in the form of `logprobs`; the first has no `logprob`.",
+    "matched_stop": "The stop text, or the id of the end token, that ended the output; null if none did.",
+}
+"""Columns that a job can ask for, with their meanings. They come after those of every result."""
+SAMPLE = "sample"
+SAMPLE_COLUMN = "Number of the output among those of its row, from 0; null if the row failed without one."
+"""Meaning of the column `sample`, which comes with `output.explode` after `row`."""
+OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
+"""Columns for which the engine is asked for probabilities."""
+
+AnswerColumn: TypeAlias = Literal[
+    "reasoning", "tool_calls", "output_ids", "logprobs", "top_logprobs", "prompt_logprobs", "matched_stop",
+    "row", "output", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "latency_s",
+    "attempts", "error",
+]  # fmt: skip
+MOST_TOP_LOGPROBS = 100
+
+
+class OutputSpec(Spec):
+    """Where the results are written, and what they have besides the columns of every result."""
+
+    path: UserPath
+    """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log."""
+    columns: list[AnswerColumn] = []
+    """Further columns of the answers: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
+    `prompt_logprobs`, `matched_stop`. The columns of every result are always there, and may be named too.
+    Starts of a run may differ in it: once merged, rows of starts without a column have nulls in it."""
+    top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
+    """Likeliest tokens that the column `top_logprobs` has for each position."""
+    explode: bool = False
+    """Whether each output is a row of the results, with the column `sample`, where `sampling.n` is more than
+    1. Else the outputs of a row are lists in one row."""
+    part_rows: Annotated[int, Field(ge=1)] = 10_000
+    """Most rows in a result file (part). A part is also written every 30 s."""
+    durable: Duration = 1.0
+    """Time within which a finished row is safe on disk, in a journal or in a part."""
+
+    @property
+    def asked(self) -> list[str]:
+        """The columns that the job asks for, beyond those of every result, in the order of the results."""
+        return [name for name in ANSWER_COLUMNS if name in self.columns]
+
+
+def name_clash(names: Mapping[str, str], taken: str) -> WrongValueError:
+    """Return the error for a carried column that has the name of a column of the results.
+
+    `names` are the input columns by the names that they are carried under.
+    """
+    return WrongValueError(
+        f"input.columns: a result has a column {taken!r} of its own",
+        hint=f"carry yours under another name: input.rename: {{{names[taken]}: input_{taken}}}",
+        mark=";",
+    )
