@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from batchrunner.job.load import load_job
+from batchrunner.runner.screen import Opening
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -112,6 +114,17 @@ def test_make_help_has_every_target() -> None:
 def test_the_readme_is_short() -> None:
     """The README fits on two screens; the rest is in docs/."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_picture_of_a_terminal_is_of_this_version() -> None:
+    """It has what a run shows: three lines at the beginning, one bar, and the engine below it."""
+    figures = re.compile(r"\d[\d,]*")
+    svg = html.unescape((ASSETS / "terminal.svg").read_text()).replace("\xa0", " ")
+    lines = figures.sub("N", "\n".join(re.findall(r"<text [^>]*>([^<]*)</text>", svg))).splitlines()
+    opening = Opening(9, 0, "simulated", "simulated", 9, is_fixed=False, results="out/demo/parts")
+    assert {figures.sub("N", line) for line in opening.lines()} <= set(lines)
+    assert sum(line.endswith("%|") for line in lines) == 1
+    assert sum(line.startswith("running N · waiting N") and line.endswith("N failed") for line in lines) == 1
 
 
 def test_pictures_are_small_and_used() -> None:

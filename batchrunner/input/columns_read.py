@@ -53,7 +53,8 @@ class ColumnsRead:
             found = found - {self._mapping} | self._through_row(self._mapping, every=stored)
         for name in sorted(found):
             if name not in available:
-                unknown, hint = unknown_column(where, name, available, in_template=True)
+                meant = _meant(name, tree, available)
+                unknown, hint = unknown_column(where, name, available, meant, in_template=True)
                 raise JobError(unknown, hint=hint)
         self.names = sorted(found)
 
@@ -115,16 +116,33 @@ def _free_names(
     return names - (set(environment.globals) - set(available))
 
 
+def _meant(name: str, tree: tree_of.Template, available: Collection[str]) -> str | None:
+    """Return the column whose name has dots, and which a template reads as if it were fields of `name`."""
+    paths = {_path(node).removeprefix(f"{ROW}.") for node in tree.find_all(tree_of.Getattr)}
+    return next((path for path in sorted(paths & set(available)) if path.startswith(f"{name}.")), None)
+
+
+def _path(node: tree_of.Node) -> str:
+    """Return a name with its fields, as the template has them; empty for other expressions."""
+    if isinstance(node, tree_of.Name):
+        return node.name
+    path = _path(node.node) if isinstance(node, tree_of.Getattr) else ""
+    return f"{path}.{node.attr}" if isinstance(node, tree_of.Getattr) and path else ""
+
+
 def unknown_column(
-    where: str, name: str, available: Collection[str], *, in_template: bool = False
+    where: str, name: str, available: Collection[str], meant: str | None = None, *, in_template: bool = False
 ) -> tuple[str, str | None]:
-    """Return the error text for a missing column, and the hint in it: the most similar existing one."""
-    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    """Return the error text for a missing column, and the hint in it.
+
+    The hint names the column that is `meant`, or the most similar one.
+    """
+    near = [meant] if meant is not None else difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
     hint = f"did you mean {_written(near[0], in_template=in_template)}?" if near else None
     how = odd_names(available) if in_template else None
-    meant = f"; {hint}" if hint else ""
-    text = f"{where}: unknown column {name!r}{meant} (the input has: {', '.join(available)})"
+    names = ", ".join(column or '""' for column in available)
+    text = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
     return (f"{text}; {how}" if how else text), hint or how
 
 
@@ -136,7 +154,7 @@ def template_of_column(name: str) -> str:
 
 def odd_names(available: Collection[str]) -> str | None:
     """Return how a template reads columns whose names are no identifiers; None where there are none."""
-    odd = next((name for name in available if not name.isidentifier()), None)
+    odd = next((name for name in available if name and not name.isidentifier()), None)
     if odd is None:
         return None
     return f"a column whose name is not an identifier is written {_written(odd, in_template=True)}"

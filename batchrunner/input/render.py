@@ -248,7 +248,10 @@ def _check_value(name: str, field: pa.Field[Any]) -> None:
     """Raise InputError for a column whose type does not fit this sampling parameter."""
     for is_kind, names, wanted in _COLUMN_TYPES:
         if name in names and not is_kind(field.type):
-            raise InputError(f"sampling.{name}: column {field.name!r} must hold {wanted} (got {field.type})")
+            hint = "a column of CSV gets a type in input.types" if is_text(field.type) else None
+            raise InputError(
+                f"sampling.{name}: column {field.name!r} must hold {wanted} (got {field.type})", hint=hint
+            )
 
 
 def _is_number(kind: pa.DataType) -> bool:

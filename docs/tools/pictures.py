@@ -23,12 +23,14 @@ from tests.support.browser import new_page
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "assets"
-COLUMNS, LINES = 144, 40
+COLUMNS, LINES = 100, 40
 DURING = 0.6
 """Share of the rows at which the picture during a run is taken."""
 WIDTH, HEIGHT = 1100, 1000
 """Pixels of the report's picture: the head of the page."""
 SHARE = re.compile(r"(\d+)%\|")
+UP = "\x1b[A"
+"""What moves the cursor a line up: the bar and the line below it are drawn over what was there."""
 
 
 def main() -> None:
@@ -71,19 +73,32 @@ def recorded(command: str, directory: Path) -> str:
 
 
 def until(printed: str, share: float) -> str:
-    """Return what was printed until the bar had reached this share of the rows."""
+    """Return what was printed until the bar, and the line below it, had reached this share of the rows."""
     for bar in SHARE.finditer(printed):
         if int(bar[1]) >= 100 * share:
-            return printed[: printed.index("\r", bar.end())]
+            return printed[: printed.index(UP, bar.end())]
     raise AssertionError("the bar never came so far")
 
 
+def shown(printed: str) -> list[str]:
+    """Return the lines that a terminal shows after it got this, with their colours."""
+    lines, row = [""], 0
+    for piece in re.split(rf"(\r?\n|\r|{re.escape(UP)})", printed):
+        if piece == UP:
+            row -= 1
+        elif piece.endswith("\n"):
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif piece not in ("", "\r"):
+            lines[row] = piece
+    return lines
+
+
 def drawn(command: str, printed: str) -> str:
-    """Return a terminal as an SVG, in which each line is as the last carriage return left it."""
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in printed.split("\n")]
+    """Return a terminal as an SVG, after a command printed this."""
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: PTH123, SIM115
     console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-    console.print(Text.from_ansi("\n".join(lines).rstrip()))
+    console.print(Text.from_ansi("\n".join(shown(printed)).rstrip()))
     svg = console.export_svg(title="batchrun (simulated engine)", theme=MONOKAI)
     svg = re.sub(r"<!-- .*? -->", "", svg)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # the reader's own font: no network

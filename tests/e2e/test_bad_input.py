@@ -172,7 +172,7 @@ def test_unknown_columns(tmp_path: Path, server: FakeSGLang, change: dict[str, A
         ({"prompt": {"input_ids": "id"}}, ["prompt.input_ids", "list of integers (got int64)"]),
         (
             {"sampling": {"temperature": {"column": "text"}}},
-            ["sampling.temperature", "numbers (got string)"],
+            ["sampling.temperature", "numbers (got string)", "a type in input.types"],
         ),
         ({"sampling": {"stop": {"column": "id"}}}, ["sampling.stop", "(got int64)"]),
         ({"sampling": {"json_schema": {"column": "id"}}}, ["sampling.json_schema", "(got int64)"]),

@@ -212,6 +212,18 @@ def test_the_nearest_column_is_named(tmp_path: Path, template: str, hints: list[
 
 
 @pytest.mark.parametrize(
+    "template", ["{{ ANSI.letters }}", "{{ row.ANSI.letters }}", "{{ ANSI.letters | lower }}"]
+)
+def test_a_name_with_dots_is_named_as_it_is_meant(tmp_path: Path, template: str) -> None:
+    """A template that reads a column `a.b` as a field of `a` is told how to write it."""
+    names = ["", "ANSI.digits", "ANSI.letters", "ANSI.letters.old"]
+    pq.write_table(pa.table([["1"], ["2"], ["3"], ["4"]], names), tmp_path / "input.parquet")
+    printed = refusal(job_of(tmp_path, prompt={"user": template}), tmp_path)
+    told(printed, "prompt.user", 'did you mean row["ANSI.letters"]?', '(the input has: "", ANSI.digits, ')
+    assert 'row[""]' not in printed
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),

@@ -83,12 +83,15 @@ def decide(sample: Sequence[Sequence[bytes]], rows: int, *, dedupe: bool = False
     equal, most_equal = equal_fractions(sample, rows) if dedupe else (0.0, 0.0)
     order = "prefix"
     if best - unsorted >= WORTH_IT:
-        why = f"input order would find {unsorted:.0%} of the prompt tokens computed before, sorted {best:.0%}"
+        why = (
+            f"sorted, {best:.0%} of the prompt tokens can come from the cache; in input order {unsorted:.0%}"
+        )
     elif most_equal - equal >= WORTH_IT:
-        why = f"input order would find {equal:.0%} of the rows equal to one before, sorted {most_equal:.0%}"
+        repeated = f"{most_equal:.0%} of the rows equal an earlier one and share its answer"
+        why = f"sorted, {repeated}; in input order {equal:.0%}"
     else:
         order = "input"
-        why = f"sorting gains nothing: {unsorted:.0%} of the prompt tokens are found computed as they stand"
+        why = f"{unsorted:.0%} of the prompt tokens can come from the cache; sorting would not raise that"
     return OrderDecision(
         order, why, sampled, round(unsorted, 4), round(best, 4), round(equal, 4), round(most_equal, 4)
     )
