@@ -30,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Offline batch inference that keeps an SGLang engine at its highest throughput.\n\n"
-    "batchrun JOB.yaml runs a job; run it again to resume.\n\nExample: batchrun jobs/summarize.yaml",
+    "batchrun JOB.yaml runs a job; run it again to resume. `batchrun init FILE` writes a first job.\n\n"
+    "Example: batchrun jobs/summarize.yaml",
     epilog=EXIT_CODES,
 )
 
@@ -62,7 +63,9 @@ def run(
     shard: Annotated[
         str | None,
         typer.Option(
-            metavar="I/N", help="Do one of N shares of the rows, 0/N to N-1/N; `slurm`: this array task's."
+            metavar="I/N",
+            help="Do one of N fixed shares of the rows, such as 3/16 (0/16 to 15/16); "
+            "`slurm` takes the number of the array task.",
         ),
     ] = None,
     join: Annotated[
@@ -73,7 +76,8 @@ def run(
     ] = False,
     quiet: QuietOption = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show all log lines on a terminal too.")
+        bool,
+        typer.Option("--verbose", "-v", help="Show all log lines on a terminal, not only the first three."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -112,47 +116,70 @@ def run(
 def slurm(
     job: JobArgument,
     array: Annotated[
-        str, typer.Option(metavar="RANGE", help="The tasks: 0-15, 1,3,7 or 0-15%4 (four at once).")
+        str,
+        typer.Option(
+            metavar="RANGE", help="Numbers of the tasks, such as 0-15 or 1,3,7; 0-15%4 runs four at once."
+        ),
     ],
     overrides: SetOption = None,
     limit: LimitOption = None,
-    partition: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
-    account: Annotated[str | None, typer.Option(help="As sbatch has it.")] = None,
-    gpus_per_task: Annotated[str | None, typer.Option(metavar="N", help="As sbatch has it.")] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Partition; unless given, Slurm's default.")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Account; unless given, Slurm's default.")
+    ] = None,
+    gpus_per_task: Annotated[
+        str | None, typer.Option(metavar="N", help="GPUs of each task, such as 1; none unless given.")
+    ] = None,
     cpus_per_task: Annotated[
-        str | None, typer.Option(metavar="N", help="As sbatch has it; 8 per GPU unless given.")
+        str | None, typer.Option(metavar="N", help="Cores of each task; 8 for each GPU unless given.")
     ] = None,
     mem: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a task, as 200G; 64G per GPU unless given.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of each task, such as 200G; 64G for each GPU unless given."
+        ),
     ] = None,
     time: Annotated[
-        str | None, typer.Option(metavar="4:00:00", help="Limit of a task, which is then requeued.")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Time limit of each task, such as 4:00:00; it is requeued if rows are left."
+        ),
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Another option of sbatch; may be repeated."),
+        typer.Option(
+            metavar="NAME=VALUE", help="Another option of sbatch, such as qos=high; may be repeated."
+        ),
     ] = None,
     grace: Annotated[
-        int, typer.Option(metavar="SECONDS", help="Before the time limit, to drain and be requeued in.")
+        int, typer.Option(metavar="SECONDS", help="Time before the limit at which a task stops sending rows.")
     ] = 120,
     preamble: Annotated[
-        str, typer.Option(metavar="TEXT|FILE", help="Shell lines that come first: modules, a container.")
+        str,
+        typer.Option(metavar="TEXT|FILE", help="Shell lines that come first, such as 'module load cuda'."),
     ] = "",
     static: Annotated[
         bool,
-        typer.Option("--static", help="Each task does one share, by its number, not what it can."),
+        typer.Option(
+            "--static", help="Each task does a fixed share, by its number, instead of what is left."
+        ),
     ] = False,
     submit: Annotated[
         bool,
-        typer.Option("--submit", help="Submit it, and a job that merges and reports after it."),
+        typer.Option("--submit", help="Submit the script, and a job that merges and reports after it."),
     ] = False,
     merge: Annotated[bool, typer.Option(help="Whether --submit submits that job too.")] = True,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write the script.")
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Where to write the script; standard output unless given."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a job as the script of a Slurm array, to standard output or a file, or submit it.
+    """Write a job as the script of a Slurm array, or submit it.
 
     Example: batchrun slurm jobs/summarize.yaml --array 0-15 --gpus-per-task 1 --time 4:00:00 --submit
     """
@@ -194,10 +221,14 @@ def init(
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="JOB.yaml", help="Where to write the job; - prints it.")
     ] = "job.yaml",
-    engine: Annotated[str, typer.Option(metavar="KIND", help="server or simulated.")] = "server",
+    engine: Annotated[
+        str, typer.Option(metavar="KIND", help="Engine of the job: server or simulated.")
+    ] = "server",
     as_json: JsonOption = False,
 ) -> None:
-    """Write a commented job for a data file, with its columns; an existing file is not overwritten.
+    """Write a commented job for a data file, with its columns.
+
+    An existing file is not overwritten.
 
     Example: batchrun init docs.parquet
     """
@@ -215,7 +246,9 @@ def init(
 def check(
     job: JobArgument, overrides: SetOption = None, limit: LimitOption = None, as_json: JsonOption = False
 ) -> None:
-    """Validate a job and its input without sending anything; print the first three prompts.
+    """Validate a job and show its first three prompts; send nothing.
+
+    The first 1,000 rows are rendered, to count those that cannot be sent.
 
     Example: batchrun check jobs/summarize.yaml
     """
@@ -230,23 +263,27 @@ def tune(
     job: JobArgument,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="For all trials: 90s, 30m, 2h.")] = "30m",
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 30m or 2h.")
+    ] = "30m",
     allow: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Try these too: quantization (changes answers), torch-compile; or both, with a comma.",
+            help="Try these too: quantization (changes answers), torch-compile or both, with a comma.",
         ),
     ] = "",
     apply: Annotated[
-        bool, typer.Option("--apply", help="Write the best flags into the job file; nothing else changes it.")
+        bool,
+        typer.Option("--apply", help="Write the best flags into the job file, which is else left as it is."),
     ] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the fastest safe flags of SGLang for a job on this machine, by trials on a sample of its rows.
+    """Find the fastest safe flags of SGLang for a job on this machine.
 
-    Run it again to go on after an interruption, or with a larger budget.
+    It tries flags on a sample of the job's rows. Run it again to go on after an interruption, or with a
+    larger budget.
 
     Example: batchrun tune jobs/summarize.yaml --budget 30m
     """
@@ -269,7 +306,9 @@ def tune(
 
 @app.command()
 def status(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show the state of a run: rows, failures, load, time left. It may be at work in another process.
+    """Show the state of a run: rows, failures, load, time left.
+
+    The run may be at work in another process, or on another machine that shares its path.
 
     Example: batchrun status out/summarize
     """
@@ -282,7 +321,9 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def merge(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Write a run's parts as one dataset in input order, under RUN/merged; exit 1 while rows are missing.
+    """Write a run's results as one dataset in input order: RUN/merged.
+
+    The exit code is 1 while rows are missing.
 
     Example: batchrun merge out/summarize
     """
@@ -299,20 +340,24 @@ def merge(run: RunArgument, as_json: JsonOption = False) -> None:
 def export(
     run: RunArgument,
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The file to write, by its ending; - is standard output.")
+        str,
+        typer.Argument(metavar="FILE", help="The file to write, such as answers.csv; - is standard output."),
     ],
     form: Annotated[
         str | None,
         typer.Option(
-            "--format", metavar="ENDING", help="csv, jsonl, parquet, arrow, csv.gz, …: whatever FILE is."
+            "--format",
+            metavar="ENDING",
+            help="Format, such as csv, jsonl.gz, parquet or arrow; the ending of FILE unless given.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run's results in input order to one CSV, JSON Lines, Parquet or Arrow file.
+    """Write a run's results in input order to one file.
 
-    The exit code is 1 while rows are missing.
+    The file is CSV, JSON Lines, Parquet or Arrow, by its ending, also compressed. The exit code is 1 while
+    rows are missing.
 
     Example: batchrun export out/summarize answers.csv
     """
@@ -332,7 +377,9 @@ def report(
     in_browser: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write RUN/report.html for a run that is over, at work or killed; a run writes it at its end too.
+    """Write the page of a run: RUN/report.html.
+
+    The run may be over, at work or killed. A run writes the page at its end too.
 
     Example: batchrun report out/summarize --open
     """
@@ -350,21 +397,30 @@ def advise(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="LOGFILE|URL|RUN", help="Any SGLang's log, a live server, or a run's output path."
+            metavar="LOGFILE|URL|RUN",
+            help="A log of SGLang, a server such as http://host:30000, or a run's output path.",
         ),
     ],
     thresholds: Annotated[
         list[str] | None,
-        typer.Option("--threshold", metavar="NAME=VALUE", help="Where a sign begins; may be repeated."),
+        typer.Option(
+            "--threshold",
+            metavar="NAME=VALUE",
+            help="Set where a sign begins, such as frequent=0.1; may be repeated.",
+        ),
     ] = None,
-    span: Annotated[float, typer.Option(metavar="SECONDS", help="How long a live server is watched.")] = 20.0,
+    span: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time for which a live server is watched.")
+    ] = 20.0,
     card: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The GPU, such as H100, where the source does not tell."),
+        typer.Option(
+            metavar="NAME", help="The GPU, such as H100, where the log or the server does not tell."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain what an SGLang log, a live server or a run shows, and which flag to change.
+    """Say which SGLang flag to change, from a log, a server or a run.
 
     Example: batchrun advise out/summarize
     """
@@ -377,7 +433,9 @@ def advise(
 
 @app.command()
 def schema(_: JsonOption = False) -> None:
-    """Print the JSON Schema of job files, for editors to complete and check them; --json changes nothing.
+    """Print the JSON Schema of job files, for editors.
+
+    An editor completes and checks job files with it. --json changes nothing.
 
     Example: batchrun schema > job.schema.json
     """

@@ -78,6 +78,16 @@ def test_short_help(words: list[str]) -> None:
     assert (shown.exit_code, shown.stdout) == (0, batchrun(*words[:-1], "--help").stdout)
 
 
+def test_the_list_of_commands_is_whole() -> None:
+    """`batchrun --help` cuts no command's line, and each command has an example."""
+    listed = batchrun("--help").stdout.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []
+    names = [line.split()[0] for line in listed]
+    assert [
+        name for name in names if f"Example: batchrun {name} " not in batchrun(name, "--help").stdout
+    ] == ["run"]
+
+
 def test_the_versions_of_sglang() -> None:
     """The second line says which SGLang this was tested with."""
     first, second = batchrun("--version").stdout.splitlines()

@@ -10,14 +10,20 @@ wrong · 3 done, but more rows failed than tolerated · 130/138/143 interrupted 
 JobArgument = Annotated[
     str, typer.Argument(metavar="JOB.yaml", help="The job file; `-` reads it from standard input.")
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's output path.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's output path, such as out/summarize.")
+]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Override a field of the job; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="A.B=VALUE",
+        help="Override a field, such as sampling.temperature=0; may be repeated.",
+    ),
 ]
 LimitOption = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Send N rows at most, as --set input.limit=N."),
+    typer.Option(metavar="N", min=1, help="Send the first N rows only, as --set input.limit=N."),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 JsonOption = Annotated[
