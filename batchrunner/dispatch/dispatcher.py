@@ -111,6 +111,7 @@ class Dispatcher:
         await self._backlog.end(
             row, Outcome(row.request.ref, completion, message, now - sent_at, row.attempts)
         )
+        self._retries.accepted()  # while it waited to be stored, nobody asked the engine
 
     def _failed(self, row: PendingRow, route: str, error: RequestError, now: float) -> RequestError | None:
         """Decide what becomes of a row without an answer: None if it is sent again, else its error."""

@@ -52,7 +52,8 @@ class Feedback:
 
     def observe(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[SchedulerLoad]:
         """Record a poll of the load; return what can be right of it. `unsent` rows are still to be sent."""
-        believed = self._gauges.believable(loads, self._limits.bands, now)
+        in_flight = self._slots.by_route
+        believed = self._gauges.believable(loads, self._limits.bands, now, in_flight)
         for verdict in self._gauges.news():
             self._events.write("gauge", **asdict(verdict))
             if verdict.believed:
@@ -60,7 +61,7 @@ class Feedback:
             else:
                 log.warning("%s: its load is not used (%s)", verdict.scheduler, verdict.reason)
                 self._apply(self._limits.restart(verdict.scheduler, now))
-        in_flight, silenced = self._slots.by_route, self._gauges.silenced
+        silenced = self._gauges.silenced
         self._apply(self._limits.observe(believed, in_flight, now, unsent=unsent, silenced=silenced))
         return believed
 

@@ -37,7 +37,7 @@ class Retries:
         self._refused_since: float | None = None
 
     def accepted(self) -> None:
-        """Record that the engine took a row."""
+        """Record that the engine took a row, or that the time until now says nothing of it."""
         self._refused_since = None
 
     def retry(self, row: PendingRow, error: RequestError, now: float, oldest_sent_at: float) -> bool:

@@ -94,26 +94,22 @@ def load_line(
     loads: Sequence[tuple[str, int, int, float]],
     bands: Mapping[str, Sequence[int]],
     retractions: int,
-    *,
-    short: bool = False,
 ) -> str:
     """Return `#running-req`, `#queue-req` with its band, and token usage in one line.
 
     `loads` are (scheduler, `#running-req`, `#queue-req`, token usage from 0 to 1); up to 8 schedulers are
-    shown one by one. `short` uses shorter names, for a progress bar.
+    shown one by one.
     """
     if not loads:
         return "load unknown"
-    names = ("run", "queue", "KV") if short else ("#running-req", "#queue-req", "token usage")
     _, running, queue, usage = zip(*loads, strict=True)
     band = bands.get(loads[0][0])
     healthy = f" ({band[0]}-{band[1]})" if band else ""
-    retracted = f", {retractions} {'retracted' if short else 'retractions'}" if retractions else ""
+    retracted = f", {retractions} retractions" if retractions else ""
     shares = [f"{share:.2f}" for share in usage]
     each = "/".join(shares) if len(loads) <= MOST_NAMED else f"{min(shares)}-{max(shares)}"
-    return (
-        f"{names[0]} {_counts(running)}, {names[1]} {_counts(queue)}{healthy}, {names[2]} {each}{retracted}"
-    )
+    counts = f"#running-req {_counts(running)}, #queue-req {_counts(queue)}{healthy}"
+    return f"{counts}, token usage {each}{retracted}"
 
 
 def _counts(values: Sequence[int]) -> str:

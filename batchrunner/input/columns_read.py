@@ -107,13 +107,29 @@ def _constant(node: tree_of.Expr) -> str | None:
 def _free_names(
     tree: tree_of.Template, environment: SandboxedEnvironment, available: Collection[str]
 ) -> set[str]:
-    """Return the names that are neither the template's own nor jinja2's: a column wins over the latter."""
+    """Return the names that are neither the template's own nor jinja2's: a column wins over the latter.
+
+    jinja2 takes what only one branch of an `if` sets for a name of the caller's too, but `row` may be ours.
+    """
     bare = environment.overlay()
     bare.globals = {}
     tree.set_environment(bare)
     names = jinja2.meta.find_undeclared_variables(tree)
     tree.set_environment(environment)
-    return names - (set(environment.globals) - set(available))
+    others = (_names_set(tree) - {ROW}) | set(environment.globals)
+    return names - (others - set(available))
+
+
+def _names_set(tree: tree_of.Template) -> set[str]:
+    """Return the names of a template's variables and macros."""
+    names = {macro.name for macro in tree.find_all(tree_of.Macro)}
+    for kind in (tree_of.Assign, tree_of.AssignBlock):
+        for assignment in tree.find_all(kind):
+            assert isinstance(assignment, tree_of.Assign | tree_of.AssignBlock)
+            target = assignment.target
+            found = [target] if isinstance(target, tree_of.Name) else target.find_all(tree_of.Name)
+            names |= {name.name for name in found if name.ctx == "store"}
+    return names
 
 
 def _meant(name: str, tree: tree_of.Template, available: Collection[str]) -> str | None:

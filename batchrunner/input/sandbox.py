@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -12,8 +12,8 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LONGEST_TEXT = 64 << 20
-"""Most characters of a text that a template makes: far more than any model reads."""
+from batchrunner.input.made_text import Parts, TooLargeError, check_length
+
 _MOST_ITEMS = 10_000_000
 """Most items of a list that a template makes, and the largest number that is a width."""
 _MOST_BITS = 10_000
@@ -37,10 +37,6 @@ _BY_NUMBER = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slic
 
 class NullValueError(ValueError):
     """A template prints a null, which would read "None" in the prompt."""
-
-
-class TooLargeError(ValueError):
-    """A template makes a value that no prompt needs, and that would fill the memory."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -92,7 +88,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def joined(self, *texts: Any) -> str:
         """Return what `~` makes of its operands; raises TooLargeError."""
-        return check_text("".join(map(str, texts)))
+        parts = Parts()
+        parts.extend(map(str, texts))
+        return parts.text()
+
+    def parts(self) -> Parts:
+        """Return an empty list for the parts of a `set` block, a macro or a `call` block."""
+        return Parts()
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Return what such a block makes of its parts."""
+        return parts.text() if isinstance(parts, Parts) else "".join(parts)
 
     def either(self, left: Callable[[], Any], right: Callable[[], Any]) -> Any:
         """Return `left or right`, where an operand that fails on a null is unknown, as in SQL."""
@@ -120,12 +126,6 @@ def is_about_null(failure: Exception) -> bool:
     return _NULL.search(str(failure)) is not None
 
 
-def check_text(text: str) -> str:
-    """Return a text; raises TooLargeError where it is longer than any prompt."""
-    _check_length(text, len(text))
-    return text
-
-
 def _check_product(value: Any, times: int) -> None:
     if isinstance(value, int):
         _check_bits(value.bit_length() + times.bit_length())
@@ -139,9 +139,10 @@ def _check_bits(bits: int) -> None:
 
 
 def _check_length(value: Any, length: int) -> None:
-    most, what = (LONGEST_TEXT, "characters") if isinstance(value, str) else (_MOST_ITEMS, "items")
-    if length > most:
-        raise TooLargeError(f"a value of {length} {what} is too large")
+    if isinstance(value, str):
+        check_length(length)
+    elif length > _MOST_ITEMS:
+        raise TooLargeError(f"a value of {length} items is too large")
 
 
 def _check_sizes(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -159,7 +160,16 @@ def _check_sizes(name: str, value: Any, args: tuple[Any, ...], named: Mapping[st
             _check_length("", sum(len(item) for item in items if isinstance(item, str)))
 
 
-class _TextCode(CodeGenerator):
+class _BlockCode(CodeGenerator):
+    """Compiles blocks so that their text is bounded."""
+
+    def buffer(self, frame: Frame) -> None:
+        """Write the list for the parts of a block."""
+        super().buffer(frame)
+        self.writeline(f"{frame.buffer} = environment.parts()")
+
+
+class _TextCode(_BlockCode):
     """Compiles `~` so that each operand passes through `finalize`, which refuses nulls."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
@@ -172,7 +182,7 @@ class _TextCode(CodeGenerator):
         self.write(")")
 
 
-class _FilterCode(CodeGenerator):
+class _FilterCode(_BlockCode):
     """Compiles `and` and `or` so that one operand may fail on a null where the other decides."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
@@ -279,8 +289,6 @@ def _printed(value: Any) -> Any:
     """Return a value that is to be printed; raises for a null or a function, whose text is meaningless."""
     if callable(value):
         raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
-    if isinstance(value, str):
-        check_text(value)
     return _refuse_null(value)
 
 

@@ -1,6 +1,7 @@
 """Jinja2 templates and filter expressions over the columns of a row, in a sandbox and in limited time."""
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -10,12 +11,11 @@ from jinja2.parser import Parser
 
 from batchrunner.core.errors import JobError, RowRefusedError
 from batchrunner.input.columns_read import ColumnsRead, odd_names
+from batchrunner.input.made_text import Parts, TooLargeError, begin_row
 from batchrunner.input.render_limit import RenderLimit
 from batchrunner.input.sandbox import (
-    LONGEST_TEXT,
     NullValueError,
     TemplateEnvironment,
-    TooLargeError,
     filter_environment,
     is_about_null,
     text_environment,
@@ -55,16 +55,16 @@ class Template:
         except RowRefusedError as failure:
             raise RowRefusedError(f"template: {failure}") from None
         except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
-            raise RowRefusedError(f"template: {type(failure).__name__}: {failure}") from None
+            raise RowRefusedError(f"template: {_told(failure, self.columns, row)}") from None
         return text
 
     def _text(self, row: Mapping[str, Any]) -> str:
         # like jinja2's render, which merges the globals again for each row and takes twice as long
         context = self._new_context({**self._globals, **self._read.variables(row)}, shared=True)
-        texts = list(self._parts(context))
-        if sum(map(len, texts)) > LONGEST_TEXT:
-            raise TooLargeError(f"a prompt of more than {LONGEST_TEXT} characters is too large")
-        return "".join(texts)
+        begin_row()
+        texts = Parts()
+        texts.extend(self._parts(context))
+        return texts.text()
 
 
 class Predicate:
@@ -92,13 +92,24 @@ class Predicate:
         except Exception as failure:  # noqa: BLE001 - expressions run user data through any operator
             if is_about_null(failure):
                 return False
-            raise RowRefusedError(f"filter: {type(failure).__name__}: {failure}") from None
+            raise RowRefusedError(f"filter: {_told(failure, self.columns, row)}") from None
 
     def _value(self, row: Mapping[str, Any]) -> bool:
+        begin_row()
         context = self._template.new_context(dict(self._read.variables(row)))
         for _ in self._template.root_render_func(context):
             pass
         return bool(context.vars[_RESULT])
+
+
+def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
+    """Return an error in words; where a text was taken for a number, with the columns that are text."""
+    told = f"{type(failure).__name__}: {failure}"
+    texts = [repr(name) for name in columns if isinstance(row.get(name), str)]
+    if not texts or not isinstance(failure, TypeError) or not re.search(r"\bstr\b", str(failure)):
+        return told
+    what = f"column {texts[0]} is" if len(texts) == 1 else f"columns {', '.join(texts)} are"
+    return f"{told}: {what} text: write a text beside it, or give it a type in input.types"
 
 
 TreeMaker = Callable[[TemplateEnvironment, str], jinja2.nodes.Template]

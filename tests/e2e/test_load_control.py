@@ -193,15 +193,17 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_many_schedulers_in_one_line() -> None:
-    """A few are shown one by one; of a fleet the sum and the range, and the terminal's form is shorter."""
+    """A few are shown one by one; of a fleet the sum and the range."""
     few = [("a", 5, 100, 0.5), ("b", 7, 120, 0.61)]
     assert load_line(few, {"a": (100, 2000)}, 0) == (
         "#running-req 5+7, #queue-req 100+120 (100-2000), token usage 0.50/0.61"
     )
-    assert load_line(few, {}, 3, short=True) == "run 5+7, queue 100+120, KV 0.50/0.61, 3 retracted"
+    assert load_line(few, {}, 3) == (
+        "#running-req 5+7, #queue-req 100+120, token usage 0.50/0.61, 3 retractions"
+    )
     many = [(f"r{i}", 10 + i, 100 + i, 0.9) for i in range(64)]
-    assert load_line(many, {}, 0, short=True) == (
-        "run 2656 (10-73 each), queue 8416 (100-163 each), KV 0.90-0.90"
+    assert load_line(many, {}, 0) == (
+        "#running-req 2656 (10-73 each), #queue-req 8416 (100-163 each), token usage 0.90-0.90"
     )
     assert load_line([], {}, 0) == "load unknown"
 

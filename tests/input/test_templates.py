@@ -35,6 +35,7 @@ ONE, NINE, LONG = (
     "{% set n = namespace(x=9) %}",
     "{% set x = 'x' * 9999999 %}",
 )
+PRINTED = "{% for i in range(99) %}{{ x }}{% endfor %}"
 TOO_LARGE = {
     "times": ("", "{{ 'x' * 99999999999 }}"),
     "list": ("", "{{ ([1] * 9999999999)|length }}"),
@@ -50,6 +51,21 @@ TOO_LARGE = {
     "format width apart": ("", "{{ '{:>{}}'.format(text, 9999999999) }}"),
     "joined": (LONG, "{{ [x, x, x, x, x, x, x]|join }}"),
     "replaced": ("{% set x = 'x' * 9999 %}", "{{ x|replace('x', x) }}"),
+    "set block": (LONG, f"{{% set b %}}{PRINTED}{{% endset %}}{{{{ b|length }}}}"),
+    "macro": (LONG, f"{{% macro f(x) %}}{PRINTED}{{% endmacro %}}{{{{ f(x)|length }}}}"),
+    "call block": (
+        LONG + "{% macro f() %}{% for i in range(99) %}{{ caller() }}{% endfor %}{% endmacro %}",
+        "{% set b %}{% call f() %}{{ x }}{% endcall %}{% endset %}{{ b|length }}",
+    ),
+    "filter block": (LONG, f"{{% filter length %}}{PRINTED}{{% endfilter %}}"),
+    "kept in a list": (
+        LONG + "{% set n = namespace(l=[]) %}",
+        "{% for i in range(999) %}{% set n.l = n.l + [x ~ i] %}{% endfor %}{{ n.l|length }}",
+    ),
+    "small parts": (
+        "",
+        "{% set b %}" + f"{SPIN}".replace("{% endfor", "{{ i }}{% endfor", 1) + "{% endset %}",
+    ),
     "printed": (LONG, "{% for i in range(99) %}{{ x }}{% endfor %}"),
 }
 
@@ -75,7 +91,7 @@ def test_a_template_that_never_ends_fails_its_row(tmp_path: Path, server: FakeSG
 def test_a_template_that_makes_a_huge_value_fails_its_row(tmp_path: Path, kind: str) -> None:
     """It would fill the memory in one call that cannot be interrupted."""
     text = in_row_1(TOO_LARGE[kind])
-    job = job_of(tmp_path, rows=3, prompt={"text": text})
+    job = job_of(tmp_path, rows=3, prompt={"text": text}, limits={"render": 1000})
     report = batchrunner.run(job)
     assert (report.rows_ok, report.rows_failed) == (2, 1)
     assert results_of(job)[1]["error"].startswith("template: not allowed: ")
@@ -87,6 +103,36 @@ def test_a_filter_that_never_ends_fails_its_row(tmp_path: Path) -> None:
     job = job_of(tmp_path, rows=3, input={"filter": f"id != 1 or {LIPSUM} > 0"}, limits={"render": 0.3})
     batchrunner.run(job)
     assert results_of(job)[1]["error"] == "filter: rendering took more than 0.3 s of CPU time (limits.render)"
+
+
+@pytest.mark.parametrize(
+    ("job", "error"),
+    [
+        ({"input": {"filter": "size > 5"}}, "filter: TypeError: "),
+        ({"prompt": {"text": "{{ size / 2 }}"}}, "template: TypeError: "),
+        ({"prompt": {"text": "{% if size < 30 %}{{ text }}{% endif %}"}}, "template: TypeError: "),
+    ],
+)
+def test_a_text_that_was_meant_as_a_number(tmp_path: Path, job: dict[str, Any], error: str) -> None:
+    """The columns of a CSV file are text: the failed row says which, and what to do."""
+    file = tmp_path / "data.csv"
+    file.write_text("size,text\n7,a\n8,b\n")
+    wanted = {"text": "text", **job.pop("prompt", {})}
+    source = {"path": str(file), **job.pop("input", {})}
+    report = batchrunner.run(job_of(tmp_path, input=source, prompt=wanted, **job))
+    assert report.rows_failed == 2
+    (said,) = {row["error"] for row in results_of(job_of(tmp_path))}
+    told(said, error, "'size'", "text: write a text beside it, or give it a type in input.types")
+    typed = {**source, "types": {"size": "int64"}}
+    assert batchrunner.run(job_of(tmp_path, input=typed, prompt=wanted), fresh=True).rows_failed == 0
+
+
+def test_a_filter_that_asks_whether_a_text_equals_a_number(tmp_path: Path) -> None:
+    """It is true for no row: the refusal says why."""
+    (tmp_path / "data.csv").write_text("size,text\n7,a\n8,b\n")
+    source = {"path": str(tmp_path / "data.csv"), "filter": "size == 7"}
+    message = refusal(job_of(tmp_path, input=source), tmp_path)
+    told(message, "true for none of the 2 rows", "no text equals a number: give 'size' a type in input.types")
 
 
 @pytest.mark.parametrize("where", ["prompt", "filter"])
@@ -170,6 +216,10 @@ def test_columns_of_any_name_elsewhere_in_the_job(tmp_path: Path, server: FakeSG
         ("{{ row.text }} {{ row.get('id') }}", "row 0 0"),
         ("{% for row in [{'text': 1}] %}{{ row['text'] }}{% endfor %}", "1"),
         ("{% set row = 'mine' %}{{ row }}", "mine"),
+        ("{% if id == 0 %}{% set own = row.text %}{{ own }}{% endif %}", "row 0"),
+        ("{% if id == 0 %}{% set own %}{{ text }}{% endset %}{{ own }}{% else %}-{% endif %}", "row 0"),
+        ("{% if id == 0 %}{% macro own() %}{{ text }}{% endmacro %}{{ own() }}{% endif %}", "row 0"),
+        ("{% if id %}{% set text = 'mine' %}{% endif %}{{ text }}", "row 0"),
     ],
 )
 def test_row_is_a_mapping(tmp_path: Path, server: FakeSGLang, template: str, prompt: str) -> None:

@@ -7,7 +7,11 @@ be right in two cases:
 - Rows overtake it. SGLang's queue is first come, first served: a row that is sent while q requests wait ends
   after all of these have begun. No scheduler begins more than MOST_PER_S requests a second. If ROWS_NEEDED
   rows of ours in succession come back sooner than q requests can begin, there are no q requests. Where a
-  route leads to several schedulers, a row counts only if it is too early for the shortest of their queues.
+  route leads to several schedulers and all queues are long, a row counts if it is too early for the shortest.
+  Where only some are long, rows may go to the others. But a row that goes to a long queue keeps its place
+  there, and resets the count at its end. If so many come back in succession that each place in flight was
+  used PLACES_USED times for each scheduler, none of them waits in a long queue: there is none, or the route
+  does not lead to it, and it need not hold the window either.
 
 The gauge is believed again when its queue is back in the band.
 """
@@ -25,6 +29,8 @@ MOST_PER_S = 5_000.0
 MOST_PER_SLOT_S = 200.0
 """Most requests that one of `max_running_requests` places takes a second: a forward pass takes 5 ms."""
 ROWS_NEEDED = 10
+PLACES_USED, ROWS_NEEDED_EACH = 4, 100
+"""Rows needed where some queues of a route are long: for each scheduler 4 times those in flight, and 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,8 @@ class QueueGauges:
         self._on_route: dict[str, list[_Gauge]] = {}
         self._early: dict[str, int] = {}
         """Rows in succession, by route, that came back too early."""
+        self._in_flight: Mapping[str, int] = {}
+        """Requests of ours in flight, by route."""
         self._news: list[GaugeVerdict] = []
 
     @property
@@ -64,26 +72,36 @@ class QueueGauges:
         return [name for name, gauge in self._gauges.items() if not gauge.believed]
 
     def believable(
-        self, loads: Sequence[SchedulerLoad], bands: Mapping[str, QueueBand], now: float
+        self,
+        loads: Sequence[SchedulerLoad],
+        bands: Mapping[str, QueueBand],
+        now: float,
+        in_flight: Mapping[str, int] | None = None,
     ) -> list[SchedulerLoad]:
-        """Return the loads that are believed; `bands` are those of the schedulers that are known."""
+        """Return the loads that are believed.
+
+        `bands` are those of the schedulers that are known, `in_flight` our requests of each route.
+        """
+        self._in_flight = in_flight or {}
         return [load for load in loads if self._believes(load, bands.get(load.scheduler), now)]
 
     def ended(self, route: str, sent_at: float, now: float) -> None:
         """Record a row that was sent on a route and answered."""
-        on = self._on_route.get(route, ())
-        if any(gauge.over_since is None for gauge in on):
+        on = [gauge for gauge in self._on_route.get(route, ()) if gauge.believed]
+        long = [(gauge, gauge.over_since) for gauge in on if gauge.over_since is not None]
+        if not long:
             self._early[route] = 0
             return
-        if any(gauge.over_since is None or gauge.over_since > sent_at for gauge in on):
+        if any(since > sent_at for _, since in long):
             return  # it was sent before the queue was long
-        soonest_s = min((gauge.least / gauge.per_s for gauge in on), default=0.0)
+        soonest_s = min(gauge.least / gauge.per_s for gauge, _ in long)
         self._early[route] = self._early.get(route, 0) + 1 if now - sent_at < soonest_s else 0
-        if self._early[route] >= ROWS_NEEDED:
-            for gauge in on:
-                reason = (
-                    f"#queue-req {gauge.least}: {ROWS_NEEDED} rows came back sooner than so many can begin"
-                )
+        needed = ROWS_NEEDED
+        if len(long) < len(on):
+            needed = len(on) * (ROWS_NEEDED_EACH + PLACES_USED * self._in_flight.get(route, 0))
+        if self._early[route] >= needed:
+            for gauge, _ in long:
+                reason = f"#queue-req {gauge.least}: {needed} rows came back sooner than so many can begin"
                 self._judge(gauge, believed=False, queue=gauge.least, reason=reason)
 
     def news(self) -> list[GaugeVerdict]:

@@ -137,3 +137,69 @@ def test_one_of_two_schedulers_of_a_route() -> None:
     absurd = replace(one, queue=10**12)
     assert gauges.believable([absurd, two], bands, 31.0) == [two]
     assert gauges.silenced == [absurd.scheduler]
+
+
+def take_ended(places: list[tuple[float, float]], now: float) -> list[float]:
+    """Take the requests that have ended; return when they were sent."""
+    ended = [sent_at for ends_at, sent_at in places if ends_at <= now]
+    places[:] = [place for place in places if place[0] > now]
+    heapq.heapify(places)
+    return ended
+
+
+def two_schedulers(told: int | None, others: int) -> tuple[list[GaugeVerdict], float]:
+    """Run rows of 2 s for two minutes on a route that gives them in turn to two schedulers of 64 places.
+
+    The first one tells a queue of `told`, or the truth, and has so many requests of others in its queue.
+    Returns the verdicts, and the share of places that were in use in the second minute.
+    """
+    gauges, names = QueueGauges(), [f"{URL}#dp{rank}" for rank in range(2)]
+    limits = ConcurrencyLimits(EngineInfo("attach", "m", routes=(URL,)), QueueBand(100, 2000), 100, 10**4)
+    running: list[list[tuple[float, float]]] = [[], []]
+    waiting: list[list[float]] = [[-1.0] * others, []]
+    verdicts: list[GaugeVerdict] = []
+    sent, used, steps = 0, 0.0, 0
+    for now in (step * 0.05 for step in range(120 * 20)):
+        for places, queue in zip(running, waiting, strict=True):
+            ended = take_ended(places, now)
+            queue += [-1.0 for sent_at in ended if sent_at < 0]
+            for sent_at in (at for at in ended if at >= 0):
+                limits.ended(URL, 0, now)
+                gauges.ended(URL, sent_at, now)
+        ours = sum(at >= 0 for places in running for _, at in places)
+        ours += sum(at >= 0 for queue in waiting for at in queue)
+        loads = [
+            replace(LOAD, scheduler=name, running=len(places), queue=len(queue), taken_at=now)
+            for name, places, queue in zip(names, running, waiting, strict=True)
+        ]
+        loads[0] = loads[0] if told is None else replace(loads[0], queue=told)
+        believed = gauges.believable(loads, limits.bands, now, {URL: ours})
+        if not now:
+            limits.begin(believed, now, unsent=10**6)
+        for verdict in gauges.news():
+            verdicts.append(verdict)
+            limits.restart(verdict.scheduler, now)
+        limits.observe(believed, {URL: ours}, now, unsent=10**6, silenced=gauges.silenced)
+        for number in range(sent, sent := sent + max(0, limits.window - ours)):
+            waiting[number % 2].append(now)
+        for places, queue in zip(running, waiting, strict=True):
+            while queue and len(places) < 64:
+                heapq.heappush(places, (now + 2.0, queue.pop(0)))
+        if now >= 60:
+            used, steps = used + sum(map(len, running)) / 128, steps + 1
+    return verdicts, used / steps
+
+
+@pytest.mark.parametrize("told", [30_000, 500_000])
+def test_a_stuck_gauge_beside_one_that_is_right(told: int) -> None:
+    """A queue that nobody waits in holds the windows of its route down for seconds only."""
+    verdicts, used = two_schedulers(told, others=0)
+    assert [(verdict.scheduler, verdict.believed) for verdict in verdicts] == [(f"{URL}#dp0", False)]
+    assert used > 0.95
+
+
+@pytest.mark.parametrize("others", [2_000, 20_000])
+def test_a_long_queue_beside_a_short_one(others: int) -> None:
+    """The rows that wait in it tell that it is real."""
+    verdicts, _ = two_schedulers(None, others)
+    assert verdicts == []
