@@ -38,6 +38,8 @@ class Timing:
     """Pauses before each new try to read rows, for a mount to come back or a store to answer."""
     stop_at_once: float = 10.0
     """Longest time from the second Ctrl-C to the end of the process, whatever its threads do."""
+    parts_appear: float = 75.0
+    """Longest wait for parts that another host has written; NFS may show an old directory for 60 s."""
     part: float = 30.0
     """Time from a part's first row until it is written, even if it is not full."""
     launch_poll: float = 0.25

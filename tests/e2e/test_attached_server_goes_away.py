@@ -17,6 +17,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import ROOT, events_of, eventually, job_of, results_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
@@ -83,8 +84,11 @@ def test_refusals_that_take_their_time(tmp_path: Path, server: FakeSGLang) -> No
     """A proxy before a server that is gone says so after a while: the run ends all the same."""
     server.script, server.refusal_s = (lambda _: "busy 503"), 0.6
     job = job_of(tmp_path, server, rows=500, window=4, limits={"max_attempts": 1, "engine_wait": 2})
-    with pytest.raises(EngineLostError, match="the engine took no row for 2 s") as lost:
+    with pytest.raises(EngineLostError, match=r"the engine took no row for \d+ s: 503") as lost:
         batchrunner.run(job)
+    waited_s = int(str(lost.value).partition(" for ")[2].split()[0])
+    assert waited_s >= 2
+    assert len(server.sent) <= 4 * (2 / 0.6 + 2)  # it ends with the first refusal after 2 s of them
     assert lost.value.report is not None
     assert lost.value.report.rows_failed == 0
 
@@ -106,16 +110,19 @@ def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) 
 def test_a_host_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection comes about and none is refused: no row is blamed, and `engine_wait` ends the run."""
     connect = aiohttp.TCPConnector.connect
+    window = 4
+    all_try = asyncio.Barrier(window)
 
     async def try_to_connect(*args: Any, **options: Any) -> Any:
-        if len(server.sent) >= 8:  # packets are dropped: the time for a connection is over
-            await asyncio.sleep(0.3)
+        if len(server.sent) >= 8:  # packets are dropped: whatever is tried in vain takes its time
+            await all_try.wait()
             raise TimeoutError
         return await connect(*args, **options)
 
     monkeypatch.setattr(aiohttp.TCPConnector, "connect", try_to_connect)
+    monkeypatch.setattr(TIMING, "longest_retry", 0.1)
     with FakeSGLang() as server:
-        job = job_of(tmp_path, server, rows=40, window=4, limits={"max_attempts": 1, "engine_wait": 2})
+        job = job_of(tmp_path, server, rows=40, window=window, limits={"max_attempts": 1, "engine_wait": 2})
         with pytest.raises(EngineLostError, match="no connection to") as lost:
             batchrunner.run(job)
     assert lost.value.report is not None

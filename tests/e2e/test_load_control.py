@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,9 +186,11 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with FakeSGLang(max_running=32, delay_s=0.02) as server:
         job = job_of(tmp_path, server, rows=800)
         monkeypatch.setattr("batchrunner.output.events.time.time", lambda: float(next(clock)))
+        began = time.monotonic()
         report = batchrunner.run(job)
+        took_s = time.monotonic() - began
     assert whole(job, 800)
-    assert 0 < report.wall_s < 20
+    assert 0 < report.wall_s <= took_s
     elapsed = [sample["elapsed_s"] for sample in events_of(job, "sample")]
     assert elapsed == sorted(elapsed)
 

@@ -17,6 +17,7 @@ import pytest
 import batchrunner
 from batchrunner.api import open_engine, run
 from batchrunner.core.errors import StorageError
+from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.output.events import read_events
 from batchrunner.output.resume import read_done
@@ -133,7 +134,9 @@ def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
         assert first.end() == 0
 
 
-def test_what_is_added_later(tmp_path: Path, server: FakeSGLang) -> None:
+def test_what_is_added_later(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """After the end of a run a start does what has been added, failed rows if asked to, and lost parts."""
     write_rows(tmp_path / "in" / "day1.parquet", 30)
     server.script = lambda sent: "too long" if sent.prompt == "row 7" and sent.tries == 1 else "answer"
@@ -147,7 +150,9 @@ def test_what_is_added_later(tmp_path: Path, server: FakeSGLang) -> None:
     assert [row["error"] for row in results_of(job)] == [None] * 80
     assert len(server.sent) == 81
     next((tmp_path / "run" / "parts").glob("*.parquet")).unlink()
-    task = Task(job, "later")  # in this process, where nobody waits for another host's parts to be seen
+    monkeypatch.setattr(TIMING, "parts_appear", 0.0)  # nobody waits for another host's parts to be seen
+    task = Task(job, "later")
+    assert "rows were done that are in no part" in caplog.text
     task.work(10_000)
     assert [row["row"] for row in results_of(job)] == list(range(80))
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Self
 
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 """How long a test waits for something that must happen."""
 
 

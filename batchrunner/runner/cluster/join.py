@@ -9,6 +9,7 @@ from functools import partial
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import ResumeError, TaskHeldError
+from batchrunner.core.timing import TIMING
 from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import prepare_order, remove_sorted_copies
@@ -20,7 +21,7 @@ from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
-from batchrunner.output.task_holder import DEAD_AFTER_S, POLL_S, is_held
+from batchrunner.output.task_holder import POLL_S, is_held
 from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.cluster.lease_files import LeasePlan
 from batchrunner.runner.cluster.leased_rows import LeasedRows
@@ -176,12 +177,12 @@ def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> Bi
     waited_s = 0.0
     while True:
         done = done_by_all(run_dir).rows
-        if len(done) >= expected or waited_s > DEAD_AFTER_S:
+        if len(done) >= expected or waited_s > TIMING.parts_appear:
             return done
         if not waited_s:
             log.warning(
                 "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
-                run_dir.parts, expected - len(done), DEAD_AFTER_S,
+                run_dir.parts, expected - len(done), TIMING.parts_appear,
             )  # fmt: skip
         sleeper.sleep(POLL_S)
         waited_s += POLL_S

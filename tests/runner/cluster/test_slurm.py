@@ -124,18 +124,21 @@ def test_signals_reach_the_task(
         "program",
         f"""trap 'echo USR1 >> {tmp_path}/got; code=138' USR1
         trap 'echo TERM >> {tmp_path}/got; code=${{code:-143}}' TERM
-        touch {tmp_path}/up
+        touch {tmp_path}/program-traps
         until [ "$(wc -l < {tmp_path}/got)" = {len(sent)} ]; do sleep 0.02; done
         exit $code""",
     )
     (tmp_path / "got").touch()
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/requeued')
     preamble = tmp_path / "preamble.sh"
-    preamble.write_text(f"export PATH={tmp_path}:$PATH\nbatchrun=({program})\n")
+    # the script waits only after it has set its own traps
+    wait = f'wait() {{ : > {tmp_path}/script-traps; builtin wait "$@"; }}'
+    preamble.write_text(f"export PATH={tmp_path}:$PATH\nbatchrun=({program})\n{wait}\n")
     script = script_of(tmp_path, "--array", "3", "--preamble", preamble)
     environ = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     with subprocess.Popen(["bash", "-c", script], stderr=subprocess.PIPE, text=True, env=environ) as process:
-        eventually((tmp_path / "up").exists)
+        eventually((tmp_path / "program-traps").exists)
+        eventually((tmp_path / "script-traps").exists)
         for number, so_far in enumerate(sent, 1):
             process.send_signal(so_far)
             eventually(functools.partial(_has_lines, tmp_path / "got", number))
