@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import job_of, report_of, write_job
+from tests.conftest import INSTANT, job_of, report_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
 
@@ -63,3 +63,17 @@ def test_a_window_that_fits_costs_nothing(tmp_path: Path) -> None:
         ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0
     assert "can be in flight" not in ended.stderr
+
+
+def test_the_page_of_many_parts(tmp_path: Path) -> None:
+    """A run of more parts than files may be open leaves its page, and `report` writes it again."""
+    job = job_of(tmp_path, INSTANT, rows=300, output={"path": str(tmp_path / "run"), "part_rows": 3})
+    page = tmp_path / "run" / "report.html"
+    for arguments in ([write_job(job, tmp_path)], ["report", tmp_path / "run"]):
+        page.unlink(missing_ok=True)
+        command = [sys.executable, "-c", LIMITED, "64", "64", *map(str, arguments)]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert ended.returncode == 0, ended.stderr
+        assert "no report.html" not in ended.stderr
+        assert ">Prompts <small>tokens" in page.read_text()  # of the parts
+    assert len(list((tmp_path / "run" / "parts").iterdir())) > 64

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -117,6 +118,25 @@ def test_what_is_no_change(tmp_path: Path, server: FakeSGLang, change: Callable[
     server.script = change_at(tmp_path / "input.parquet", change, "row 3")
     assert batchrunner.run(job).exit_code == 0
     assert carried_right(job) == list(range(ROWS))
+
+
+def test_a_few_bytes_of_a_large_file(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its digest covers blocks of it only: the time of its last change tells of an edit between them."""
+    path = tmp_path / "large.parquet"
+    texts = pa.table({"text": [f"row {row}".ljust(2000, ".") for row in range(ROWS)]})
+    pq.write_table(texts, path, compression="none", use_dictionary=False, row_group_size=500)
+
+    def edit(file: Path) -> None:
+        content = file.read_bytes()
+        with file.open("r+b") as opened:
+            opened.seek(content.index(f"row {ROWS - 1} ".strip().encode() + b"."))
+            opened.write(b"ROW")
+
+    job = job_of(tmp_path, server, input={"path": str(path), "columns": ["text"]}, order="input", window=8)
+    server.script = change_at(path, edit, "row 3".ljust(2000, "."))
+    with pytest.raises(InputChangedError, match=f"{path} changed during the run"):
+        batchrunner.run(job)
+    assert not any(prompt.startswith("ROW") for prompt in server.prompts)
 
 
 def test_a_copy_of_itself(tmp_path: Path, server: FakeSGLang) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.advise.roofline import TokenWork
 from batchrunner.core.errors import ResumeError
+from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.render import values_of
 from batchrunner.job.output import SAMPLE
 from batchrunner.output.columns import is_exploded
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 MEMORY = "256MB"
 """Memory that duckdb may use."""
 THREADS = 1
+SHARE_OF_FILES = 4
+"""One in so many files that the process may open is a part of the results."""
 BINS = 40
 """Bins of a histogram at most, without the one for larger values."""
 TAIL = 1.5
@@ -97,7 +101,12 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
     try:
         for task in tasks:
             done.include(read_done(task))
-        with duckdb.connect(config={"memory_limit": MEMORY, "threads": THREADS}) as connection:
+        with (
+            tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch,
+            duckdb.connect(
+                config={"memory_limit": MEMORY, "threads": THREADS, "temp_directory": scratch}
+            ) as connection,
+        ):
             _register(connection, parts, journals)
             return _read(connection, done.counts, _answers(parts[-1]) if parts else newest)
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
@@ -119,10 +128,7 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals
     # where the values count that all samples of a row have in common
     once = f"coalesce({SAMPLE}, 0) = 0" if SAMPLE in read else "true"
     if parts:
-        connection.read_parquet(
-            [glob.escape(str(part)) for part in parts],
-            union_by_name=True,  # starts may differ in their further columns
-        ).create_view("parts")
+        _register_parts(connection, [glob.escape(str(part)) for part in parts], names)
     else:
         connection.execute("CREATE VIEW parts AS SELECT * FROM journals LIMIT 0")
     several = pa.types.is_list(schema.field("completion_tokens").type)
@@ -136,6 +142,23 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals
             coalesce(list_sum({tokens}), 0)::DOUBLE AS d
         FROM (SELECT {names} FROM parts UNION ALL SELECT {names} FROM journals WHERE row NOT IN (
             SELECT row FROM parts WHERE row IN (SELECT row FROM journals))) AS parted""")  # noqa: S608 - our own names
+
+
+def _register_parts(connection: duckdb.DuckDBPyConnection, parts: list[str], names: str) -> None:
+    """Give duckdb the columns `names` of the parts as `parts`.
+
+    It opens all files of a view at once: where these are too many, they are copied, some at a time.
+    """
+    most = max(1, raise_file_limit() // SHARE_OF_FILES)
+    for first in range(0, len(parts), most):
+        # starts may differ in their further columns
+        some = connection.read_parquet(parts[first : first + most], union_by_name=True).select(names)
+        if len(parts) <= most:
+            some.create_view("parts")
+        elif first:
+            some.insert_into("parts")
+        else:
+            some.create("parts")
 
 
 def _read(
