@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jinja2.meta
@@ -11,6 +11,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from batchrunner.core.errors import JobError
+from batchrunner.input.sandbox import PRINTING
 
 ROW = "row"
 """Name of the mapping of all columns in a template, unless a column has this name."""
@@ -57,6 +58,8 @@ class ColumnsRead:
                 unknown, hint = unknown_column(where, name, available, meant, in_template=True)
                 raise JobError(unknown, hint=hint)
         self.names = sorted(found)
+        self.printed = sorted(found.intersection(self._printed()))
+        """Columns that the template shows as they are, or through filters that do."""
 
     def variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the template gets for a row: its columns, and the mapping of them where it is read."""
@@ -65,6 +68,21 @@ class ColumnsRead:
         if self._mapping == _ALL_COLUMNS and isinstance(row.get(ROW), dict):
             return {**row, self._mapping: {**row, **row[ROW]}}  # a field of the struct `row` comes first
         return {**row, self._mapping: row}
+
+    def _printed(self) -> Iterator[str]:
+        """Yield the names of what the template prints."""
+        for output in self.tree.find_all(tree_of.Output):
+            for node in output.nodes:
+                shown: tree_of.Expr | None = node
+                while isinstance(shown, tree_of.Filter) and shown.name in PRINTING:
+                    shown = shown.node
+                if isinstance(shown, tree_of.Name):
+                    yield shown.name
+                elif isinstance(shown, (tree_of.Getattr, tree_of.Getitem)):
+                    of_row = isinstance(shown.node, tree_of.Name) and shown.node.name == self._mapping
+                    name = shown.attr if isinstance(shown, tree_of.Getattr) else _constant(shown.arg)
+                    if of_row and name is not None:
+                        yield name
 
     def _through_row(self, mapping: str, *, every: bool) -> set[str]:
         """Return the columns that are read through `row`: all of them unless each is named."""
@@ -155,7 +173,7 @@ def unknown_column(
     """
     near = [meant] if meant is not None else difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
-    hint = f"did you mean {_written(near[0], in_template=in_template)}?" if near else None
+    hint = f"did you mean {written(near[0], in_template=in_template)}?" if near else None
     how = odd_names(available) if in_template else None
     names = ", ".join(column or '""' for column in available)
     text = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
@@ -173,10 +191,10 @@ def odd_names(available: Collection[str]) -> str | None:
     odd = next((name for name in available if name and not name.isidentifier()), None)
     if odd is None:
         return None
-    return f"a column whose name is not an identifier is written {_written(odd, in_template=True)}"
+    return f"a column whose name is not an identifier is written {written(odd, in_template=True)}"
 
 
-def _written(name: str, *, in_template: bool) -> str:
+def written(name: str, *, in_template: bool) -> str:
     """Return a column as a job names it; in a template some names can only be read through `row`."""
     if in_template and not name.isidentifier():
         return f"row[{json.dumps(name, ensure_ascii=False)}]"

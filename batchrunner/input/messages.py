@@ -147,6 +147,10 @@ class MessageTemplates:
             for where, role, source in messages
         ]
         self.columns = sorted({name for _, template in self._messages for name in template.columns})
+        self.templates = {
+            where: template for (where, _, _), (_, template) in zip(messages, self._messages, strict=True)
+        }
+        """The templates by their place in the job."""
 
     def prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a row; raises RowRefusedError where a template fails on its values."""

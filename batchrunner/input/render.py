@@ -14,6 +14,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import AskedColumns, Outcome, PromptKind, Request, RowRef
+from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import RowBatch
 from batchrunner.input.messages import (
     WANTED as MESSAGES_WANTED,
@@ -24,7 +25,7 @@ from batchrunner.input.messages import (
     from_list,
     holds_messages,
 )
-from batchrunner.input.prompt_types import is_ids, is_list, is_text
+from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
@@ -199,6 +200,8 @@ PromptSource = tuple[PromptKind, Callable[[Row], Any], list[str]]
 def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit) -> PromptSource:
     if prompt.user is not None or isinstance(prompt.messages, list):
         templates = MessageTemplates(_templates_of(prompt), dataset.schema.names, limit)
+        for where, each in templates.templates.items():
+            _refuse_bytes(each, dataset, where)
         return "messages", templates.prompt, templates.columns
     if prompt.messages is not None:
         found = dataset.field(prompt.messages, where="prompt.messages").type
@@ -210,6 +213,7 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit
         return "messages", talk.prompt, talk.columns
     if prompt.text is not None and is_template(prompt.text):
         template = Template(prompt.text, where="prompt.text", available=dataset.schema.names, limit=limit)
+        _refuse_bytes(template, dataset, "prompt.text")
         return "text", template.render, template.columns
     for kind, fits, wanted in _PROMPT_TYPES:
         column = getattr(prompt, kind)
@@ -219,6 +223,19 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit
                 raise InputError(f"prompt.{kind}: column {column!r} must be {wanted} (got {stored})")
             return kind, partial(_prompt_in, column), [column]
     raise AssertionError("a job has a prompt")
+
+
+def _refuse_bytes(template: Template, dataset: ColumnSource, where: str) -> None:
+    """Raise InputError where a template prints a column of bytes, which would read "b'…'" in the prompt."""
+    for name in template.printed:
+        kind = dataset.field(name, where=where).type
+        if holds_bytes(kind):
+            text = written(name, in_template=True).strip("'")
+            hint = f"write {{{{ {text}.decode() }}}} if it is text in UTF-8"
+            raise InputError(
+                f"{where}: column {name!r} holds bytes ({kind}), which are no text",
+                hint=hint if is_bytes(kind) else None,
+            )
 
 
 def _prompt_in(column: str, row: Row) -> Any:

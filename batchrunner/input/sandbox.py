@@ -28,7 +28,9 @@ _TO_TEXT = (
     "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
     "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
 )  # fmt: skip
-"""Filters of jinja2 that would turn a null into the text "None"."""
+"""Filters of jinja2 that would turn a null into the text "None", and bytes into "b'…'"."""
+PRINTING = frozenset({*_TO_TEXT, "default", "d", "safe", "tojson"})
+"""Filters whose result shows the value that they are given."""
 _WITH_SIZES = ("batch", "center", "indent", "join", "replace", "slice", "tojson")
 """Filters of jinja2 whose result may be far longer than what they are given."""
 _BY_NUMBER = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "zfill"}
@@ -37,6 +39,10 @@ _BY_NUMBER = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slic
 
 class NullValueError(ValueError):
     """A template prints a null, which would read "None" in the prompt."""
+
+
+class BytesValueError(ValueError):
+    """A template prints bytes, which would read "b'…'" in the prompt."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -232,9 +238,9 @@ def text_environment() -> TemplateEnvironment:
     environment.code_generator_class = _TextCode
     environment.filters = dict(environment.filters)
     for name in _TO_TEXT:
-        environment.filters[name] = _guarded(environment.filters[name], _refuse_null)
+        environment.filters[name] = _guarded(environment.filters[name], _refuse_no_text)
     environment.filters["join"] = _guarded(
-        environment.filters["join"], lambda values: [_refuse_null(value) for value in values]
+        environment.filters["join"], lambda values: [_refuse_no_text(value) for value in values]
     )
     environment.filters["format"] = _format_without_nulls
     return environment
@@ -275,21 +281,32 @@ def _format(text: str, *values: Any, **named: Any) -> Any:
 
 def _format_without_nulls(text: str, *values: Any, **named: Any) -> Any:
     for value in (*values, *named.values()):
-        _refuse_null(value)
+        _refuse_no_text(value)
     return _format(text, *values, **named)
 
 
-def _refuse_null(value: Any) -> Any:
+def _refuse_no_text(value: Any) -> Any:
+    """Return a value; raises for a null, and for bytes and what holds them."""
     if value is None:
         raise NullValueError
+    if not isinstance(value, str) and _holds_bytes(value):
+        raise BytesValueError
     return value
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_bytes, value))
+    if isinstance(value, dict):
+        return any(map(_holds_bytes, value.values()))
+    return isinstance(value, bytes)
 
 
 def _printed(value: Any) -> Any:
     """Return a value that is to be printed; raises for a null or a function, whose text is meaningless."""
     if callable(value):
         raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
-    return _refuse_null(value)
+    return _refuse_no_text(value)
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:

@@ -14,6 +14,7 @@ from batchrunner.input.columns_read import ColumnsRead, odd_names
 from batchrunner.input.made_text import Parts, TooLargeError, begin_row
 from batchrunner.input.render_limit import RenderLimit
 from batchrunner.input.sandbox import (
+    BytesValueError,
     NullValueError,
     TemplateEnvironment,
     filter_environment,
@@ -39,6 +40,8 @@ class Template:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
         template, self._read = _compiled(_text_tree, source, text_environment(), where, available)
         self.columns = self._read.names
+        self.printed = self._read.printed
+        """Columns of them that are shown as they are."""
         self._globals = dict(template.globals)
         self._new_context, self._parts = template.new_context, template.root_render_func
         self._limit = limit or RenderLimit()
@@ -50,6 +53,11 @@ class Template:
         except NullValueError:
             nulls = ", ".join(name for name in self.columns if row[name] is None)
             raise RowRefusedError(f"template: a value is null (null columns: {nulls or 'none'})") from None
+        except BytesValueError:
+            held = ", ".join(name for name in self.columns if isinstance(row[name], bytes))
+            raise RowRefusedError(
+                f"template: a value is bytes (columns of bytes: {held or 'none'})"
+            ) from None
         except (SecurityError, TooLargeError) as failure:
             raise RowRefusedError(f"template: not allowed: {failure}") from None
         except RowRefusedError as failure:

@@ -336,3 +336,50 @@ def test_a_filter_that_fails_on_a_value_fails_its_row(tmp_path: Path) -> None:
     assert errors[1] is None
     assert errors[0].startswith("filter: TypeError")
     assert report_of(job)["rows_total"] == 2
+
+
+BYTES = {"image": [b"\x89PNG", b"hello"], "images": [[b"\x89PNG"], []], "text": ["a", "b"]}
+PRINTS_BYTES = [
+    "{{ image }}", "{{ image | upper }}", '{{ row["image"] }}', "{{ row.image | trim }}", "{{ images }}",
+    "{{ text }}{{ image | tojson }}", "{% if image %}{{ image }}{% endif %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", PRINTS_BYTES)
+@pytest.mark.parametrize("where", ["user", "system", "text", "messages"])
+def test_a_column_of_bytes_is_no_text(tmp_path: Path, template: str, where: str) -> None:
+    """It would read b'…' in each prompt: the column is named before anything is sent."""
+    pq.write_table(pa.table(BYTES), tmp_path / "input.parquet")
+    prompt: dict[str, Any] = {where: template}
+    if where == "system":
+        prompt["user"] = "{{ text }}"
+    if where == "messages":
+        prompt = {"messages": [{"role": "user", "content": template}]}
+    result = batchrun("check", write_job(job_of(tmp_path, prompt=prompt), tmp_path))
+    assert result.exit_code == 2
+    name = "images" if "images" in template else "image"
+    assert f"prompt.{where}" in result.stderr
+    assert f"column '{name}' holds bytes" in result.stderr
+    assert ("write {{ image.decode() }}" in result.stderr) == (name == "image")
+
+
+SHOWS_BYTES = ["{% set x = image %}{{ x }}", "{{ 'a' ~ image }}", "{{ [image] | join }}", "{{ [[image]] }}"]
+
+
+@pytest.mark.parametrize("template", SHOWS_BYTES)
+def test_bytes_that_are_found_late_fail_their_row(tmp_path: Path, server: FakeSGLang, template: str) -> None:
+    pq.write_table(pa.table(BYTES), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"text": template + " {{ text }}"})
+    batchrunner.run(job)
+    assert {row["error"] for row in results_of(job)} == {
+        "template: a value is bytes (columns of bytes: image)"
+    }
+    assert server.sent == []
+
+
+def test_bytes_that_are_made_text_are_text(tmp_path: Path, server: FakeSGLang) -> None:
+    """Older files hold texts in columns of bytes; and the length of an image may be asked for."""
+    pq.write_table(pa.table(BYTES).slice(1), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"text": "{{ image.decode() }} {{ image | length }}"})
+    assert batchrunner.run(job).exit_code == 0
+    assert server.prompts == ["hello 5"]
