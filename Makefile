@@ -43,6 +43,7 @@ torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost an
 
 docs: .venv/.dev ## Build the documentation site into site/; a dead link or a missing anchor fails
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+	@echo "open site/index.html in a browser"
 
 docs-reference: .venv/.light ## Make docs/reference/ from the code
 	.venv/bin/python -m docs.tools.reference

@@ -66,6 +66,14 @@ def test_docs_have_one_title(page: Path) -> None:
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
 
 
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
+    """Below the title is a paragraph: no code, table, list, heading or remark."""
+    text = page.read_text().partition("\n# ")[2] if page.parent.name == "reference" else page.read_text()
+    below_title = text.partition("\n")[2].lstrip("\n")
+    assert re.match(r"(\*\*|\[|`(?!``))?\w", below_title), below_title[:80]
+
+
 @pytest.mark.parametrize("start", STARTS, ids=name_of)
 def test_every_page_is_near(start: Path) -> None:
     """Each page in docs/ is two links away at most, from docs/index.md and from README.md."""
