@@ -29,7 +29,7 @@ from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
 from tests.support.examples import EXAMPLES
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.scheduling import GroupScheduling
+from tests.support.scheduling import GroupScheduling, by_group
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -57,6 +57,12 @@ def pytest_configure() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
     """Give tests that share something to one worker."""
     return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let pytest-xdist begin with what takes longest."""
+    if hasattr(config, "workerinput"):
+        items[:] = by_group(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

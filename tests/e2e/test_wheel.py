@@ -57,9 +57,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of a new environment with the wheel in it, which borrows the dependencies of this one."""
     home = tmp_path_factory.mktemp("environment")
-    venv.create(home, with_pip=True)
-    python = home / "bin" / "python"
-    command(python, "-m", "pip", "install", "--no-index", "--no-deps", wheel, cwd=home)
+    venv.create(home)
+    pip = (sys.executable, "-m", "pip", "--python", home / "bin" / "python")
+    command(*pip, "install", "--no-index", "--no-deps", wheel, cwd=home)
     (packages,) = home.glob("lib/python*/site-packages")
     # a line of a .pth file adds a folder to the path, but not what that folder's own .pth files name
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -1,31 +1,64 @@
-"""Tests that pytest-xdist gives to one worker: they share an engine, a cluster or an import that takes 10 s.
+"""Which tests pytest-xdist gives to one worker, and which groups begin first.
 
-The marks of `--dist loadgroup` would say the same, but pytest-xdist 3.8 ignores them under pytest 9.2.
+The tests of a group share an engine, a cluster or an import that takes 10 s. The marks of
+`--dist loadgroup` would say the same, but pytest-xdist 3.8 ignores them under pytest 9.2.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from xdist.scheduler import LoadScopeScheduling
 
+if TYPE_CHECKING:
+    import pytest
+
 GROUPS = {
-    "test_gateway.py": "gateway",
-    "test_page_in_browser.py": "browser",
-    "test_real_engine.py": "engine",
-    "test_real_engine_out_of_memory.py": "replicas",
-    "test_real_engine_starts.py": "engine starts",
-    "test_real_replicas.py": "replicas",
-    "test_slurm.py": "slurm",
-    "tests/test_site.py": "site",
-    "test_tokens_made_here.py": "transformers",
-    "tests/input/tokenize/test_chat_template.py": "transformers",
-    "tests/input/tokenize/test_encoder.py": "transformers",
+    "replicas": ("test_real_replicas.py",),
+    "answers": (
+        "test_real_engine.py",
+        "test_real_engine_starts.py::test_tokens_made_here_give_the_same_answers",
+        "test_real_engine_starts.py::test_trials_of_flags",
+        "tests/advise/rules/test_table.py::test_the_installed_server_takes_every_flag",
+        "tests/engines/test_flags.py::test_the_real_help_is_read",
+    ),
+    "deaths": ("test_real_engine_starts.py", "test_real_engine_out_of_memory.py"),
+    "slurm": ("test_slurm.py",),
+    "gateway": ("test_gateway.py",),
+    "browser": ("test_page_in_browser.py",),
+    "wheel": ("test_wheel.py",),
+    "site": ("tests/test_site.py",),
+    "transformers": (
+        "test_tokens_made_here.py",
+        "tests/input/tokenize/test_chat_template.py",
+        "tests/input/tokenize/test_encoder.py",
+    ),
 }
-"""The group of each file, in tests/e2e unless it has its path; every other test is a group of its own."""
+"""How the node IDs of each group's tests begin, without `tests/e2e/`; the first group that fits counts.
+
+The groups that take longest come first. The first three start the real engine five times or more each, and
+then run side by side: a fourth of them would need more than the 16 GB of memory that a small machine has.
+"""
+
+
+def group_of(nodeid: str) -> str | None:
+    """Return the group of a test; None for one that shares nothing."""
+    name = nodeid.removeprefix("tests/e2e/")
+    return next((group for group, beginnings in GROUPS.items() if name.startswith(beginnings)), None)
+
+
+def by_group(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests in the order of their groups, and then those of no group."""
+    order = [*GROUPS, None]
+    return sorted(items, key=lambda item: order.index(group_of(item.nodeid)))
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives the tests of a group to one worker, and the largest groups first."""
+    """Gives the tests of a group to one worker, in the order in which the workers have collected them."""
+
+    def __init__(self, config: pytest.Config, log: object) -> None:
+        config.option.loadscopereorder = False  # by the number of tests, which says little
+        super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return GROUPS.get(file.removeprefix("tests/e2e/"), nodeid)
+        return group_of(nodeid) or nodeid
