@@ -62,13 +62,8 @@ def common_length(one: bytes, other: bytes) -> int:
         low += step
         step *= 2
     high = min(low + step, most)  # and they differ before `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    differ = int.from_bytes(one[low:high]) ^ int.from_bytes(other[low:high])
+    return high - (differ.bit_length() + 7) // 8
 
 
 def _ids(ids: Sequence[int]) -> bytes:

@@ -69,6 +69,29 @@ def test_token_ids_are_sent_as_they_are(tmp_path: Path, server: FakeSGLang) -> N
     assert sorted(sent.body["input_ids"] for sent in server.sent) == [[1, 2], [3]]
 
 
+@pytest.mark.parametrize("many", [pa.list_, pa.large_list, lambda kind: pa.list_(kind, 2)])
+@pytest.mark.parametrize("kind", [pa.int8(), pa.int16(), pa.int64(), pa.uint8(), pa.uint32(), pa.uint64()])
+def test_token_ids_of_any_type(tmp_path: Path, server: FakeSGLang, kind: Any, many: Any) -> None:
+    """Filtered rows, and those after a null, have their own ids too; a null among the ids fails its row."""
+    lists = [[row, 100 + row] for row in range(6)]
+    path = tmp_path / "ids.parquet"
+    for ids, sent in ((lists, lists[2:]), ([*lists[:3], None, [4, None], lists[5]], [lists[2], lists[5]])):
+        pq.write_table(pa.table({"n": range(6), "ids": pa.array(ids, many(kind))}), path)
+        source = {"path": str(path), "filter": "n > 1"}
+        job = job_of(tmp_path, server, input=source, prompt={"input_ids": "ids"})
+        server.sent.clear()
+        batchrunner.run(job, fresh=True)
+        assert sorted(row.body["input_ids"] for row in server.sent) == sent
+
+
+@pytest.mark.parametrize("ids", [[None], [None, None], [7, None]])
+def test_null_token_ids(tmp_path: Path, server: FakeSGLang, ids: list[int | None]) -> None:
+    path = write_rows(tmp_path / "input.parquet", 1, ids=pa.array([ids], pa.list_(pa.int32())))
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"input_ids": "ids"})
+    batchrunner.run(job)
+    assert [row["error"] for row in results_of(job)] == ["a token id is null"]
+
+
 def test_a_prompt_without_columns(tmp_path: Path, server: FakeSGLang) -> None:
     """A prompt that is the same for all rows needs no column, and nothing is carried either."""
     job = job_of(tmp_path, server, rows=5, prompt={"user": "Make up a name."}, input={"limit": 3})

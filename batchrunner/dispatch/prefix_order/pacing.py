@@ -46,6 +46,8 @@ class FollowerRelease:
 
     def hold_followers(self, leader: PendingRow) -> None:
         """Hold back the followers of a sent row; those with followers or long outputs go first."""
+        if not leader.followers:
+            return
         for row in sorted(leader.followers, key=lambda row: (not row.followers, -row.longest_output)):
             heapq.heappush(self._held, (leader.sent_clock, next(self._serial), row))
             self._held_bytes += row.prompt_bytes

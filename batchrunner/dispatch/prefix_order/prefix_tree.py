@@ -48,6 +48,8 @@ def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlac
 
 
 def _depth(one: bytes, other: bytes) -> int:
+    if one[:LEAST_SHARED_BYTES] != other[:LEAST_SHARED_BYTES]:  # most rows
+        return 0
     shared = common_length(one, other)
     return shared if shared >= LEAST_SHARED_BYTES else 0
 

@@ -144,8 +144,9 @@ class Reorderer:
             if released.is_early and not self._began:
                 self._prime_leader_of(released.row, primes)
         self._began = self._began or bool(rows)
+        sent = set(self._sent)
         for row in rows:
-            if row not in self._sent:
+            if row not in sent:
                 row.prefix = b""
         return [*primes.values(), *rows]
 
@@ -198,10 +199,13 @@ def _without_duplicates(window: list[PendingRow]) -> list[PendingRow]:
     """
     first: dict[tuple[bytes, str], PendingRow] = {}
     kept = []
+    sampling, text = None, ""
     for row in window:
         original = row
         if row.request.sampling.get("temperature") == 0:
-            original = first.setdefault((row.prefix, repr(row.request.sampling)), row)
+            if row.request.sampling is not sampling:  # nearly always all rows have the same one
+                sampling, text = row.request.sampling, repr(row.request.sampling)
+            original = first.setdefault((row.prefix, text), row)
         if original is not row and original.request[1:] == row.request[1:]:  # all but their ordinals
             original.duplicates.append(row.request.ref)
         else:
