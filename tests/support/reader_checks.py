@@ -80,7 +80,7 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
 
     async def read() -> None:
         for event in events:
-            await answer.take(event)
+            await answer.take([event])
 
     asyncio.run(read())
     assert set(answers.ends) <= {row.place for row in placed}

@@ -19,6 +19,7 @@ from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.poster import RowPoster
+from batchrunner.engines.http.reply_shapes import EndOfRow
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -68,26 +69,32 @@ class BundleAnswer:
         """Whether each row has its answer."""
         return len(self._ended) == len(self._rows)
 
-    async def take(self, event: bytes) -> None:
-        """Take the data of an event; one that cannot be read, or of no row that is left, counts for nothing.
+    async def take(self, events: Sequence[bytes]) -> None:
+        """Take the data of events; one that cannot be read, or of no row that is left, counts for nothing.
 
         Raises AnotherModelError where the server serves another model.
         """
-        if event == _END:
-            return
-        self.events += 1
+        for event in events:
+            if event == _END:
+                continue
+            self.events += 1
+            end = replies.end_of_row(event) if self._detokenizer is None else None
+            index = self._index_in(event) if end is None else end.index
+            if index is not None and 0 <= index < len(self._rows) and index not in self._ended:
+                self._ended.add(index)
+                await self._end(index, end, event)
+
+    def _index_in(self, event: bytes) -> int | None:
+        """Return the index of the row that an event ends."""
         try:
             found: _Event = replies.decoded(_read_event, event)
         except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
             log.debug("an event of %s cannot be read: %.200r", self._endpoint.url, event)
-            return
+            return None
         if found.error is not None and found.index is None:
             self.error = event
-        elif found.meta_info is not None and found.meta_info.finish_reason is not None:
-            index = found.index
-            if index is not None and 0 <= index < len(self._rows) and index not in self._ended:
-                self._ended.add(index)
-                await self._end(index, event)
+        is_end = found.meta_info is not None and found.meta_info.finish_reason is not None
+        return found.index if is_end else None
 
     def refusal(self) -> RequestError | None:
         """Return the error that the answer said instead of rows; None where it said none."""
@@ -100,14 +107,18 @@ class BundleAnswer:
         known = HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
         return replies.error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, self.error)
 
-    async def _end(self, index: int, event: bytes) -> None:
+    async def _end(self, index: int, end: EndOfRow | None, event: bytes) -> None:
         self._endpoint.answers += 1
         place, request = self._rows[index]
         url = self._endpoint.url
         try:
-            completion = replies.completion_of(request, event, self._detokenizer)
-            await self._guard.settle(url)
-            await self._guard.check_answer(url, completion.weights)
+            if end is None:
+                completion = replies.completion_of(request, event, self._detokenizer)
+            else:
+                completion = replies.completion_of_end(request, end, event)
+            if not self._guard.accepts(url, completion.weights):
+                await self._guard.settle(url)
+                await self._guard.check_answer(url, completion.weights)
         except RequestError as failure:
             self._answers.ended(place, failure)
         else:

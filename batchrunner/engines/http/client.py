@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
+_OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _JSON = {"Content-Type": "application/json"}
 _NO_SUCH_PATH = {404, 405}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
@@ -145,9 +146,9 @@ class SGLangClient:
         url = self.endpoints[route].url
         if self._checks_answers:
             await self.guard.confirm(url)
-        else:
+        if not self.guard.accepts(url, completion.weights):
             await self.guard.settle(url)
-        await self.guard.check_answer(url, completion.weights)
+            await self.guard.check_answer(url, completion.weights)
         return completion
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
@@ -264,7 +265,7 @@ class SGLangClient:
         answer = await self._poster.post(endpoint, path, body, headers, sent_at)
         endpoint.answers += 1
         self.failures.record(endpoint.url, alive=True)
-        if answer.status == HTTPStatus.OK:
+        if answer.status == _OK:
             return answer.content
         error = replies.error_of(*answer)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:

@@ -7,7 +7,6 @@ the pool and the reading of HTTP are aiohttp's own.
 
 from collections.abc import Mapping
 from contextlib import suppress
-from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
 import aiohttp
@@ -17,6 +16,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 JSON = "application/json"
+_BEFORE_THE_ANSWER = {*range(100, 200)} - {101}
+"""Statuses that only announce an answer, such as 100 Continue; after 101 there is none."""
 _REDIRECTS = {301: "GET", 302: "GET", 303: "GET", 307: "POST", 308: "POST"}
 """Statuses after which aiohttp's session asks elsewhere, and how."""
 _NEWEST_KNOWN = (3, 14)
@@ -109,7 +110,7 @@ class DirectPosts(PostSender):
                 b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, more, len(body), body)
             )
             message, content = await protocol.read()
-            while message.code < HTTPStatus.OK:  # 100 Continue: the answer is still to come
+            while message.code in _BEFORE_THE_ANSWER:
                 message, content = await protocol.read()
         except BaseException as failure:
             connection.close()

@@ -100,10 +100,18 @@ class ModelGuard:
         if place := self._places.get(url):
             place.doubted = next(self._clock)
 
+    def is_settled(self, url: str) -> bool:
+        """Tell whether nothing is in doubt."""
+        place = self._places.get(url)
+        return place is None or place.doubted <= place.confirmed
+
+    def accepts(self, url: str, version: str | None) -> bool:
+        """Tell whether an answer of this version counts at once: `settle` and `check_answer` would return."""
+        return (version is None or version == self._version_of_answers) and self.is_settled(url)
+
     async def settle(self, url: str) -> None:
         """Return at once, or if there is doubt, after a question; raises as `confirm` does."""
-        place = self._places.get(url)
-        if place is not None and place.doubted > place.confirmed:
+        if not self.is_settled(url):
             await self.confirm(url)
 
     async def confirm(self, url: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import aiohttp
@@ -44,8 +45,8 @@ class EventTaker(Protocol):
     def is_over(self) -> bool:
         """Whether no event is waited for any more."""
 
-    async def take(self, event: bytes) -> None:
-        """Take the data of one event; what it raises ends the request."""
+    async def take(self, events: Sequence[bytes]) -> None:
+        """Take the data of some events; what it raises ends the request."""
 
 
 class RowPoster:
@@ -81,7 +82,8 @@ class RowPoster:
         """
         try:
             with endpoint.deadline:
-                await self._guard.settle(endpoint.url)
+                if not self._guard.is_settled(endpoint.url):
+                    await self._guard.settle(endpoint.url)
                 answer = await self._sender(endpoint.paths[path]).post(body, headers)
                 try:
                     return await _whole(answer)
@@ -160,8 +162,7 @@ async def _pass_on_events(content: aiohttp.StreamReader, taker: EventTaker) -> N
     try:
         async with asyncio.timeout(None) as end:
             async for part in content.iter_any():
-                for event in lines.feed(part):
-                    await taker.take(event)
+                await taker.take(lines.feed(part))
                 if taker.is_over and end.when() is None:
                     end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
     except TimeoutError:

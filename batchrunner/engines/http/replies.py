@@ -23,6 +23,7 @@ from batchrunner.engines.http.answer_columns import Thoughts, columns_of_choices
 from batchrunner.engines.http.reply_shapes import (
     ChatReply,
     Choice,
+    EndOfRow,
     FullChatReply,
     FullSample,
     IdsSample,
@@ -30,6 +31,7 @@ from batchrunner.engines.http.reply_shapes import (
     Reason,
     Sample,
     read_chat,
+    read_end_of_row,
     read_full_chat,
     read_full_generate,
     read_generate,
@@ -72,7 +74,7 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
     where the reply is an abort, no answer, one with fewer or more samples than were asked for, or an empty
     one that the model did not end.
     """
-    full = request.asks is not None and request.asks.of_tokens
+    full = _asks_of_tokens(request)
     try:
         if request.kind == "messages":
             return _from_chat(request, decoded(read_full_chat if full else read_chat, reply))
@@ -91,6 +93,24 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
         raise AttemptFailedError("the answer is not JSON") from None
     except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
         raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
+
+
+def end_of_row(event: bytes) -> EndOfRow | None:
+    """Read an event of a bundle; None where it is none that ends a row, or anything else is odd about it."""
+    try:
+        found: EndOfRow = read_end_of_row.decode(event)
+    except Exception:  # noqa: BLE001 - as above
+        return None
+    return found if found.meta_info.finish_reason is not None else None
+
+
+def completion_of_end(request: Request, end: EndOfRow, event: bytes) -> Completion:
+    """Return the answer to a row of a bundle from its `event`, read as `end`; raises as `completion_of`."""
+    return completion_of(request, event) if _asks_of_tokens(request) else _from_generate(request, end)
+
+
+def _asks_of_tokens(request: Request) -> bool:
+    return request.asks is not None and request.asks.of_tokens
 
 
 def tokens_in(reply: bytes | Any) -> list[int] | None:
@@ -159,18 +179,19 @@ def _samples_of_ids(
 def _from_generate(
     request: Request, reply: Sample | FullSample | Sequence[Sample | FullSample]
 ) -> Completion:
-    samples = [reply] if isinstance(reply, (Sample, FullSample)) else reply
-    metas = [sample.meta_info for sample in samples]
-    _check_aborts(metas)
-    _check_count(request, len(samples))
+    samples = (reply,) if isinstance(reply, (Sample, FullSample)) else reply
+    texts, reasons, counts, retractions = [], [], [], 0
+    for sample in samples:  # one pass: a comprehension for each list takes twice as long
+        meta = sample.meta_info
+        reason = meta.finish_reason
+        texts.append(sample.text)
+        reasons.append(_word_of(reason) if isinstance(reason, Reason) else reason)
+        counts.append(meta.completion_tokens)
+        retractions += meta.num_retractions or 0
+    _check_count(request, len(texts))
+    first = samples[0].meta_info
     completion = Completion(
-        texts=[sample.text for sample in samples],
-        finish_reasons=[_reason(meta) for meta in metas],
-        completion_tokens=[meta.completion_tokens for meta in metas],
-        prompt_tokens=metas[0].prompt_tokens,
-        cached_tokens=metas[0].cached_tokens,
-        retractions=sum(meta.num_retractions or 0 for meta in metas),
-        weights=_weights(metas),
+        texts, reasons, counts, first.prompt_tokens, first.cached_tokens, retractions, _weights(first)
     )
     _check(completion)
     if request.asks is None:
@@ -181,9 +202,10 @@ def _from_generate(
 
 
 def _from_chat(request: Request, reply: ChatReply | FullChatReply) -> Completion:
-    metas = [choice.meta_info or Meta() for choice in reply.choices]
-    _check_aborts(metas)
-    _check_count(request, len(metas))
+    for choice in reply.choices:
+        if choice.meta_info is not None and isinstance(choice.meta_info.finish_reason, Reason):
+            _word_of(choice.meta_info.finish_reason)
+    _check_count(request, len(reply.choices))
     choices = _in_order(reply.choices)
     metas = [choice.meta_info or Meta() for choice in choices]
     first, usage = metas[0], reply.usage
@@ -202,7 +224,7 @@ def _from_chat(request: Request, reply: ChatReply | FullChatReply) -> Completion
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         retractions=sum(meta.num_retractions or 0 for meta in metas),
-        weights=_weights(metas),
+        weights=_weights(first),
     )
     # reasoning that was cut off before the answer is no empty answer, and neither is a call of a tool
     _check(completion, has_more=any(choice.message.has_more for choice in choices))
@@ -244,16 +266,15 @@ def _check_count(request: Request, count: int) -> None:
         raise AttemptFailedError(f"{count} samples came, and {wanted} were asked for (sampling.n)")
 
 
-def _check_aborts(metas: Sequence[Meta]) -> None:
-    """Raise for an abort, which a reply with status 200 can contain, with a status of its own."""
-    for meta in metas:
-        reason = meta.finish_reason
-        if isinstance(reason, Reason) and reason.type == "abort":
-            said = reason.message if isinstance(reason.message, str) else ""
-            code = reason.status_code
-            known = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
-            body = orjson.dumps({"message": said or "aborted by the engine"})
-            raise error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, body)
+def _word_of(reason: Reason) -> str:
+    """Return SGLang's word; raises for an abort, which a reply with status 200 can be, by its own status."""
+    if reason.type != "abort":
+        return reason.type
+    said = reason.message if isinstance(reason.message, str) else ""
+    code = reason.status_code
+    known = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
+    body = orjson.dumps({"message": said or "aborted by the engine"})
+    raise error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, body)
 
 
 def _check(completion: Completion, *, has_more: bool = False) -> None:
@@ -264,19 +285,14 @@ def _check(completion: Completion, *, has_more: bool = False) -> None:
         raise AttemptFailedError("empty answer")
 
 
-def _reason(meta: Meta) -> str | None:
-    reason = meta.finish_reason
-    return reason.type if isinstance(reason, Reason) else reason
-
-
 def _matched(meta: Meta) -> Any:
     reason = meta.finish_reason
     return reason.matched if isinstance(reason, Reason) else None
 
 
-def _weights(metas: Sequence[Meta]) -> str | None:
+def _weights(meta: Meta) -> str | None:
     """Return the version of the weights that made an answer, where the server tells it."""
-    version = metas[0].weight_version
+    version = meta.weight_version
     return version if isinstance(version, str) else None
 
 

@@ -53,6 +53,13 @@ class Sample(msgspec.Struct):
     meta_info: Meta
 
 
+class EndOfRow(Sample):
+    """The event with which a row of a bundle ends: a sample with the row's index."""
+
+    index: int
+    error: None = None
+
+
 class FullSample(msgspec.Struct):
     """The same, with its tokens."""
 
@@ -175,5 +182,6 @@ read_chat = msgspec.json.Decoder(ChatReply)
 read_full_chat = msgspec.json.Decoder(FullChatReply)
 read_generate = msgspec.json.Decoder(GenerateReply)
 read_full_generate = msgspec.json.Decoder(FullGenerateReply)
+read_end_of_row = msgspec.json.Decoder(EndOfRow)
 read_ids = msgspec.json.Decoder(IdsReply)
 read_tokens = msgspec.json.Decoder(TokensReply)

@@ -173,6 +173,15 @@ async def test_an_answer_that_announces_another() -> None:
         assert (answer.status, await body_of(answer)) == (200, b"ok")
 
 
+async def test_a_server_that_wants_another_protocol() -> None:
+    """It is not waited for."""
+    wants = b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: other\r\n\r\n"
+    async with on_wire(wants) as url, aiohttp.ClientSession() as session:
+        answer = await post_sender(session, url).post(b"{}", None)
+        answer.release()
+        assert answer.status == 101
+
+
 @pytest.mark.parametrize(
     "answer",
     [b"", b"HTTP/1.1 200", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"],
