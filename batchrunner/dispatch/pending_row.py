@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from batchrunner.core.types import Request, RowRef
 
 
-@dataclass(slots=True, eq=False)
-class PendingRow:
-    """A row that was read and has not ended.
+class PendingRow(msgspec.Struct, eq=False):
+    """A row that was read and has not ended; a `msgspec.Struct`, which is made faster than a dataclass.
 
     A row *follows* another one, its `leader`, where both begin with the same bytes: the engine computes the
     shared prefix with the leader, and the follower finds it in the prefix cache.
@@ -21,13 +20,13 @@ class PendingRow:
     prompt_bytes: int = 0
     template: int = 0
     """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
-    duplicates: list[RowRef] = field(default_factory=list)
+    duplicates: list[RowRef] = []
     """Rows with the same request, which get this row's answer."""
 
     leader: PendingRow | None = None
     shared_bytes: int = 0
     """Length of the prefix that the row shares with its leader."""
-    followers: list[PendingRow] = field(default_factory=list)
+    followers: list[PendingRow] = []
     new_tokens: float = 0.0
     """Prompt tokens (estimated) that the engine computes if the shared prefix is cached."""
     sent_clock: float = 0.0

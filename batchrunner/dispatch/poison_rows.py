@@ -24,6 +24,11 @@ class PoisonRows(Generic[Row]):
         self._waiting: defaultdict[int, deque[Row]] = defaultdict(deque)
         self._in_flight: Counter[int] = Counter()
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a suspect waits."""
+        return bool(self._waiting)
+
     def add(self, row: Row, deaths: int) -> None:
         """Add a row that was in flight at so many deaths."""
         self._waiting[deaths].append(row)
@@ -33,8 +38,6 @@ class PoisonRows(Generic[Row]):
 
         `window` is the number of slots of all routes.
         """
-        if not self._waiting:  # asked for every row, and nearly always so
-            return None
         for deaths in sorted(self._waiting, reverse=True):
             most = 1 if deaths >= MOST_DEATHS - 1 else max(1, window // FEWER**deaths)
             if self._waiting[deaths] and self._in_flight[deaths] < most:

@@ -164,13 +164,13 @@ class Backlog:
 
     def has_for(self, route: str) -> bool:
         """Tell whether `take` may return a row for a route."""
-        return self._queue.has_for(route) or self._poison.next_degree(self._slots.window) is not None
+        return self._queue.has_for(route) or self._next_degree() is not None
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route; suspects of engine deaths come first."""
         if self._stopping:
             return None
-        degree = self._poison.next_degree(self._slots.window)
+        degree = self._next_degree()
         if degree is not None:
             return self._poison.take(degree)
         row = self._queue.take(route)
@@ -212,6 +212,11 @@ class Backlog:
         while not self._wants_rows():
             self._room.clear()
             await self._room.wait()
+
+    def _next_degree(self) -> int | None:
+        if not self._poison.has_rows:  # asked for every row, and nearly always so
+            return None
+        return self._poison.next_degree(self._slots.window)
 
     def _wants_rows(self) -> bool:
         too_many_wait = self._waiting >= max(self._slots.window, READ_AHEAD_ROWS)

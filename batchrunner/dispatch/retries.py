@@ -1,7 +1,9 @@
 """What happens to a row whose attempt failed, and when an engine that takes no rows counts as lost."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from batchrunner.core.backoff import pause_before_retry
 from batchrunner.core.errors import (

@@ -42,7 +42,8 @@ class RouteTotals:
     def add(self, route: str, completion: Completion | None) -> None:
         """Add an answer; one without a completion adds nothing."""
         if completion is not None:
-            self._retractions[route] += completion.retractions
+            if completion.retractions:
+                self._retractions[route] += completion.retractions
             self._tokens[route] += completion.output_tokens
 
     def sample(self, now: float) -> dict[str, dict[str, float]]:

@@ -91,7 +91,8 @@ class RowCounts:
 
     def add(self, outcome: Outcome) -> None:
         """Count the end of one row."""
-        self.retries += max(outcome.attempts - 1, 0)
+        if outcome.attempts > 1:
+            self.retries += outcome.attempts - 1
         completion = outcome.completion
         if completion is None or outcome.error is not None:
             self.failed += 1

@@ -87,7 +87,13 @@ class QueueGauges:
 
     def ended(self, route: str, sent_at: float, now: float) -> None:
         """Record a row that was sent on a route and answered."""
-        on = [gauge for gauge in self._on_route.get(route, ()) if gauge.believed]
+        for gauge in self._on_route.get(route, ()):
+            if gauge.over_since is not None:
+                break
+        else:  # nearly always, and this is asked for every row
+            self._early[route] = 0
+            return
+        on = [gauge for gauge in self._on_route[route] if gauge.believed]
         long = [(gauge, gauge.over_since) for gauge in on if gauge.over_since is not None]
         if not long:
             self._early[route] = 0

@@ -45,16 +45,19 @@ class _Ends:
     """Rows that ended on a route."""
 
     count: int = 0
-    bucket: tuple[float, int] = (0.0, 0)
-    """Beginning of the present tenth of a second, and the rows in it."""
+    bucket_began: float = 0.0
+    """Beginning of the present tenth of a second."""
+    bucket: int = 0
+    """Rows in it."""
     burst: float = 0.0
     decayed_at: float = 0.0
 
     def add(self, now: float) -> None:
-        since, rows = self.bucket
-        self.bucket = (since, rows + 1) if now - since < BURST_S else (now, 1)
+        if now - self.bucket_began >= BURST_S:
+            self.bucket_began, self.bucket = now, 0
+        self.bucket += 1
         self.count += 1
-        self.burst = max(self.burst, self.bucket[1])
+        self.burst = max(self.burst, self.bucket)
 
     def recent_burst(self, now: float) -> float:
         """Return the largest recent burst, which halves every 10 s."""

@@ -90,9 +90,11 @@ class ReuseDistance:
             return None
         self._bytes += row.prompt_bytes
         self._bytes_tokens += completion.prompt_tokens
-        expected = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
         leader, cached = row.leader, completion.cached_tokens
-        if leader is None or cached is None or expected < LEAST_EXPECTED_TOKENS:
+        if leader is None or cached is None:
+            return None
+        expected = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
+        if expected < LEAST_EXPECTED_TOKENS:
             return None
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
