@@ -122,7 +122,8 @@ async def _post_all(url: URL, bodies: list[bytes], window: int) -> dict[str, Any
         connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
     ) as session:
         cpu, began = cpu_s(), time.perf_counter()
-        await asyncio.gather(*(work(session) for _ in range(window)))
+        with instructions.counted():
+            await asyncio.gather(*(work(session) for _ in range(window)))
         wall = time.perf_counter() - began
         return {"rows": len(bodies), "wall_s": wall, "cpu_s": cpu_s() - cpu, "bytes": read}
 
@@ -141,7 +142,10 @@ def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True) -> dict[str
         (url,) = json.loads(Path(job_file).read_text())["engine"]["urls"]
         overrides += [f"engine.urls=[{url}/rows{bundle}]", f"bundle={bundle}"]
     cpu, began = cpu_s(), time.perf_counter()
-    report = run_in_foreground(job_file, overrides, fresh=True, retry_failed=False, quiet=True, as_json=False)
+    with instructions.counted():
+        report = run_in_foreground(
+            job_file, overrides, fresh=True, retry_failed=False, quiet=True, as_json=False
+        )
     assert report.exit_code == 0, report.reason
     call_s = time.perf_counter() - began
     assert report.bundles["most_rows"] == bundle
