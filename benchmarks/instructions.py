@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from contextlib import contextmanager
@@ -26,12 +27,16 @@ class Counted(NamedTuple):
     output: str
 
 
-def perf_counts() -> bool:
-    """Tell whether the processor's counters can be read here: many virtual machines have none."""
+def tool_here() -> Tool | None:
+    """Return what can count here: perf where the processor's counters can be read, which many virtual
+    machines have not; else callgrind, where it is installed.
+    """
     try:
-        return _perf(["true"]).instructions > 0
-    except (OSError, ValueError):
-        return False
+        if _perf(["true"]).instructions > 0:
+            return "perf"
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        pass
+    return "callgrind" if shutil.which("callgrind_control") else None
 
 
 @contextmanager
