@@ -141,7 +141,16 @@ SOUGHT = {
     "CUDA out of memory": "troubleshooting.html#cuda-out-of-memory",
     "queue is empty": "troubleshooting.html#the-queue-is-empty",
     "use from pandas": "how-to/python.html",
+    "polars": "how-to/python.html",
     "odd column names": "how-to/prompts.html",
+    "NA in CSV": "how-to/data.html#csv",
+    "S3": "how-to/data.html#object-stores",
+    "docker": "start/install.html#container",
+    "without internet": "start/install.html",
+    "retry failed rows": "how-to/resume.html#send-failed-rows-again",
+    "too slow": "troubleshooting.html#it-is-slow",
+    "max_new_tokens": "how-to/values-by-row.html",
+    "export CSV": "how-to/data.html#results-to-other-formats",
     "exit code 3": "reference/exit-codes.html",
 }
 """What people look for, and where they should find it among the first results."""

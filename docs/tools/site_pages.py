@@ -12,6 +12,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
 """Files at the root of the repository, and the pages that the site has for them."""
+WEIGHTS = {"troubleshooting.md": 2.0, "how-to/": 2.0, "changelog.md": 0.5}
+"""How much the search prefers pages, by the beginning of their path; 1 where there is none."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
@@ -25,7 +27,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links between files of the repository as links between pages of the site."""
+    """Rewrite links between files of the repository as links between pages of the site; weigh the page."""
+    for begin, weight in WEIGHTS.items():
+        if page.file.src_uri.startswith(begin):
+            page.meta["search"] = {"boost": weight}
     source = next((name for name, to in OUTSIDE.items() if to == page.file.src_uri), None)
     source = source if source and not (ROOT / "docs" / page.file.src_uri).exists() else None
     here = source or f"docs/{page.file.src_uri}"
