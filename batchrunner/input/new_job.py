@@ -79,6 +79,7 @@ def new_job(path: str, engine: str) -> NewJob:
     prompt, column = _prompt(dataset, usable)
     carried = [n for n, kind in usable.items() if ID_NAME.fullmatch(n) and not pt.is_nested(kind)]
     carried = [name for name in carried if name not in {column, *RESULT_COLUMNS}]
+    hint = "" if carried else ": name those that tell rows apart"
     known = {field.name: str(field.type) for field in dataset.schema}
     columns = "".join(f"#   {_scalar(name)}: {' '.join(kind.split())}\n" for name, kind in known.items())
     text = (
@@ -87,7 +88,7 @@ def new_job(path: str, engine: str) -> NewJob:
         "#   batchrun FILE         runs it; the same command resumes\n"
         f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}\n"
         f"input:\n  path: {_scalar(path)}\n"
-        f"  columns: [{', '.join(map(_scalar, carried))}]   # copied into the results\n"
+        f"  columns: [{', '.join(map(_scalar, carried))}]   # copied into the results{hint}\n"
         "  # limit: 100                    # for a trial: the first rows only\n\n"
         f"prompt:\n{prompt}\n"
         "sampling:\n"

@@ -132,3 +132,12 @@ def test_as_json_and_to_standard_output() -> None:
     assert made["columns"] == {"id": "int64", "text": "string"}
     printed = batchrun("init", "d.parquet", "-o", "-")
     assert printed.stdout.strip() == made["text"].strip() == Path("job.yaml").read_text().strip()
+
+
+def test_no_column_tells_rows_apart() -> None:
+    """Where no column is carried, the job says what to name; where one is, it does not."""
+    told = ": name those that tell rows apart"
+    for columns, is_told in (({"text": ["a"]}, True), ({"id": [1], "text": ["a"]}, False)):
+        pq.write_table(pa.table(columns), "data.parquet")
+        made = batchrun("init", "data.parquet", "-o", "-")
+        assert (told in made.stdout) is is_told

@@ -36,9 +36,9 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     else:
         change, why = _slow_part(s.client, keep)
     args = {} if change else _more_workers(s, flags)
-    left = "while rows were left to send: " if s.client else ""
+    left = " while rows were left to send" if s.client else ""
     return Finding(
-        f"#queue-req is 0 {s.often('empty')}: {left}{why}",
+        f"#queue-req is 0 {s.often('empty')}{left}: {why}",
         args,
         change or command_line(args) or "`engine: {kind: gateway}`: servers with a front process each",
         s.evidence("empty"),
