@@ -2,8 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import job_of_call
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
+from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
@@ -115,7 +116,8 @@ async def arun(
 def generate(
     rows: Data,
     *,
-    prompt: str | Mapping[str, Any] | None = None,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
     engine: OpenEngine | EngineLike,
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
@@ -132,12 +134,13 @@ def generate(
     set of pyarrow or Hugging Face; or the path of a file, a directory or a glob. An iterator or a data set is
     read in bounded memory; the results are in memory.
 
-    `prompt` is the user template or the `prompt` part of a job; without it the only text column is the
-    prompt. `engine` is an open engine, the `engine` part of a job, a model's name or directory (a server is
-    started), the address of a server or a list of addresses, or "simulated". `columns` are carried into the
-    result, whose other columns are those of a result row (`row`, `output`, `finish_reason`, …, `error`), and
-    those of `answers` (`output.columns` of a job, such as "logprobs"). With `explode` each output of a row is
-    a row, where `sampling` has `n`.
+    `prompt` is the user template, the `prompt` part of a job, or a function that makes the prompt of a row;
+    without it the only text column is the prompt. `parse` is a function that makes columns of an answer, or
+    the `parse` part of a job. Functions run in processes of their own. `engine` is an open engine, the
+    `engine` part of a job, a model's name or directory (a server is started), the address of a server or a
+    list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
+    of a result row (`row`, `output`, `finish_reason`, …, `error`), and those of `answers` (`output.columns`
+    of a job, such as "logprobs"). With `explode` each output of a row is a row, where `sampling` has `n`.
     `progress` and `on_progress` are as for `run`.
 
     Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
@@ -153,6 +156,7 @@ def generate(
         job = job_of_call(
             paths or [str(source)],
             default_prompt(dataset.schema) if prompt is None else prompt,
+            parse,
             sampling,
             columns,
             limits,
@@ -176,7 +180,8 @@ def generate(
 def stream(
     rows: Data | AsyncIterable[Row],
     *,
-    prompt: str | Mapping[str, Any] | None = None,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
     engine: OpenEngine | EngineLike,
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
@@ -211,6 +216,7 @@ def stream(
         return job_of_call(
             paths,
             template,
+            parse,
             sampling,
             columns,
             limits,
@@ -243,5 +249,8 @@ def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
     """Return the results of an input without rows, which pipelines have; the job is checked."""
-    carried = Renderer(dataset, job.input, job.prompt, job.sampling).carried_schema
-    return schema_of_run(carried, plan_answers(job), {}).empty_table()
+    functions = open_functions(job)
+    with closing(functions) if functions else nullcontext():
+        renderer = Renderer(dataset, job.input, job.prompt, job.sampling, functions=functions)
+        plan = plan_answers(job, functions=functions)
+    return schema_of_run(renderer.carried_schema, plan, {}).empty_table()

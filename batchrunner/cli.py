@@ -13,6 +13,7 @@ from batchrunner.core.command_options import (
     JobArgument,
     JsonOption,
     LimitOption,
+    NoPythonOption,
     QuietOption,
     RunArgument,
     SetOption,
@@ -74,6 +75,7 @@ def run(
             "--join", help="Share the rows with all other starts that say --join; each takes what is left."
         ),
     ] = False,
+    no_python: NoPythonOption = False,
     quiet: QuietOption = False,
     verbose: Annotated[
         bool,
@@ -96,6 +98,7 @@ def run(
             retry_failed=retry_failed,
             shard=shard,
             join=join,
+            no_python=no_python,
             quiet=quiet,
             as_json=as_json,
         )
@@ -153,6 +156,7 @@ def slurm(
             metavar="NAME=VALUE", help="Another option of sbatch, such as qos=high; may be repeated."
         ),
     ] = None,
+    no_python: NoPythonOption = False,
     grace: Annotated[
         int, typer.Option(metavar="SECONDS", help="Time before the limit at which a task stops sending rows.")
     ] = 120,
@@ -188,6 +192,7 @@ def slurm(
     planned = to_slurm.plan_array(
         job,
         overrides=with_limit(overrides, limit),
+        no_python=no_python,
         preamble=preamble,
         array=array,
         partition=partition,
@@ -244,7 +249,11 @@ def init(
 
 @app.command()
 def check(
-    job: JobArgument, overrides: SetOption = None, limit: LimitOption = None, as_json: JsonOption = False
+    job: JobArgument,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    no_python: NoPythonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Validate a job and show its first three prompts; send nothing.
 
@@ -254,7 +263,7 @@ def check(
     """
     from batchrunner.runner.check import check as check_job  # noqa: PLC0415
 
-    found = check_job(job, with_limit(overrides, limit))
+    found = check_job(job, with_limit(overrides, limit), no_python=no_python)
     show(found.as_dict() if as_json else found.lines())
 
 
@@ -277,6 +286,7 @@ def tune(
         bool,
         typer.Option("--apply", help="Write the best flags into the job file, which is else left as it is."),
     ] = False,
+    no_python: NoPythonOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -300,6 +310,7 @@ def tune(
         budget_s=parse_budget(budget),
         allow=[name.strip() for name in allow.split(",") if name.strip()],
         apply=apply,
+        no_python=no_python,
     )
     show(found.as_dict() if as_json else found.lines())
 

@@ -25,6 +25,10 @@ LimitOption = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Send the first N rows only, as --set input.limit=N."),
 ]
+NoPythonOption = Annotated[
+    bool,
+    typer.Option("--no-python", help="Refuse a job that runs Python functions of its author."),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")

@@ -113,6 +113,12 @@ class InputLostError(BatchrunError):
     advice = "put the input back and run the same command again: it resumes"
 
 
+class HookLostError(BatchrunError):
+    """A Python function of the job can be loaded no more during a run; the run can be resumed."""
+
+    advice = "put its file back as it was, and run the same command again: it resumes"
+
+
 class StorageError(BatchrunError):
     """Results could not be written during a run (a full disk, for example); the run can be resumed."""
 

@@ -34,6 +34,10 @@ class Timing:
     """Longest pause after the first attempt of a row; it doubles with each further attempt."""
     longest_retry: float = 30.0
     """Longest pause after any attempt of a row."""
+    hook_import: float = 120.0
+    """Longest time in which the modules of a job's Python functions are imported."""
+    hook_end: float = 1.0
+    """Longest wait for a Python function to end that was told to, before its process is killed."""
     read_retries: tuple[float, ...] = (1.0, 5.0, 20.0)
     """Pauses before each new try to read rows, for a mount to come back or a store to answer."""
     stop_at_once: float = 10.0

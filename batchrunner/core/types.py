@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PromptKind = Literal["messages", "text", "input_ids"]
 """Form of a prompt, named as the key of the job's `prompt`."""
+LEFT_OUT = "left_out"
+"""The finish reason of a row that `prompt.python` left out; no engine has it."""
 FinishReason = str
 """SGLang's finish reason: "stop", "length" or "abort"."""
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
@@ -117,6 +119,11 @@ class Outcome(NamedTuple):
     """Seconds from sending the last try to its whole answer; None where nothing was sent."""
     attempts: int
     """Tries that were sent; 0 for a row that was refused here or has the answer of an equal row."""
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether `prompt.python` left the row out: it has neither an answer nor an error."""
+        return self.completion is None and self.error is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
 from batchrunner.dispatch.queue import Backlog, ResultSink
 from batchrunner.dispatch.source import RowSource
-from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.dispatch.tokenizers import RowTokenizer
 
 SLICE_BYTES = 4 << 20
 """Bytes of the prompts that are tokenised together: token ids take many times the memory of the text."""
@@ -24,7 +24,7 @@ class Feeder:
         source: RowSource,
         reorderer: Reorderer,
         primer: PrefixPrimer,
-        tokenizer: PromptTokenizer,
+        tokenizer: RowTokenizer,
         backlog: Backlog,
         results: ResultSink,
     ) -> None:

@@ -85,6 +85,8 @@ def _check_engine_needs_none(job: Job) -> None:
             raise CannotTokenizeError(f"output.columns: {name} needs it, for the texts of tokens")
     if isinstance(job.prompt.messages, str):
         raise CannotTokenizeError("prompt.messages may hold content that only the server can tokenise")
+    if job.prompt.python is not None:
+        raise CannotTokenizeError("prompt.python may make messages that only the server can tokenise")
 
 
 class PromptTokenizer:

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.dataset import RowBatch
@@ -53,9 +54,13 @@ class LiveRenderer:
     fit the job fail; columns that the job does not use do not matter.
     """
 
-    def __init__(self, job: Job, first: pa.Schema) -> None:
-        """Check the job against the columns of the first batch; raises JobError or InputError."""
+    def __init__(self, job: Job, first: pa.Schema, functions: HookPool | None = None) -> None:
+        """Check the job against the columns of the first batch; raises JobError or InputError.
+
+        `functions` are the job's Python functions.
+        """
         self._job = job
+        self._functions = functions
         fields = (_text_if_null(field) for field in normalized(first))
         self._first = pa.schema(fields)
         renderer = self._make(self._first)
@@ -112,7 +117,8 @@ class LiveRenderer:
             job.prompt,
             job.sampling,
             render_s=job.limits.render,
-            asks=plan_answers(job).asks,
+            asks=plan_answers(job, functions=self._functions).asks,
+            functions=self._functions,
         )
 
 

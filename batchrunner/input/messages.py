@@ -56,7 +56,7 @@ class MessagesColumn:
     def __init__(self, column: str, *, continues: bool) -> None:
         """With `continues` the model goes on with an assistant's last message, which else is left out."""
         self._column = column
-        self._continues = continues
+        self._talk = Conversation(f"prompt: column {column!r}", continues=continues)
         self.columns = [column]
 
     def prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -68,27 +68,40 @@ class MessagesColumn:
             value = self._parsed(value)
         if not value:
             raise RowRefusedError(f"prompt: column {self._column!r} is empty")
-        messages = [self._message(number, given) for number, given in enumerate(value, 1)]
-        if not self._continues:
-            while messages and messages[-1]["role"] == ASSISTANT:
-                messages.pop()
-        if all(message["role"] == ASSISTANT for message in messages):
-            raise self._refused("only the assistant speaks in it")
-        return messages
+        return self._talk.messages(value)
 
     def _parsed(self, text: str) -> list[Any]:
         try:
             value = orjson.loads(text)
         except orjson.JSONDecodeError as failure:
-            raise self._refused(f"not JSON: {failure.msg} (character {failure.pos + 1})") from None
+            raise self._talk.refused(f"not JSON: {failure.msg} (character {failure.pos + 1})") from None
         if not isinstance(value, list):
-            raise self._refused("its JSON is no list of messages")
+            raise self._talk.refused("its JSON is no list of messages")
         return value
+
+
+class Conversation:
+    """Makes messages of the chat endpoint from those that a user has, in any of the known forms."""
+
+    def __init__(self, label: str, *, continues: bool) -> None:
+        """`label` says in errors where the messages come from; `continues` is as for MessagesColumn."""
+        self._label = label
+        self._continues = continues
+
+    def messages(self, value: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return the messages; raises RowRefusedError where they are no conversation."""
+        messages = [self._message(number, given) for number, given in enumerate(value, 1)]
+        if not self._continues:
+            while messages and messages[-1]["role"] == ASSISTANT:
+                messages.pop()
+        if all(message["role"] == ASSISTANT for message in messages):
+            raise self.refused("only the assistant speaks in it")
+        return messages
 
     def _message(self, number: int, given: Any) -> dict[str, Any]:
         """Return a message of the chat endpoint."""
         if not isinstance(given, Mapping):
-            raise self._refused(f"message {number} is {'null' if given is None else 'no object'}")
+            raise self.refused(f"message {number} is {'null' if given is None else 'no object'}")
         message = {name: value for name, value in given.items() if value is not None}
         if "role" in message or "content" in message:
             role, content = message.get("role"), message.get("content")
@@ -96,10 +109,10 @@ class MessagesColumn:
             role, content = message.get("from"), message.get("value")
             message = {}
         if role is None:
-            raise self._refused(f"message {number} has no role")
+            raise self.refused(f"message {number} has no role")
         known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
         if known is None:
-            raise self._refused(f"message {number} has the unknown role {role!r}")
+            raise self.refused(f"message {number} has the unknown role {role!r}")
         if content is None and message.get("tool_calls"):  # an assistant that calls a tool says nothing
             return {**message, "role": known}
         return {**message, "role": known, "content": self._content(number, content)}
@@ -107,23 +120,24 @@ class MessagesColumn:
     def _content(self, number: int, content: Any) -> Any:
         """Return a content; parts that are all texts are joined by spaces, as SGLang does for most models."""
         if content is None:
-            raise self._refused(f"the content of message {number} is null")
+            raise self.refused(f"the content of message {number} is null")
         if isinstance(content, str):
             return content
         if not isinstance(content, list) or not content:
-            raise self._refused(f"the content of message {number} is no text")
+            raise self.refused(f"the content of message {number} is no text")
         parts = [_part(part) for part in content]
         if None in parts:
-            raise self._refused(f"the content of message {number} has a part without a type")
+            raise self.refused(f"the content of message {number} has a part without a type")
         if all(part["type"] in _TEXT_PARTS for part in parts if part):
             texts = [part.get("text") for part in parts if part]
             if not all(isinstance(text, str) for text in texts):
-                raise self._refused(f"the content of message {number} has a part of type text without one")
+                raise self.refused(f"the content of message {number} has a part of type text without one")
             return " ".join(map(str, texts))
         return parts
 
-    def _refused(self, why: str) -> RowRefusedError:
-        return RowRefusedError(f"prompt: column {self._column!r}: {why}")
+    def refused(self, why: str) -> RowRefusedError:
+        """Return the error of a row, with the reason."""
+        return RowRefusedError(f"{self._label}: {why}")
 
 
 def _part(part: Any) -> dict[str, Any] | None:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import AskedColumns, Outcome, PromptKind, Request, RowRef
+from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import RowBatch
 from batchrunner.input.messages import (
@@ -28,6 +30,7 @@ from batchrunner.input.messages import (
     holds_messages,
 )
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
+from batchrunner.input.python_prompts import PythonPrompts
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
@@ -48,23 +51,11 @@ Row = dict[str, Any]
 """Values of a row by column."""
 
 
-class ColumnSource(Protocol):
-    """What has columns: a data set, or the rows of a program."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """All columns."""
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Columns that say why a record cannot be read."""
-
-    def field(self, name: str, *, where: str) -> pa.Field:
-        """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
-
-
 class Renderer:
-    """Renders the rows of a job. `columns` are the input columns that it reads, `kind` is its prompt kind."""
+    """Renders the rows of a job: `columns` are the input columns that it reads, `kind` is its prompt kind.
+
+    The kind is None where a Python function makes prompts, which may be of any kind.
+    """
 
     def __init__(
         self,
@@ -75,15 +66,17 @@ class Renderer:
         *,
         render_s: float = LIMIT_S,
         asks: AskedColumns | None = None,
+        functions: HookPool | None = None,
     ) -> None:
         """Compile the templates and check the columns; a row is rendered in `render_s` of CPU time.
 
-        `asks` is what its answer is asked for besides the text.
-
-        Raises JobError for a bad template, InputError for a missing column or one of a wrong type.
+        `asks` is what its answer is asked for besides the text; `functions` are the job's Python functions,
+        for a job with `prompt.python`. Raises JobError for a bad template, InputError for a missing column or
+        one of a wrong type.
         """
         limit = RenderLimit(render_s)
-        self.kind, self._prompt_of, used = _prompt_source(prompt, dataset, limit)
+        self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
+        self.kind, self._prompt_of, used = _prompt_source(prompt, dataset, limit, self._python)
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self._continues = prompt.continues
         self._asks = asks
@@ -129,7 +122,7 @@ class Renderer:
                 items.append(self._request(ref, values))
             except RowRefusedError as failure:
                 items.append(Outcome(ref, None, str(failure), None, 0))
-        return items
+        return items if self._python is None else self._python.fill(items, is_stopped)
 
     def _request(self, ref: RowRef, row: Row) -> Request:
         for name in self._problems:
@@ -147,7 +140,7 @@ class Renderer:
         lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
         return Request(
             ref,
-            self.kind,
+            self.kind or "messages",
             self._prompt_of(row),
             sampling,
             lora,
@@ -217,11 +210,15 @@ def _value_of(item: pa.Scalar[Any]) -> Any:
         return UnreadableValue(f"unreadable value: {failure}")
 
 
-PromptSource = tuple[PromptKind, Callable[[Row], Any], list[str]]
+PromptSource = tuple[PromptKind | None, Callable[[Row], Any], list[str]]
 """The kind of the prompts, the function that makes a row's prompt, and the columns that it reads."""
 
 
-def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit) -> PromptSource:
+def _prompt_source(
+    prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit, python: PythonPrompts | None
+) -> PromptSource:
+    if python is not None:
+        return None, dict, python.columns  # the row stands for its prompt until it is filled in
     if prompt.user is not None or isinstance(prompt.messages, list):
         templates = MessageTemplates(_templates_of(prompt), dataset.schema.names, limit)
         for where, each in templates.templates.items():

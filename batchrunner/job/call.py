@@ -1,6 +1,6 @@
 """The job of a call of the library, from its arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from batchrunner.job.spec import Job, LimitsSpec
 
 def job_of_call(
     paths: Sequence[str],
-    prompt: str | Mapping[str, Any],
+    prompt: str | Mapping[str, Any] | Callable[..., Any],
+    parse: object,
     sampling: Mapping[str, Any] | None,
     columns: Sequence[str],
     limits: Mapping[str, Any] | LimitsSpec | None,
@@ -24,8 +25,9 @@ def job_of_call(
 ) -> Job:
     """Return the job that reads `paths` and writes into the directory `output`; raises JobError.
 
-    `prompt` is the template of the user message, or the `prompt` part of a job; `columns` are carried,
-    `answers` are the job's `output.columns`. No variable of the environment changes the job.
+    `prompt` is the template of the user message, the `prompt` part of a job, or a function; `parse` is that
+    part of a job, or a function; `columns` are carried, `answers` are the job's `output.columns`. No variable
+    of the environment changes the job.
     """
     if isinstance(columns, str):
         raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
@@ -33,12 +35,15 @@ def job_of_call(
         raise JobError("answers", hint=f"give a list of columns, such as [{answers!r}]")
     if isinstance(limits, LimitsSpec):
         limits = limits.model_dump(exclude_unset=True)
+    if not isinstance(prompt, Mapping):
+        prompt = {"user": prompt} if isinstance(prompt, str) else {"python": prompt}
     tree = {
         "input": {"path": list(paths), "columns": list(columns)},
-        "prompt": {"user": prompt} if isinstance(prompt, str) else prompt,
+        "prompt": prompt,
         "sampling": sampling or {},
         "output": {"path": str(output), "columns": list(answers), "explode": explode},
         "engine": engine.model_dump(exclude_unset=True),
         "limits": limits or {},
+        **({} if parse is None else {"parse": parse}),
     }
     return load_job(tree, environ={})

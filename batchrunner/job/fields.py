@@ -12,11 +12,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     WithJsonSchema,
     field_validator,
 )
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.core.hooks.functions import REFERENCE, is_reference, name_of
 
 _DURATION = re.compile(
     r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
@@ -100,6 +102,21 @@ CountOrShare: TypeAlias = Annotated[
 ]
 
 
+def _function(value: object) -> object:
+    if is_reference(value) or (callable(value) and not isinstance(value, str)):
+        return value
+    raise WrongValueError("should be a Python function", hint="write it as module:function")
+
+
+PythonFunction: TypeAlias = Annotated[
+    Any,
+    BeforeValidator(_function),
+    PlainSerializer(name_of, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": f"^{REFERENCE}$"}),
+]
+"""A Python function as `module:function`; a program may give the function itself."""
+
+
 class Spec(BaseModel):
     """Base class of all parts of a job: immutable, no unknown keys, values that JSON can hold."""
 
@@ -116,7 +133,7 @@ class Spec(BaseModel):
     def _as_json(cls, value: Any) -> Any:
         """Return a value as JSON represents it: run.json keeps it, and the engine receives it."""
         parts = value if isinstance(value, list) and value else [value]
-        if all(isinstance(part, BaseModel) for part in parts):
+        if all(isinstance(part, BaseModel) or callable(part) for part in parts):
             return value  # they were validated on their own
         try:
             if not isinstance(value, dict):

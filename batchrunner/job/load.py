@@ -37,12 +37,14 @@ def load_job(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     engine: EngineSpec | None = None,
+    no_python: bool = False,
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
     `overrides` are texts `a.b=c`, where c is YAML or a plain text. `environ` is the process's environment by
-    default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none. Raises
-    JobError, one line that says where the job is wrong, and how.
+    default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none. With
+    `no_python` a job that runs Python functions is refused. Raises JobError, one line that says where the job
+    is wrong, and how.
     """
     if isinstance(overrides, (str, Mapping)):
         raise JobError("overrides", hint='give a list of texts, such as ["input.limit=100"]')
@@ -60,7 +62,28 @@ def load_job(
         if not equals or not path:
             raise JobError(f"--set {override}", hint="write it as a.b=value")
         _override(tree, path.strip().split("."), text, where=f"--set {path}")
-    return _validated(TypeAdapter(Job), tree, name)
+    if isinstance(source, (str, Path)) and source != "-" and functions_in(tree):
+        tree.setdefault("python_path", [str(Path(os.path.expanduser(source)).absolute().parent)])  # noqa: PTH111
+    job = _validated(TypeAdapter(Job), tree, name)
+    if no_python and (found := functions_in(tree)):
+        where, function = next(iter(found.items()))
+        raise JobError(
+            f"--no-python: {where} is {function}, a Python function that the job would run",
+            hint="leave --no-python out if you trust its author",
+        )
+    return job
+
+
+def functions_in(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Python functions of a job as plain containers, by their places in it."""
+    found = {
+        f"{name}.python": tree[name].get("python")
+        for name in ("prompt", "parse", "check")
+        if isinstance(tree.get(name), Mapping)
+    }
+    if "parse" in tree and not isinstance(tree["parse"], Mapping):
+        found["parse"] = tree["parse"]
+    return {where: function for where, function in found.items() if function is not None}
 
 
 def _steps_of(key: str) -> list[str]:

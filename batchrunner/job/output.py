@@ -16,7 +16,8 @@ RESULT_COLUMNS = {
     "alone.",
     "finish_reason": "Why the output ended: `stop` (the model's end, or a stop text), `length` "
     "(`max_new_tokens`, "
-    "or the context is full), `tool_calls`, or another of SGLang's reasons.",
+    "or the context is full), `tool_calls`, or another of SGLang's reasons; `left_out` for a row that "
+    "`prompt.python` left out.",
     "prompt_tokens": "Tokens of the prompt, as the engine counted them.",
     "cached_tokens": "Tokens of the prompt that the engine had in its prefix cache.",
     "completion_tokens": "Tokens of the output, those of reasoning included.",

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from batchrunner.core.errors import WrongValueError
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
-from batchrunner.job.fields import CountOrShare, Duration, Share, Spec, UserPath
+from batchrunner.job.fields import CountOrShare, Duration, PythonFunction, Share, Spec, UserPath
 from batchrunner.job.output import RESULT_COLUMNS, SAMPLE, OutputSpec, name_clash
 from batchrunner.job.sampling import SamplingSpec
 
@@ -51,7 +51,7 @@ class MessageTemplate(Spec):
 
 
 class PromptSpec(Spec):
-    """How a row becomes a prompt: by `user` (with or without `system`), `messages`, `text` or `input_ids`."""
+    """How a row becomes a prompt: `user` (and `system`), `messages`, `text`, `input_ids` or `python`."""
 
     system: str | None = None
     """Jinja2 template of the system message, over the columns of a row."""
@@ -70,6 +70,11 @@ class PromptSpec(Spec):
     """Column with the whole prompt, or a Jinja2 template of it. No chat template is applied."""
     input_ids: str | None = None
     """Column with the prompt as a list of token ids."""
+    python: PythonFunction | None = None
+    """Python function that makes the prompt, as `module:function`. It is called with the row, a dict, and
+    returns messages (a list of {role, content}), a text (no chat template is applied), a list of token ids,
+    or None to leave the row out. It may be called more than once for a row. It runs in processes of its
+    own."""
     truncate: Literal["head", "tail", "middle"] | None = None
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
@@ -80,22 +85,19 @@ class PromptSpec(Spec):
     @property
     def continues(self) -> bool:
         """Whether a last message of the assistant is the beginning of the answer."""
-        return isinstance(self.messages, list) or self.continue_ is True
+        return isinstance(self.messages, list) or self.python is not None or self.continue_ is True
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts are messages."""
-        return self.user is not None or self.messages is not None
+        """Whether prompts are messages, or may be."""
+        return self.user is not None or self.messages is not None or self.python is not None
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
-        given = [
-            name for name in ("user", "messages", "text", "input_ids") if getattr(self, name) is not None
-        ]
+        kinds = ("user", "messages", "text", "input_ids", "python")
+        given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(
-                f"give exactly one of user, messages, text, input_ids (got {', '.join(given) or 'none'})"
-            )
+            raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")
         if given != ["user"] and self.system is not None:
             raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
         if self.continue_ is not None and not isinstance(self.messages, str):
@@ -107,6 +109,21 @@ class PromptSpec(Spec):
                 f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
             )
         return self
+
+
+ParsedType: TypeAlias = ColumnType | Literal["json"]
+
+
+class ParseSpec(Spec):
+    """How an answer becomes columns of its result."""
+
+    python: PythonFunction
+    """Python function that makes the columns, as `module:function`. It is called with the answer, a text, or
+    with the answer and the row, a dict of `input.columns`, and returns a dict. It runs in processes of its
+    own."""
+    columns: dict[str, ParsedType] = {}
+    """Names and types of the columns. Not needed where the function's return type is annotated as a
+    TypedDict, a dataclass or a pydantic model. `json` holds any value, as a JSON text."""
 
 
 class LimitsSpec(Spec):
@@ -124,6 +141,14 @@ class LimitsSpec(Spec):
     """Most tries of a row whose tries fail possibly because of the row itself."""
     render: Duration = 5.0
     """CPU time in which the templates of a row are rendered. A row that takes more fails."""
+    python: Duration = 30.0
+    """Time of one call of a Python function (`prompt.python`, `parse`). A row whose call takes longer
+    fails."""
+    python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
+    """Memory in GiB that each process of the Python functions may take, beyond what it has when its modules
+    are imported. A row whose call needs more fails."""
+    python_processes: Annotated[int, Field(ge=1)] | None = None
+    """Processes that run the Python functions, at most; by default one for each core, up to 8."""
     request_timeout: Duration = 3600.0
     """Longest wait for the answer to one request."""
     engine_wait: Duration = 300.0
@@ -150,6 +175,9 @@ class Job(Spec):
     """How a row becomes a prompt."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling parameters, by SGLang's names."""
+    parse: ParseSpec | PythonFunction | None = None
+    """Python function that makes columns of an answer, as `module:function`, or with the names of its
+    `columns`. A row whose answer it cannot parse fails, and keeps its answer."""
     output: OutputSpec
     """Where the results are written."""
     engine: EngineSpec
@@ -180,6 +208,19 @@ class Job(Spec):
     """Range [low, high] in which the number of waiting requests of each scheduler (SGLang's `#queue-req`) is
     kept. It is scaled down for a scheduler that runs few requests at once."""
 
+    python_path: list[UserPath] = []
+    """Directories in which the modules of Python functions are looked up first, before the current directory
+    and the installed packages. By default the directory of the job file."""
+
+    @property
+    def parsing(self) -> ParseSpec | None:
+        """How an answer becomes columns."""
+        return (
+            self.parse
+            if self.parse is None or isinstance(self.parse, ParseSpec)
+            else ParseSpec(python=self.parse)
+        )
+
     @field_validator("bundle", mode="before")
     @classmethod
     def _off(cls, bundle: object) -> object:
@@ -206,7 +247,10 @@ class Job(Spec):
         if isinstance(self.engine, GatewayEngine):
             chat = self.prompt.is_chat
             given = {k for k in SamplingSpec.model_fields if getattr(self.sampling, k) is not None}
-            dropped = sorted(given & GATEWAY_DROPS["chat" if chat else "generate"])
+            drops = GATEWAY_DROPS["chat" if chat else "generate"]
+            if self.prompt.python is not None:  # it may make both; a row whose own kind is not served fails
+                drops = GATEWAY_DROPS["chat"] & GATEWAY_DROPS["generate"]
+            dropped = sorted(given & drops)
             if dropped:
                 raise WrongValueError(
                     f"sampling.{dropped[0]}: the gateway leaves it out of what it passes on",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import LEFT_OUT, Outcome
 from batchrunner.job.output import SAMPLE
 from batchrunner.output.columns import is_exploded
 
@@ -80,6 +80,8 @@ class RowCounts:
     cached_tokens: int = 0
     duplicates: int = 0
     """Rows that have the answer of an equal row; they were not sent."""
+    left_out: int = 0
+    """Rows that `prompt.python` left out; they count as `ok`."""
     retries: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
@@ -94,9 +96,13 @@ class RowCounts:
         if outcome.attempts > 1:
             self.retries += outcome.attempts - 1
         completion = outcome.completion
-        if completion is None or outcome.error is not None:
+        if outcome.error is not None:
             self.failed += 1
-            self.failures.add(outcome.ref.row, outcome.error or "")
+            self.failures.add(outcome.ref.row, outcome.error)
+        elif completion is None:
+            self.ok += 1
+            self.left_out += 1
+            self._count_reason(LEFT_OUT, 1)
         else:
             self.ok += 1
             self.cut += CUT in completion.finish_reasons
@@ -123,7 +129,9 @@ class RowCounts:
         self.ok += ok.num_rows
         ok_samples = samples.filter(pc.is_null(samples.column("error")))
         self.cut += _rows_with(CUT, ok_samples)
-        self.duplicates += pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0
+        left_out = _rows_with(LEFT_OUT, ok_samples)
+        self.left_out += left_out
+        self.duplicates += (pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0) - left_out
         self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
         self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
         self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0

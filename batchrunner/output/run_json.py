@@ -22,7 +22,7 @@ FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
 """What a user types to discard a run, for error messages."""
-_MISSING: dict[str, Any] = {"types": {}, "explode": False}
+_MISSING: dict[str, Any] = {"types": {}, "explode": False, "parse": None}
 """Parts of a fingerprint that may be missing, and what they then are."""
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
@@ -33,6 +33,7 @@ def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, A
 
     `files` are those of the input, in its order; `model` is "" where it is not to be compared.
     """
+    parsing = job.parsing and {"parse": job.parsing.model_dump(mode="json", exclude_unset=True)}
     return {
         "files": [{"path": file.path, "rows": file.rows, "digest": file.digest} for file in files],
         "filter": job.input.filter,
@@ -44,6 +45,7 @@ def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, A
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
         "model": model,
         **({"explode": True} if job.output.explode else {}),
+        **(parsing or {}),  # left out where there is none, as in runs of earlier versions
     }
 
 
@@ -65,6 +67,7 @@ def check_same_run(
         "prompt",
         "sampling",
         "explode",
+        "parse",
         *(["model"] if model_known else []),
     ):
         missing = _MISSING.get(name)  # earlier versions did not write it

@@ -166,7 +166,7 @@ class ResultWriter:
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
         plan = self._plan
         return table_of(
-            outcomes, self._schema, samples=plan.samples, columns=plan.columns, explode=plan.explode
+            outcomes, self._schema, samples=plan.samples, columns=plan.names, explode=plan.explode
         )
 
     async def _publish(self, part: _PendingPart) -> None:

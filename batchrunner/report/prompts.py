@@ -26,6 +26,8 @@ def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
     found: dict[int, str] = {}
     try:
         job = load_job(facts["job"], environ={})
+        if job.prompt.python is not None:  # nothing in a run directory is to be run
+            return found
         first = 0
         for file in facts["fingerprint"]["files"]:
             inside = BitMap64(row - first for row in rows if first <= row < first + file["rows"])

@@ -56,6 +56,8 @@ class Report:
     """Those of `prompt_tokens` that were in the engine's prefix cache."""
     rows_deduplicated: int = 0
     """Rows that have the answer of an equal row; they add no tokens."""
+    rows_left_out: int = 0
+    """Rows that `prompt.python` left out; they count as `rows_ok`."""
     retries: int = 0
     """Tries that were repeated."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
@@ -103,6 +105,8 @@ class Report:
     def lines(self) -> list[str]:
         """Return the lines at the end of a run."""
         whole = f" ({self.rows_cut} cut at max_new_tokens)" if self.rows_cut else ""
+        if self.rows_left_out:
+            whole += f" ({self.rows_left_out} left out by prompt.python)"
         done = f"{self.rows_ok} of {self.rows_total} rows ok{whole}, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
         again = f": {GO_ON}" if self.exit_code and not says_next_step(self.reason) else ""

@@ -31,6 +31,7 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
         rows_deduplicated=earlier.duplicates + tally.duplicates,
+        rows_left_out=earlier.left_out + tally.left_out,
         retries=tally.retries,
         finish_reasons=dict(tally.finish_reasons),
         failures=(earlier.failures + tally.failures).summary(),

@@ -1,5 +1,6 @@
 """`batchrun check`: validates a job without an engine, and shows what would be sent."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -17,7 +18,7 @@ from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.report.report import cause_lines
-from batchrunner.runner.prepare import find_done, prepare
+from batchrunner.runner.prepare import PreparedJob, find_done, prepare
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
@@ -65,10 +66,10 @@ class Check:
             str(self.order),
         ]
         for prompt in self.prompts:
-            text = prompt["error"] or prompt["prompt"]
+            text = prompt["error"] or prompt["prompt"] or ""
             if not isinstance(text, str):
                 text = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
-            label = "cannot be sent" if prompt["error"] else prompt["kind"]
+            label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
         lines += cause_lines(self.not_sendable, "cannot be sent")
         return [*lines, f"{self._verdict()}; nothing was sent"]
@@ -81,13 +82,21 @@ class Check:
         return ", ".join(filter(None, [of_first, more])) or "the job is fine"
 
 
-def check(job: str, overrides: Sequence[str]) -> Check:
-    """Check a job file; raises BatchrunError, one clear line, if something is wrong."""
-    loaded = load_job(job, overrides=overrides)
+def check(job: str, overrides: Sequence[str], *, no_python: bool = False) -> Check:
+    """Check a job file; raises BatchrunError, one clear line, if something is wrong.
+
+    `no_python` refuses a job that runs Python functions.
+    """
+    loaded = load_job(job, overrides=overrides, no_python=no_python)
     model = launched_model(loaded.engine)
     if model is not None:
         check_model(model)
-    prepared = prepare(loaded)
+    with contextlib.closing(prepare(loaded)) as prepared:
+        return _check(prepared)
+
+
+def _check(prepared: PreparedJob) -> Check:
+    loaded = prepared.job
     done = find_done(prepared, model_of(loaded.engine))
     selected = prepared.selected()
     todo = selected - done.rows

@@ -66,6 +66,7 @@ async def execute(
     control, display = control or Control(), display or NoDisplay()
     counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
+        at_last.callback(prepared.close)
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
         sleeper = Sleeper(control)

@@ -48,9 +48,13 @@ def run_in_foreground(
     as_json: bool,
     shard: str | None = None,
     join: bool = False,
+    no_python: bool = False,
 ) -> Report:
-    """Run a job file; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError."""
-    loaded = load_job(job, overrides=overrides)
+    """Run a job file; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError.
+
+    `no_python` refuses a job that runs Python functions.
+    """
+    loaded = load_job(job, overrides=overrides, no_python=no_python)
     part = _part_of(shard, join=join)
     control = Control()
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import LEFT_OUT, Outcome, RowRef
 from batchrunner.input.dataset import RowBatch
 from batchrunner.input.render import UnreadableValue, rows_of, values_of
 from batchrunner.job.answers import AnswerPlan
@@ -118,18 +118,25 @@ class StoredAndGiven:
 
 def rows_given(outcome: Outcome, plan: AnswerPlan) -> list[dict[str, Any]]:
     """Return the rows of the results that an outcome becomes, as their columns have them."""
-    ref = outcome.ref
-    carried = {
+    carried = carried_of(outcome.ref)
+    rows = result_rows([outcome], samples=plan.samples, explode=plan.explode)
+    return [_row_given(row, carried, plan) for row in rows]
+
+
+def carried_of(ref: RowRef) -> dict[str, Any]:
+    """Return the carried columns of a row."""
+    return {
         name: _value_at(ref.carried.column(at), ref.position)
         for at, name in enumerate(ref.carried.schema.names)
     }
-    rows = result_rows([outcome], samples=plan.samples, explode=plan.explode)
-    return [_row_given(row, carried, plan) for row in rows]
 
 
 def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dict[str, Any]:
     outcome, sample = row
     completion = outcome.completion
+    reason: Any = None
+    if outcome.is_left_out:
+        reason = LEFT_OUT if plan.samples == 1 or plan.explode else [LEFT_OUT] * plan.samples
 
     def each(values: list[Any]) -> Any:
         return values if sample is None else values[sample]
@@ -139,14 +146,14 @@ def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dic
         **({SAMPLE: sample} if plan.explode else {}),
         **carried,
         "output": each(completion.texts) if completion else None,
-        "finish_reason": each(completion.finish_reasons) if completion else None,
+        "finish_reason": each(completion.finish_reasons) if completion else reason,
         "prompt_tokens": completion.prompt_tokens if completion else None,
         "cached_tokens": completion.cached_tokens if completion else None,
         "completion_tokens": each(completion.completion_tokens) if completion else None,
         "latency_s": outcome.latency_s,
         "attempts": outcome.attempts,
         "error": outcome.error,
-        **{name: answer_value(row, name) for name in plan.columns},
+        **{name: answer_value(row, name) for name in plan.names},
     }
 
 

@@ -1,17 +1,24 @@
 """Checks that need no engine: the input, the templates, the output directory, earlier attempts."""
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.core.hooks.functions import ColumnKind
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
+from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import InputSpec, Job
+from batchrunner.output.columns import parsed_type
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
@@ -26,6 +33,8 @@ from batchrunner.output.run_json import (
 from batchrunner.output.task_holder import is_held
 from batchrunner.runner.shard import JoinTask, Shard, split_option
 
+log = logging.getLogger(__name__)
+
 RESULT_DIRECTORIES = {"parts", "merged"}
 """Directories of a run that may be the input of another one."""
 RUN_DIRECTORIES = {*RESULT_DIRECTORIES, "tasks", "leases", "merged.tmp"}
@@ -39,6 +48,13 @@ class PreparedJob(JobInput):
     run_dir: RunDir
     answers: AnswerPlan
     part: Shard | JoinTask | None = None
+    functions: HookPool | None = None
+    """The job's Python functions; None where it has none."""
+
+    def close(self) -> None:
+        """End the processes of the Python functions."""
+        if self.functions is not None:
+            self.functions.close()
 
     def share_of(self, selected: BitMap64) -> BitMap64:
         """Return the selected rows that this task may do: those of its shard, or all."""
@@ -51,20 +67,32 @@ class PreparedJob(JobInput):
 def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = False) -> PreparedJob:
     """Check everything that can be checked without an engine, for one task of several or for all.
 
-    Where it begins `fresh`, what an earlier run left there does not matter.
-    Raises JobError, InputError or OutputError, each one clear line.
+    Where it begins `fresh`, what an earlier run left there does not matter. The caller closes what is
+    returned. Raises JobError, InputError or OutputError, each one clear line.
     """
     run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
     dataset = _open_dataset(job.input, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
-    answers = plan_answers(job, None if fresh else columns_of_earlier(run_dir))
-    renderer = Renderer(
-        dataset, job.input, job.prompt, job.sampling, render_s=job.limits.render, asks=answers.asks
-    )
     run_dir.check_writable()
     refuse_nesting(run_dir)
-    return PreparedJob(job, dataset, renderer, run_dir, answers, part)
+    functions = open_functions(job)
+    try:
+        answers = plan_answers(job, None if fresh else columns_of_earlier(run_dir), functions)
+        renderer = Renderer(
+            dataset,
+            job.input,
+            job.prompt,
+            job.sampling,
+            render_s=job.limits.render,
+            asks=answers.asks,
+            functions=functions,
+        )
+    except BaseException:
+        if functions is not None:
+            functions.close()
+        raise
+    return PreparedJob(job, dataset, renderer, run_dir, answers, part, functions)
 
 
 def _open_dataset(source: InputSpec, run_dir: RunDir) -> Dataset:
@@ -147,7 +175,47 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
     new = fingerprint(prepared.job, prepared.dataset.files, model or "")
     check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
     _check_carried_types(prepared)
+    _check_functions(old, prepared)
     return True
+
+
+def facts_of_functions(functions: HookPool | None) -> dict[str, Any]:
+    """Return what run.json keeps of a job's Python functions: by place, the file's hash and the columns."""
+    known = functions.facts.values() if functions is not None else ()
+    return {
+        facts.where: {"name": facts.name, "digest": facts.digest, "columns": _types_of(facts.columns)}
+        for facts in known
+    }
+
+
+def _types_of(columns: Sequence[tuple[str, ColumnKind]]) -> dict[str, str]:
+    return {name: str(parsed_type(kind)) for name, kind in columns}
+
+
+def _check_functions(old: Mapping[str, Any], prepared: PreparedJob) -> None:
+    """Compare the Python functions with those of the last attempt.
+
+    Other columns are refused, since no merge takes both. Another file is no error: a function is corrected,
+    and the rows that failed are done again.
+    """
+    known = old.get("functions")
+    for where, facts in facts_of_functions(prepared.functions).items():
+        before = known.get(where) if isinstance(known, dict) else None
+        if not isinstance(before, dict):
+            continue
+        if before.get("columns") != facts["columns"]:
+            raise ResumeError(
+                f"{prepared.run_dir.path} holds another run: the columns of {where} ({facts['name']}) were "
+                f"{before.get('columns')} and are {facts['columns']}",
+                hint=f"take another output.path, or discard what is there with {DISCARD}",
+                mark=";",
+            )
+        if before.get("digest") != facts["digest"]:
+            log.warning(
+                "%s: %s changed since the last start: rows that are done keep what the old one made",
+                where,
+                facts["name"],
+            )
 
 
 def check_same_weights(prepared: PreparedJob, weights: str | None) -> None:

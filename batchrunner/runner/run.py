@@ -31,10 +31,11 @@ from batchrunner.runner.attempt import Attempt
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Control
 from batchrunner.runner.handover import Handover, StoredAndGiven
-from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.parsed_results import parsing
+from batchrunner.runner.prepare import PreparedJob, facts_of_functions
 from batchrunner.runner.progress import Display
 from batchrunner.runner.screen import Opening
-from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
+from batchrunner.runner.sending import Results, Sending, Windows, build_sending, open_windows
 from batchrunner.runner.shard import JoinTask
 from batchrunner.runner.stop_rules import FailureLimit
 from batchrunner.runner.task_rows import FixedRows
@@ -79,7 +80,10 @@ async def build_run(
         listener=rows,
         disk=DiskWait(job.limits.disk_wait, control),
     )
-    results = writer if handover is None else StoredAndGiven(writer, handover, prepared.answers)
+    results: Results = writer
+    if handover is not None:
+        results = StoredAndGiven(writer, handover, prepared.answers)
+    results = parsing(results, prepared.functions)
     sending = build_sending(
         job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
         control, display, began=began,
@@ -261,6 +265,7 @@ class Run:
             columns=self.prepared.answers.columns,
             engine=asdict(self.info),
             versions=versions(self.info),
+            functions=facts_of_functions(self.prepared.functions),
         )
 
     def _rows_elsewhere(self) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.dispatch.slots import Slots
 from batchrunner.dispatch.snapshot import Monitor, RowTotal
 from batchrunner.dispatch.source import RowSource
-from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.dispatch.tokenizers import make_tokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.job.queue_band import QueueBand
 from batchrunner.job.spec import Job
@@ -106,7 +106,7 @@ class Sending:
 
 def build_sending(
     job: Job,
-    kind: PromptKind,
+    kind: PromptKind | None,
     rows: CountedSource,
     done: DoneRows,
     engine: Engine,
@@ -122,10 +122,10 @@ def build_sending(
 ) -> Sending:
     """Return what sends `rows`, with prompts of a kind, to an open engine, and their outcomes to `results`.
 
-    `done` are rows of earlier attempts. Raises CannotTokenizeError if the job needs client-side tokenization
-    and it is not possible.
+    Without a `kind` prompts may be of any. `done` are rows of earlier attempts. Raises CannotTokenizeError if
+    the job needs client-side tokenization and it is not possible.
     """
-    tokenizer = PromptTokenizer(job, kind, engine, info, events)
+    tokenizer = make_tokenizer(job, kind, engine, info, events)
     limits, gauges, slots = windows.limits, windows.gauges, windows.slots
 
     # rows: source → reorder → tokenise → queue → slot → engine → count → store

@@ -7,17 +7,19 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import BatchrunError, InputError, ResumeError
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import EngineInfo, PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
 from batchrunner.input.tables import rows_known, write_parquet
+from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.run_dir import RunDir
@@ -31,6 +33,10 @@ from batchrunner.runner.stream_run import send_stream
 
 COMPARED_ROWS = 1024
 """Rows that are read at once to compare the rows of two starts."""
+
+
+StreamSource: TypeAlias = tuple[Job, PromptKind | None, StreamRows, HookPool | None]
+"""The job of a stream, the kind of its prompts, its rows, and its Python functions."""
 
 
 class JobMaker(Protocol):
@@ -71,11 +77,15 @@ class StreamCall:
                 stack.push_async_callback(reader.close)
                 source = await asyncio.to_thread(self._open_iterator, buffer, scratch)
             if source is not None:
-                job, kind, rows = source
+                job, kind, rows, functions = source
+                if functions is not None:
+                    stack.callback(functions.close)
                 handover = Handover()
                 loop = await self._open_loop(stack)
                 running = loop.start_stream(
-                    functools.partial(send_stream, job, kind, rows, handover, self._display, scratch)
+                    functools.partial(
+                        send_stream, job, kind, rows, handover, self._display, scratch, functions=functions
+                    )
                 )
                 stack.push_async_callback(loop.end_stream, running)
                 while taken := await loop.ask(handover.take):
@@ -110,15 +120,18 @@ class StreamCall:
         stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
         return EngineLoop(portal, None, None)
 
-    def _open_files(self, paths: list[str], scratch: Path) -> tuple[Job, PromptKind, StreamRows] | None:
+    def _open_files(self, paths: list[str], scratch: Path) -> StreamSource | None:
         """Return the rows of files; None where they have none."""
         dataset = Dataset(paths)
         job = self._make_job(dataset.schema, paths, scratch)
         problems = (pa.field(name, pa.string()) for name in dataset.problems)
-        renderer = LiveRenderer(job, pa.schema([*dataset.schema, *problems]))
-        return (job, renderer.kind, FileRows(renderer, dataset)) if dataset.total_rows else None
+        renderer, functions = _open_renderer(job, pa.schema([*dataset.schema, *problems]))
+        if not dataset.total_rows:
+            _close(functions)
+            return None
+        return job, renderer.kind, FileRows(renderer, dataset), functions
 
-    def _open_iterator(self, buffer: RowBuffer, scratch: Path) -> tuple[Job, PromptKind, StreamRows] | None:
+    def _open_iterator(self, buffer: RowBuffer, scratch: Path) -> StreamSource | None:
         """Wait for the first rows of an iterator, which say what columns there are; None without rows."""
         first, known = take_batches(buffer, 0), None
         while first and known is None:
@@ -131,10 +144,11 @@ class StreamCall:
         if known is None:
             return None
         job = self._make_job(known.schema, [str(scratch)], scratch)
-        renderer = LiveRenderer(job, known.schema)
+        renderer, functions = _open_renderer(job, known.schema)
         if first is None:
+            _close(functions)
             return None
-        return job, renderer.kind, LiveRows(renderer, buffer, first, rows_known(self._data))
+        return job, renderer.kind, LiveRows(renderer, buffer, first, rows_known(self._data)), functions
 
     async def _keep_rows(self, output: Path, stack: contextlib.AsyncExitStack) -> str:
         """Write the rows into the run directory, from where every start reads them; return their path.
@@ -165,6 +179,21 @@ class StreamCall:
                     mark=";",
                 )
         return str(run_dir.given)
+
+
+def _open_renderer(job: Job, columns: pa.Schema) -> tuple[LiveRenderer, HookPool | None]:
+    """Return the renderer of a job on these columns, and the job's Python functions."""
+    functions = open_functions(job)
+    try:
+        return LiveRenderer(job, columns, functions), functions
+    except BaseException:
+        _close(functions)
+        raise
+
+
+def _close(functions: HookPool | None) -> None:
+    if functions is not None:
+        functions.close()
 
 
 def _rows_in(buffer: RowBuffer) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from batchrunner.core.errors import BatchrunError
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import EngineInfo, PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
@@ -18,6 +19,7 @@ from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.runner.control import Control
 from batchrunner.runner.handover import GivenResults, Handover
+from batchrunner.runner.parsed_results import parsing
 from batchrunner.runner.progress import Display
 from batchrunner.runner.sending import Sending, build_sending, open_windows
 from batchrunner.runner.stop_rules import FailureLimit
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 async def send_stream(
     job: Job,
-    kind: PromptKind,
+    kind: PromptKind | None,
     rows: StreamRows,
     handover: Handover,
     display: Display,
@@ -36,12 +38,13 @@ async def send_stream(
     *,
     engine: Engine | None = None,
     info: EngineInfo | None = None,
+    functions: HookPool | None = None,
 ) -> None:
     """Send all rows, with prompts of a kind, and give their outcomes to `handover`, which ends with them.
 
-    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. Cancelled, it
-    cancels the requests in flight. Raises BatchrunError where the engine cannot be opened or is lost, or
-    where a limit of the job ended the stream.
+    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `functions`
+    are the job's Python functions. Cancelled, it cancels the requests in flight. Raises BatchrunError where
+    the engine cannot be opened or is lost, or where a limit of the job ended the stream.
     """
     control, counts, events = Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
     try:
@@ -58,7 +61,8 @@ async def send_stream(
             began = time.monotonic()
             windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
             counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
-            results = GivenResults(handover, counter, plan_answers(job))
+            given = GivenResults(handover, counter, plan_answers(job, functions=functions))
+            results = parsing(given, functions)
             sending = build_sending(
                 job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
                 began=began,

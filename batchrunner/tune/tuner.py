@@ -1,6 +1,7 @@
 """`batchrun tune`: run trials of the job's own rows under other flags, within a time budget."""
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections import defaultdict
@@ -46,6 +47,7 @@ def tune(
     budget_s: float,
     allow: Sequence[str] = (),
     apply: bool = False,
+    no_python: bool = False,
 ) -> TuningSummary:
     """Find the fastest safe flags for a job on this machine; with `apply` write them into its file.
 
@@ -60,7 +62,7 @@ def tune(
         )
     if apply and source == "-":
         raise JobError("--apply: a job from standard input cannot be changed", hint="write it into a file")
-    job = load_job(source, overrides=overrides)
+    job = load_job(source, overrides=overrides, no_python=no_python)
     engine = engine_to_tune(job)
     if apply and own_engine(Path(source)) != job.engine:
         raise JobError(
@@ -69,10 +71,10 @@ def tune(
             hint="put that into the file first, or leave --apply out",
         )
     check_model(engine.model)
-    prepared = prepare(job)
-    directory = prepared.run_dir.path / TUNE
-    with hold_task(prepared.run_dir, directory=directory):
-        found = _search(source, prepared, engine, directory, allow, budget_s)
+    with contextlib.closing(prepare(job)) as prepared:
+        directory = prepared.run_dir.path / TUNE
+        with hold_task(prepared.run_dir, directory=directory):
+            found = _search(source, prepared, engine, directory, allow, budget_s)
     if apply and found.args:
         apply_args(Path(source), found.args)
         found = replace(found, applied=True)

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from batchrunner.core.types import Outcome
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask
-from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.dispatch.tokenizers import RowTokenizer
 from batchrunner.engines.base import Engine
 
 MOST_S = 30.0
@@ -20,9 +20,7 @@ ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 class PrefixPrimer:
     """Sends a row with one output token, so that its prefix is in the cache."""
 
-    def __init__(
-        self, engine: Engine, tokenizer: PromptTokenizer, routes: Sequence[str], caches: int
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: RowTokenizer, routes: Sequence[str], caches: int) -> None:
         """Build a primer for so many prefix `caches` behind the `routes`."""
         self._engine = engine
         self._tokenizer = tokenizer

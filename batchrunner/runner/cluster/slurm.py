@@ -71,6 +71,8 @@ class SlurmArray:
     """Seconds before the time limit at which Slurm signals a task that its time is nearly up."""
     preamble: str = ""
     """Shell lines that come first: modules, a container."""
+    no_python: bool = False
+    """Whether the tasks refuse a job that runs Python functions, since the file may change."""
     static: bool = False
     """Whether each task has a fixed shard (`--shard slurm`) instead of leases (`--join`)."""
 
@@ -94,6 +96,7 @@ class SlurmArray:
         """Return the script of the tasks."""
         drain_s = self.grace_s - CLOSING_S
         how = "--shard slurm" if self.static else "--join"
+        how += " --no-python" if self.no_python else ""
         sets = [f"--set {shlex.quote(text)}" for text in (f"limits.drain={drain_s}", *self.overrides)]
         directives = [
             self._log_to("%A_%a"),
@@ -167,17 +170,20 @@ class SlurmArray:
         )
 
 
-def plan_array(job: str, *, overrides: Sequence[str], preamble: str, **options: Any) -> SlurmArray:
-    """Return the array of a job; `options` are fields of SlurmArray. Raises JobError."""
+def plan_array(
+    job: str, *, overrides: Sequence[str], preamble: str, no_python: bool, **options: Any
+) -> SlurmArray:
+    """Return the array of a job; `options` are other fields of SlurmArray. Raises JobError."""
     if job == "-":
         raise JobError("-: each task of an array reads the job", hint="write it into a file")
-    loaded = load_job(job, overrides=overrides)
+    loaded = load_job(job, overrides=overrides, no_python=no_python)
     return SlurmArray(
         job=Path(job).absolute(),
         run=Path(loaded.output.path).expanduser().absolute(),
         directory=Path.cwd(),
         overrides=overrides,
         preamble=_text_or_file(preamble),
+        no_python=no_python,
         launches=loaded.engine.kind in {"server", "gateway", "inprocess"},
         **options,
     )

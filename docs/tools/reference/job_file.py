@@ -30,15 +30,20 @@ def page() -> str:
     for name, node in tops.items():
         if "discriminator" in node:
             parts += [f"## {name}", one_line(node["description"]), *_engines(schema)]
-        elif "$ref" in node:
-            section = _resolved(node, schema)
+        elif reference := _section(node):
+            section = _resolved(reference, schema)
             parts += [f"## {name}", one_line(section["description"])]
+            if "description" in node and "$ref" not in node:  # it has a short form too
+                parts += [
+                    f"*{type_of(node)} · default {_value(node.get('default'))}*",
+                    one_line(node["description"]),
+                ]
             parts += [part for field in section["properties"] for part in _field(name, field, section)]
     parts += ["## Other fields", "Fields at the top of the file."]
     parts += [
         part
         for name, node in tops.items()
-        if not {"$ref", "discriminator"} & set(node)
+        if "discriminator" not in node and _section(node) is None
         for part in _field("", name, schema)
     ]
     return "\n\n".join(parts)
@@ -53,12 +58,17 @@ def field_paths() -> dict[str, dict[str, Any]]:
             for kind, ref in node["discriminator"]["mapping"].items():
                 section = _resolved({"$ref": ref}, schema)
                 found |= {f"engine.{field} ({kind})": at for field, at in section["properties"].items()}
-        elif "$ref" in node:
-            section = _resolved(node, schema)
+        elif reference := _section(node):
+            section = _resolved(reference, schema)
             found |= {f"{name}.{field}": at for field, at in section["properties"].items()}
         else:
             found[name] = node
     return found
+
+
+def _section(node: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the reference to the section that a field at the top is, or may be."""
+    return next((member for member in (node, *node.get("anyOf", ())) if "$ref" in member), None)
 
 
 def _whole(title: str, text: str) -> str:
@@ -121,8 +131,8 @@ def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> Any:
 def type_of(node: dict[str, Any]) -> str:
     """Return the type of a field in words."""
     match node:
-        case {"$ref": _}:
-            words = "`{column: NAME}`"
+        case {"$ref": name}:
+            words = "`{column: NAME}`" if name.endswith("/FromColumn") else "mapping"
         case {"anyOf": members} if {"type": "string", "minLength": 1} in members:
             words = "duration"
         case {"anyOf": members}:
@@ -131,8 +141,8 @@ def type_of(node: dict[str, Any]) -> str:
             words = f"{', '.join(f'`{value}`' for value in values[:-1])} or `{values[-1]}`"
         case {"const": value}:
             words = f"`{value}`"
-        case {"pattern": _}:
-            words = "percentage such as `1%`"
+        case {"pattern": pattern}:
+            words = "percentage such as `1%`" if "%" in pattern else "`module:function`"
         case {"prefixItems": _}:
             words = "list of two integers"
         case {"items": items}:

@@ -1,0 +1,74 @@
+"""Prompts that a Python function of the job makes, many rows at a time."""
+
+from collections.abc import Callable, Sequence
+
+from batchrunner.core.errors import BatchrunError, RowRefusedError
+from batchrunner.core.hooks.functions import HookResult
+from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.types import Outcome, Request
+from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.messages import ASSISTANT, Conversation
+from batchrunner.job.python_functions import PROMPT
+
+
+class PythonPrompts:
+    """Makes the prompts of requests whose `prompt` is the row."""
+
+    def __init__(self, pool: HookPool, source: ColumnSource) -> None:
+        """Choose the columns that the function gets: those that it names, else all that can be used.
+
+        Raises InputError for one that the input lacks, or that cannot be used.
+        """
+        self._pool = pool
+        facts = pool.facts[PROMPT]
+        self._talk = Conversation(f"{PROMPT}: {facts.name}", continues=True)
+        if facts.reads is None:
+            names = dict.fromkeys(source.schema.names)
+            self.columns = [name for name in names if _is_usable(source, name)]
+        else:
+            self.columns = list(facts.reads)
+            for name in self.columns:
+                source.field(name, where=f"{PROMPT}: {facts.name}")
+
+    def fill(
+        self, items: Sequence[Request | Outcome], is_stopped: Callable[[], object]
+    ) -> list[Request | Outcome]:
+        """Return requests with their prompts, and outcomes as they are; a row may become an outcome.
+
+        Once `is_stopped` the last rows may be missing. Raises HookLostError.
+        """
+        names = self.columns
+        rows = [({n: item.prompt[n] for n in names},) for item in items if isinstance(item, Request)]
+        results = iter(self._pool.call_many(PROMPT, rows, is_stopped))
+        filled: list[Request | Outcome] = []
+        for item in items:
+            if isinstance(item, Outcome):
+                filled.append(item)
+                continue
+            result = next(results, None)
+            if result is None:
+                break
+            filled.append(self._filled(item, result))
+        return filled
+
+    def _filled(self, request: Request, result: HookResult) -> Request | Outcome:
+        if result.error is not None or result.value is None:  # a row without an error is left out
+            return Outcome(request.ref, None, result.error, None, 0)
+        kind, prompt = result.value
+        try:
+            if kind == "messages":
+                messages = self._talk.messages(prompt)
+                continues = messages[-1]["role"] == ASSISTANT
+                return request._replace(kind=kind, prompt=messages, continues=continues)
+        except RowRefusedError as failure:
+            return Outcome(request.ref, None, str(failure), None, 0)
+        return request._replace(kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False)
+
+
+def _is_usable(source: ColumnSource, name: str) -> bool:
+    """Tell whether a column of the input can be read, and is not the package's own."""
+    try:
+        source.field(name, where="prompt")
+    except BatchrunError:  # files disagree on it, or it stands twice
+        return False
+    return name not in source.problems

@@ -1,0 +1,73 @@
+"""The Python functions of a job, and the processes that run them."""
+
+from pathlib import Path
+
+from batchrunner.core.errors import JobError
+from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind, HookSetup, name_of, pickled
+from batchrunner.core.hooks.pool import HookPool
+from batchrunner.job.fields import PythonFunction
+from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
+from batchrunner.job.spec import Job
+
+PROMPT, PARSE = "prompt.python", "parse"
+"""Places of functions in a job, by which the pool knows them."""
+
+
+def open_functions(job: Job) -> HookPool | None:
+    """Start the processes of a job's functions, and load these; None where it has none.
+
+    Raises JobError for one that cannot be called.
+    """
+    functions = []
+    if job.prompt.python is not None:
+        functions.append(_function(PROMPT, "prompt", job.prompt.python))
+    if job.parsing is not None:
+        columns = tuple(job.parsing.columns.items())
+        functions.append(_function(PARSE, "parse", job.parsing.python, columns))
+    if not functions:
+        return None
+    limits = job.limits
+    setup = HookSetup(
+        tuple(functions),
+        tuple(str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])),
+        limits.python,
+        int(limits.python_memory_gb * (1 << 30)),
+    )
+    pool = HookPool(setup, limits.python_processes)
+    pool.open()
+    try:
+        if PARSE in pool.facts:
+            _check_columns(job, pool.facts[PARSE])
+    except JobError:
+        pool.close()
+        raise
+    return pool
+
+
+def _function(
+    where: str, kind: HookKind, function: PythonFunction, columns: tuple[tuple[str, str], ...] = ()
+) -> HookFunction:
+    name = name_of(function)
+    try:
+        target = function if isinstance(function, str) else pickled(function)
+    except ValueError as failure:
+        raise JobError(f"{where}: {name} {failure}") from None
+    return HookFunction(where, kind, name, target, columns)
+
+
+def _check_columns(job: Job, facts: HookFacts) -> None:
+    """Raise JobError where a column has a name that results have already."""
+    taken = {*RESULT_COLUMNS, *job.output.asked, *([SAMPLE] if job.output.explode else [])}
+    carried = {job.input.rename.get(name, name) for name in job.input.columns}
+    for name, _ in facts.columns:
+        if name in taken:
+            raise JobError(
+                f"parse: a result has a column {name!r} of its own",
+                hint=f"let {facts.name} name its own otherwise",
+            )
+        if name in carried:
+            raise JobError(
+                f"parse: {name!r} is a column of input.columns",
+                hint=f"let {facts.name} name its own otherwise, or carry yours under another name: "
+                f"input.rename: {{{name}: input_{name}}}",
+            )
