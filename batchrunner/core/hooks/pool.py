@@ -3,6 +3,8 @@
 The standard library's pools end, or wait for ever, when one of their processes dies, and have no time limit.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -61,18 +63,22 @@ class HookPool:
         self._starting = threading.Lock()
         self._gatherers: dict[str, _Gatherer] = {}
         self._numbers = {function.where: n for n, function in enumerate(setup.functions)}
+        self._digests: dict[str, str] = {}
         self.facts: dict[str, HookFacts] = {}
         """What is known of the functions, by their places in the job."""
 
     def open(self) -> None:
         """Load the functions in a first process; raises JobError, one line, where one cannot be called."""
-        worker = _Worker(self._setup, self._output, self._chunks)
+        worker = self._new_worker()
         self._workers.append(worker)
         try:
             self.facts = {facts.where: facts for facts in worker.opened.result()}
         except HookStartError as failure:
             self.close()
             raise JobError(str(failure)) from None
+        except BaseException:
+            self.close()
+            raise
 
     def call_many(
         self, where: str, rows: Sequence[Row], is_stopped: Callable[[], object] = lambda: False
@@ -141,10 +147,13 @@ class HookPool:
             idle = sum(not worker.is_busy for worker in self._workers)
             wanted = min(self._chunks.qsize() - idle, self._most - len(self._workers))
             for _ in range(wanted):
-                self._workers.append(_Worker(self._setup, self._output, self._chunks))
+                self._workers.append(self._new_worker())
             if not self._most:
                 for chunk in chunks:
                     chunk.results.cancel()
+
+    def _new_worker(self) -> _Worker:
+        return _Worker(self._setup, self._output, self._chunks, self._digests)
 
     def _chunk_rows(self, number: int, rows: int) -> int:
         """Return how many rows a process gets at once: for CHUNK_S, and such that all processes have some."""
@@ -158,14 +167,19 @@ class _Worker:
     """A thread with a process, which takes chunks from a queue."""
 
     def __init__(
-        self, setup: HookSetup, output: HookOutput, chunks: queue.SimpleQueue[_Chunk | None]
+        self,
+        setup: HookSetup,
+        output: HookOutput,
+        chunks: queue.SimpleQueue[_Chunk | None],
+        digests: dict[str, str],
     ) -> None:
+        """Start the thread; `digests` are those of the functions, which all workers share."""
         self._setup = setup
         self._output = output
         self._chunks = chunks
         self._process: HookProcess | None = None
         self._stopped = False
-        self._digests: dict[str, str] = {}
+        self._digests = digests
         self.is_busy = True
         self.row_s: dict[int, float] = {}
         """Seconds of a row, by the index of the function."""
@@ -188,7 +202,7 @@ class _Worker:
     def _work(self) -> None:
         try:
             self.opened.set_result(self._start())
-        except (HookStartError, CancelledError) as failure:
+        except BaseException as failure:  # noqa: BLE001 - who waits for it must not wait for ever
             self.opened.set_exception(failure)
         self.is_busy = False
         try:
@@ -252,10 +266,10 @@ class _Worker:
         if self._stopped:
             raise CancelledError
         facts = self._process.facts()
-        digests = {found.where: found.digest for found in facts}
-        if self._digests and digests != self._digests:
-            log.warning("%s changed while the run is at work: rows are made by both versions", facts[0].name)
-        self._digests = digests
+        for found in facts:
+            if self._digests.setdefault(found.where, found.digest) != found.digest:
+                log.warning("%s changed while the run is at work: rows are made by both versions", found.name)
+                self._digests[found.where] = found.digest
         return facts
 
 

@@ -1,0 +1,551 @@
+"""Runs whose prompts, or columns of answers, are made by Python functions of the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    batchrun_merge,
+    eventually,
+    job_of,
+    report_of,
+    results_of,
+    started,
+    write_job,
+    write_rows,
+)
+from tests.support.functions import LABEL, write_module
+
+if TYPE_CHECKING:
+    from tests.support.fake_sglang import FakeSGLang
+
+PROMPT = {"python": "hooks:prompt"}
+ECHO = "def prompt(row): return row['text']\n"
+
+
+def errors_of(job: dict[str, Any]) -> dict[int, str]:
+    """Return the errors of the rows that failed."""
+    return {row["row"]: row["error"] for row in results_of(job) if row["error"] is not None}
+
+
+def children_of(process: int) -> set[int]:
+    """Return the processes that a process has started and that live."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return {int(child) for task in tasks for child in task.read_text().split()}
+
+
+def test_prompts_of_every_kind(tmp_path: Path, server: FakeSGLang) -> None:
+    """A function returns a conversation, a text, token ids or nothing, row by row."""
+    write_module(
+        tmp_path,
+        """
+        def prompt(row):
+            kind = row["id"] % 4
+            if kind == 0:
+                return [{"role": "system", "content": "Be terse."}, {"role": "user", "content": row["text"]}]
+            if kind == 1:
+                return "Say " + row["text"]
+            return [1, 2, row["id"]] if kind == 2 else None
+        """,
+    )
+    job = job_of(tmp_path, server, rows=12, prompt=PROMPT, input={"columns": ["id"]})
+    done = batchrun(write_job(job, tmp_path))
+    assert done.exit_code == 0, done.stderr
+    assert "12 of 12 rows ok (3 left out by prompt.python)" in done.stderr
+    sent = [sent.body for sent in server.sent]
+    assert sorted(str(body["messages"][1]["content"]) for body in sent if "messages" in body) == [
+        "row 0",
+        "row 4",
+        "row 8",
+    ]
+    assert sorted(body["text"] for body in sent if "text" in body) == ["Say row 1", "Say row 5", "Say row 9"]
+    ids = sorted(body["input_ids"] for body in sent if "input_ids" in body)
+    assert ids == [[1, 2, 2], [1, 2, 6], [1, 2, 10]]
+    left_out = [row for row in results_of(job) if row["finish_reason"] == "left_out"]
+    assert [row["id"] for row in left_out] == [3, 7, 11]
+    assert {(row["output"], row["error"], row["attempts"]) for row in left_out} == {(None, None, 0)}
+    report = report_of(job)
+    assert (report["rows_ok"], report["rows_left_out"], report["rows_deduplicated"]) == (12, 3, 0)
+    again = batchrun(tmp_path / "job.yaml")
+    assert (again.exit_code, len(server.sent)) == (0, 9)
+    assert report_of(job)["rows_left_out"] == 3
+
+
+def test_an_assistants_last_message_is_the_beginning_of_the_answer(
+    tmp_path: Path, server: FakeSGLang
+) -> None:
+    """As in a list of messages in the job."""
+    write_module(
+        tmp_path,
+        """
+        def prompt(row):
+            return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "It is "}]
+        """,
+    )
+    assert batchrun(write_job(job_of(tmp_path, server, rows=1, prompt=PROMPT), tmp_path)).exit_code == 0
+    assert server.sent[0].body["continue_final_message"] is True
+
+
+def test_columns_of_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    """They are typed by the annotation, stand behind the others, and are merged and exported like these."""
+    write_module(tmp_path, LABEL)
+    job = job_of(tmp_path, server, rows=6, parse="hooks:label", input={"columns": ["id"]})
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    assert merged.schema.names[-4:] == ["error", "first", "length", "words"]
+    assert merged.schema.field("length").type == pa.int64()
+    assert merged.schema.field("words").type == pa.list_(pa.string())
+    for row in merged.to_pylist():
+        assert (row["first"], row["length"]) == ("answer", len(row["output"]))
+        assert row["words"] == row["output"].split()
+    assert batchrun("export", tmp_path / "run", tmp_path / "out.csv").exit_code == 0
+    assert '"answer",17,"[""answer"",""0"",""to"",""row"",""5""]"' in (tmp_path / "out.csv").read_text()
+
+
+def test_columns_that_the_job_names(tmp_path: Path, server: FakeSGLang) -> None:
+    """Where the function has no annotation the job says the columns, with the names of input types."""
+    write_module(
+        tmp_path,
+        """
+        import datetime
+
+        def parse(answer, row):
+            day = datetime.date(2024, 1, 1 + row["number"])
+            at = datetime.datetime(2024, 1, 1, 12, 30, tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
+            return {"day": day, "at": at, "half": 0.5, "few": row["number"], "any": {"a": [1]}, "yes": True}
+        """,
+    )
+    columns = {"day": "date", "at": "timestamp", "half": "float32", "few": "int32", "any": "json"}
+    job = job_of(
+        tmp_path,
+        server,
+        rows=3,
+        parse={"python": "hooks:parse", "columns": {**columns, "yes": "bool", "none": "string"}},
+        input={"columns": ["id"], "rename": {"id": "number"}},
+    )
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    found = pq.read_table(tmp_path / "run" / "parts").sort_by("row")
+    kinds = {name: str(found.schema.field(name).type) for name in ("day", "at", "half", "few", "any", "yes")}
+    assert kinds == {
+        "day": "date32[day]",
+        "at": "timestamp[us]",
+        "half": "float",
+        "few": "int32",
+        "any": "string",
+        "yes": "bool",
+    }
+    last = found.to_pylist()[2]
+    assert (str(last["day"]), str(last["at"]), last["half"]) == ("2024-01-03", "2024-01-01 10:30:00", 0.5)
+    assert (last["few"], last["any"], last["yes"], last["none"]) == (2, '{"a": [1]}', True, None)
+
+
+def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
+    """Whatever a function does with a row, the others are done, and the error names the user's own line."""
+    write_module(
+        tmp_path,
+        """
+        import os, sys, time, ctypes
+
+        def prompt(row):
+            match row["id"]:
+                case 1: raise ValueError("no such row")
+                case 2: sys.exit(3)
+                case 3: os._exit(3)
+                case 4: ctypes.string_at(0)
+                case 5: time.sleep(1000)
+                case 6:
+                    while True:
+                        try: time.sleep(1000)
+                        except BaseException: pass
+                case 7: return "x" * (1 << 40)
+                case 8: return {"role": "user"}
+                case 9: return [{"role": "nobody", "content": "?"}]
+                case 10: return [1, "two"]
+                case 11: return ""
+            return row["text"]
+        """,
+    )
+    limits = {"python": 0.5, "max_failed_rows": 11}
+    job = job_of(tmp_path, server, rows=40, prompt=PROMPT, limits=limits)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    place = "prompt.python: hooks.py"
+    assert errors_of(job) == {
+        1: f"{place}:6: ValueError: no such row",
+        2: f"{place}:7: SystemExit: 3",
+        3: "prompt.python: hooks:prompt: ended its process (exit code 3)",
+        4: "prompt.python: hooks:prompt: ended its process (SIGSEGV)",
+        5: f"{place}:10: took more than 0.5 s (limits.python)",
+        6: "prompt.python: hooks:prompt: took more than 0.5 s (limits.python)",
+        7: f"{place}:15: MemoryError (limits.python_memory_gb)",
+        8: "prompt.python: hooks:prompt: returned a dict: return messages, a text, token ids, or None",
+        9: "prompt.python: hooks:prompt: message 1 has the unknown role 'nobody'",
+        10: "prompt.python: hooks:prompt: returned a list with a str in it: give messages (dicts) or token "
+        "ids (integers)",
+        11: "prompt.python: hooks:prompt: returned an empty text",
+    }
+    assert sorted(server.prompts) == sorted(f"row {n}" for n in (0, *range(12, 40)))
+
+
+def test_an_answer_that_cannot_be_parsed_is_kept(tmp_path: Path, server: FakeSGLang) -> None:
+    """The row fails, its answer stays; once the function is corrected, the row is sent again."""
+    module = """
+        def parse(answer):
+            number = int(answer.split()[-1])
+            assert number != 2, "two"
+            return {3: {"n": "three"}, 4: {"m": 4}, 5: None, 6: {"n": 1 << 70}}.get(number, {"n": number})
+        """
+    write_module(tmp_path, module)
+    limits = {"max_failed_rows": 5}
+    parse = {"python": "hooks:parse", "columns": {"n": "int64"}}
+    job = job_of(tmp_path, server, rows=10, parse=parse, limits=limits)
+    file = write_job(job, tmp_path)
+    assert batchrun(file).exit_code == 0
+    assert errors_of(job) == {
+        2: "parse: hooks.py:4: AssertionError: two",
+        3: "parse: hooks:parse: n: is 'three', which is not of the type int64",
+        4: "parse: hooks:parse: returned a value that has 'm', which is no column (columns: n)",
+        5: "parse: hooks:parse: returned a value that is None: a dict is wanted",
+        6: "parse: hooks:parse: n: is 1180591620717411303424, which is not of the type int64",
+    }
+    assert [row["output"] for row in results_of(job)] == [f"answer 0 to row {n}" for n in range(10)]
+    assert [row["n"] for row in results_of(job)] == [0, 1, None, None, None, None, None, 7, 8, 9]
+    report = report_of(job)
+    assert report["output_tokens"] == sum(row["completion_tokens"] for row in results_of(job))
+    write_module(tmp_path, "def parse(answer): return {'n': int(answer.split()[-1])}")
+    again = batchrun(file, "--retry-failed")
+    assert again.exit_code == 0
+    assert "parse: hooks:parse changed since the last start" in again.stderr
+    assert [row["n"] for row in results_of(job)] == list(range(10))
+    assert len(server.sent) == 15
+
+
+def test_samples_and_equal_rows(tmp_path: Path) -> None:
+    """With several samples the columns are lists; equal rows are parsed with their own carried columns."""
+    write_module(
+        tmp_path,
+        """
+        def parse(answer, row):
+            return {"twice": 2 * row["id"]}
+        """,
+    )
+    pq.write_table(pa.table({"id": list(range(8)), "text": ["same"] * 8}), tmp_path / "input.parquet")
+    parse = {"python": "hooks:parse", "columns": {"twice": "int64"}}
+    sampling = {"n": 2, "temperature": 0}
+    job = job_of(tmp_path, INSTANT, parse=parse, sampling=sampling, input={"columns": ["id"]})
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert [row["twice"] for row in results_of(job)] == [[2 * n, 2 * n] for n in range(8)]
+    assert report_of(job)["rows_deduplicated"] == 7
+
+
+def test_what_functions_print_is_in_the_log(tmp_path: Path, server: FakeSGLang) -> None:
+    """Standard output has the result of the command and nothing else."""
+    write_module(
+        tmp_path,
+        """
+        import os, sys
+
+        print("imported")
+
+        def prompt(row):
+            print("looking at", row["id"])
+            os.write(1, b"and so on\\n")
+            sys.stderr.write("an error\\n")
+            return row["text"]
+        """,
+    )
+    done = batchrun(write_job(job_of(tmp_path, server, rows=2, prompt=PROMPT), tmp_path), "--json")
+    assert json.loads(done.stdout)["rows_ok"] == 2
+    for line in ("imported", "looking at 1", "and so on", "an error"):
+        assert f"python: {line}\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "prompt", "says"),
+    [
+        ("", "hooks:prompt", "there is no 'prompt' in"),
+        ("def promt(row): pass", "hooks:prompt", "did you mean 'promt'?"),
+        ("", "nowhere.at_all:prompt", "there is no module 'nowhere' (looked in"),
+        ("import nowhere", "hooks:prompt", "hooks.py:1: ModuleNotFoundError: No module named 'nowhere'"),
+        ("def prompt(row:", "hooks:prompt", "SyntaxError: '(' was never closed"),
+        ("import sys; sys.exit(4)", "hooks:prompt", "hooks.py:1: SystemExit: 4"),
+        ("import os; os._exit(4)", "hooks:prompt", "the import ends its process (exit code 4)"),
+        ("def prompt(row, more): pass", "hooks:prompt", "takes (row, more): it is called with one argument"),
+        ("def prompt(): pass", "hooks:prompt", "takes (): it is called with one argument, the row"),
+        ("async def prompt(row): pass", "hooks:prompt", "is asynchronous: give a plain function"),
+        ("def prompt(row): yield 1", "hooks:prompt", "is a generator"),
+        ("prompt = 3", "hooks:prompt", "is no function"),
+        ("", "hooks.prompt", "should be a Python function: write it as module:function"),
+        (
+            "from typing import TypedDict\nclass R(TypedDict):\n  txt: str\ndef prompt(row: R): pass",
+            "hooks:prompt",
+            "unknown column 'txt'; did you mean 'text'?",
+        ),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_be_called_is_refused(
+    tmp_path: Path, server: FakeSGLang, code: str, prompt: str, says: str
+) -> None:
+    """Both `run` and `check` say so in one line before anything is sent."""
+    write_module(tmp_path, code)
+    file = write_job(job_of(tmp_path, server, prompt={"python": prompt}), tmp_path)
+    for command in ([], ["check"]):
+        done = batchrun(*command, file)
+        assert done.exit_code == 2
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("batchrun: ")]
+        assert says in line
+    assert server.sent == []
+    assert not (tmp_path / "run").exists()
+
+
+COLUMN = "from typing import TypedDict\nclass C(TypedDict):\n  {}\ndef parse(answer) -> C: pass"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def parse(answer): pass", "hooks:parse does not say its columns"),
+        ("def parse(answer) -> dict: pass", "hooks:parse does not say its columns"),
+        (
+            f"import threading\n{COLUMN.format('a: threading.Thread')}",
+            "returns a column a: no column can hold Thread: name the columns in parse.columns",
+        ),
+        (
+            COLUMN.format("error: str"),
+            "a result has a column 'error' of its own",
+        ),
+        (
+            COLUMN.format("id: str"),
+            "'id' is a column of input.columns",
+        ),
+        ("def parse(answer) -> Nothing: pass", "NameError: name 'Nothing' is not defined"),
+        ("def parse(answer) -> 'Nothing': pass", "has an annotation that cannot be read"),
+    ],
+)  # fmt: skip
+def test_columns_that_cannot_be_are_refused(tmp_path: Path, code: str, says: str) -> None:
+    """The columns are known before the run begins, and fit beside the others."""
+    write_module(tmp_path, code)
+    file = write_job(job_of(tmp_path, parse="hooks:parse", input={"columns": ["id"]}), tmp_path)
+    done = batchrun(file)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["check"], ["tune"], ["slurm", "--array", "0-1"]], ids=str)
+@pytest.mark.parametrize("part", [{"prompt": PROMPT}, {"parse": "hooks:prompt"}], ids=["prompt", "parse"])
+def test_python_can_be_refused(tmp_path: Path, command: list[str], part: dict[str, Any]) -> None:
+    """With --no-python nothing of the job's author runs, not even the import."""
+    write_module(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\n{ECHO}")
+    file = write_job(job_of(tmp_path, **part), tmp_path)
+    done = batchrun(*command[:1], file, *command[1:], "--no-python")
+    assert done.exit_code == 2
+    assert "a Python function that the job would run" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_tasks_of_an_array_refuse_python_too(tmp_path: Path) -> None:
+    """The job file may have changed by the time they start."""
+    done = batchrun("slurm", write_job(job_of(tmp_path), tmp_path), "--array", "0-1", "--no-python")
+    assert done.exit_code == 0
+    assert "--join --no-python" in done.stdout
+
+
+def test_where_modules_are_looked_up(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the job file, then in the current directory; `python_path` comes instead of the first."""
+    for place in ("beside", "here", "given"):
+        write_module(tmp_path / place, f"def prompt(row): return '{place}'")
+    write_module(tmp_path / "here", "def prompt(row): return 'only here'", "other")
+    monkeypatch.chdir(tmp_path / "here")
+    job = job_of(tmp_path, server, rows=1, prompt=PROMPT)
+    file = write_job(job, tmp_path / "beside")
+    assert batchrun(file).exit_code == 0
+    assert batchrun(file, "--fresh", "--set", "prompt.python=other:prompt").exit_code == 0
+    assert batchrun(file, "--fresh", "--set", f"python_path=[{tmp_path / 'given'}]").exit_code == 0
+    assert server.prompts == ["beside", "only here", "given"]
+
+
+def test_functions_are_part_of_the_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """Another function, or other columns, are refused; another file is told."""
+    write_module(tmp_path, LABEL)
+    job = job_of(tmp_path, server, rows=4, parse="hooks:label")
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--limit", "2").exit_code == 0
+    other = batchrun(file, "--set", "parse=hooks:other")
+    assert other.exit_code == 2
+    write_module(tmp_path, LABEL.replace("length: int", "length: float"))
+    typed = batchrun(file)
+    assert typed.exit_code == 2
+    assert "holds another run: the columns of parse (hooks:label) were" in typed.stderr
+    write_module(tmp_path, "import helper\n" + LABEL.replace("\n    ", "\n"))
+    write_module(tmp_path, "", "helper")
+    assert "hooks:label changed since the last start" in batchrun(file, "--limit", "3").stderr
+    write_module(tmp_path, "# changed", "helper")
+    done = batchrun(file)
+    assert done.exit_code == 0
+    assert "hooks:label changed since the last start" in done.stderr
+    assert "changed" not in batchrun(file).stderr
+    assert len(server.sent) == 4
+
+
+def test_a_kill_in_the_midst(tmp_path: Path, server: FakeSGLang) -> None:
+    """The processes of the functions end with the run, and every row is there once."""
+    write_module(tmp_path, ECHO + LABEL.replace("\n    ", "\n"))
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 60 else "hold"
+    job = job_of(tmp_path, server, rows=200, window=8, prompt=PROMPT, parse="hooks:label")
+    file = write_job(job, tmp_path)
+    with started(file) as running:
+        eventually(lambda: len(server.sent) >= 68)
+        children = children_of(running.process.pid)
+        assert children
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+        eventually(lambda: not any(map(is_alive, children)))
+    server.answer_held()
+    assert batchrun(file).exit_code == 0
+    assert [(row["row"], row["length"]) for row in results_of(job)] == [
+        (n, len(f"answer 0 to row {n}")) for n in range(200)
+    ]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_tasks_that_join(tmp_path: Path, server: FakeSGLang) -> None:
+    """Each task has processes of its own for the functions."""
+    write_rows(tmp_path / "input.parquet", 300)
+    write_module(tmp_path, ECHO + LABEL.replace("\n    ", "\n"))
+    job = job_of(tmp_path, server, prompt=PROMPT, parse="hooks:label")
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as one, started(file, "--join") as other:
+        assert (one.end(), other.end()) == (0, 0), one.lines + other.lines
+    assert [row["row"] for row in results_of(job)] == list(range(300))
+    assert all(row["first"] == "answer" for row in results_of(job))
+
+
+def test_a_stop_does_not_wait_for_a_function(tmp_path: Path, server: FakeSGLang) -> None:
+    """A drain ends a call that hangs; its row is done by the next start."""
+    write_module(
+        tmp_path,
+        f"""
+        import os, time
+
+        def prompt(row):
+            if row["id"] == 300 and not os.path.exists({str(tmp_path / "go on")!r}):
+                print("hanging")
+                time.sleep(10000)
+            return row["text"]
+        """,
+    )
+    job = job_of(tmp_path, server, rows=400, prompt=PROMPT, limits={"python": 9000}, order="input")
+    file = write_job(job, tmp_path)
+    with started(file) as running:
+        running.wait_for_line("python: hanging")
+        running.process.send_signal(signal.SIGINT)
+        assert running.end() == 130
+    (tmp_path / "go on").touch()
+    assert batchrun(file).exit_code == 0
+    assert errors_of(job) == {}
+    assert [row["row"] for row in results_of(job)] == list(range(400))
+
+
+def test_a_report_runs_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """Whoever reads a run of another runs no code of its author."""
+    write_module(tmp_path, "def prompt(row): raise ValueError")
+    job = job_of(tmp_path, server, rows=2, prompt=PROMPT, limits={"max_failed_rows": 2})
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    write_module(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert batchrun("report", tmp_path / "run").exit_code == 0
+    assert batchrun("status", tmp_path / "run").exit_code == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_module_that_is_gone_ends_the_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """A process that dies cannot be replaced any more: what is done is kept, and the run resumes."""
+    path = write_module(
+        tmp_path,
+        """
+        import os
+
+        def prompt(row):
+            if row["id"] == 5:
+                os.rename(__file__, __file__ + ".gone")
+                os._exit(1)
+            return row["text"]
+        """,
+    )
+    limits = {"python_processes": 1, "max_failed_rows": 1}
+    job = job_of(tmp_path, server, rows=50, prompt=PROMPT, limits=limits, order="input")
+    file = write_job(job, tmp_path)
+    done = batchrun(file)
+    assert done.exit_code == 1
+    assert "there is no module 'hooks'" in done.stderr
+    path.with_name("hooks.py.gone").unlink()
+    write_module(tmp_path, ECHO)
+    assert batchrun(file).exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(50))
+
+
+def test_the_library_takes_functions(server: FakeSGLang) -> None:
+    """Lambdas and closures too; nothing of them stays at work."""
+    before = children_of(os.getpid())
+    greeting = "Hello "
+    table = batchrunner.generate(
+        ["Ada", "Bob"],
+        prompt=lambda row: greeting + row["text"],
+        parse={"python": lambda answer: {"size": len(answer)}, "columns": {"size": "int32"}},
+        engine=server.url,
+    )
+    assert server.prompts == ["Hello Ada", "Hello Bob"]
+    assert table.column("size").to_pylist() == [len(text) for text in table.column("output").to_pylist()]
+    assert table.schema.field("size").type == pa.int32()
+    assert children_of(os.getpid()) <= before
+
+
+def test_no_rows_have_the_same_columns(server: FakeSGLang) -> None:
+    """A pipeline may have nothing to do."""
+    found = batchrunner.generate(
+        pa.table({"text": pa.array([], pa.string())}),
+        parse={"python": len, "columns": {"size": "int32"}},
+        engine=server.url,
+    )
+    assert found.schema.names[-1] == "size"
+
+
+async def test_a_stream_takes_functions(server: FakeSGLang) -> None:
+    """Each row comes with the columns of its answer; one that cannot be parsed comes with its error."""
+
+    def parse(answer: str) -> dict[str, int]:
+        return {"number": int(answer.rsplit(maxsplit=1)[-1])}
+
+    def rows() -> Any:
+        yield from ({"text": str(n) if n != 7 else "seven"} for n in range(20))
+
+    found = batchrunner.stream(
+        rows(),
+        prompt=lambda row: None if row["text"] == "3" else [{"role": "user", "content": row["text"]}],
+        parse={"python": parse, "columns": {"number": "int64"}},
+        engine=server.url,
+    )
+    by_row = {row["row"]: row async for row in found}
+    assert sorted(by_row) == list(range(20))
+    assert (by_row[3]["finish_reason"], by_row[3]["number"], by_row[3]["error"]) == ("left_out", None, None)
+    assert "ValueError: invalid literal" in by_row[7]["error"]
+    assert by_row[7]["output"] == "answer 0 to seven"
+    assert [by_row[n]["number"] for n in range(8, 20)] == list(range(8, 20))
