@@ -197,8 +197,8 @@ def table_of(
     }
     if None in values["finish_reason"]:
         left_out = LEFT_OUT if samples == 1 or explode else [LEFT_OUT] * samples
-        reasons = zip(rows, values["finish_reason"], strict=True)
-        values["finish_reason"] = [left_out if row.outcome.is_left_out else reason for row, reason in reasons]
+        told = zip(rows, values["finish_reason"], strict=True)
+        values["finish_reason"] = [left_out if row.outcome.is_left_out else reason for row, reason in told]
     if explode:
         values[SAMPLE] = [sample for _, sample in rows]
     for name in columns:
