@@ -64,6 +64,7 @@ clean: ## Delete the virtual environment, the prepared data and all results
 
 bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop, one row and many in a request
 bench-journal: .venv/.light ## Cost of durability: runs with and without the journal
+bench-functions: .venv/.light ## Rows a second through a trivial Python function
 bench-memory: .venv/.light ## Peak memory at 100,000 and at a million rows
 bench-planning: .venv/.light ## Time and memory to sort rows into prefix order
 bench-resume: .venv/.light ## Time to resume, report and merge a run of 10 million rows

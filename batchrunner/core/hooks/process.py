@@ -70,9 +70,11 @@ class HookProcess:
         found: object = None
         with contextlib.suppress(OSError, EOFError):
             self._channel.send_bytes(pickle.dumps(self._setup))
-            if not self._channel.poll(TIMING.hook_import):
-                raise HookStartError(f"{names}: cannot be imported within {TIMING.hook_import:g} s")
-            found = _received(self._channel)
+            ends_at = time.monotonic() + TIMING.hook_import
+            while not self._channel.poll(_TICK_S) and self.is_alive:
+                if time.monotonic() > ends_at:
+                    raise HookStartError(f"{names}: cannot be imported within {TIMING.hook_import:g} s")
+            found = _received(self._channel) if self._channel.poll() else None
         if isinstance(found, str):
             raise HookStartError(found)
         if not isinstance(found, list):
@@ -104,7 +106,10 @@ class HookProcess:
                     )
                 elif watch.is_late:
                     os.kill(self._process.pid, TOO_LONG)
-            return RunEnd(results)
+                elif not self.is_alive:  # what it started may keep its connection open
+                    break
+            else:
+                return RunEnd(results)
         end = self._end()
         begun, ended = self._numbers[BEGUN] - before, self._numbers[ENDED] - before
         if begun == ended:
