@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SAVED_AS = re.compile(r"# ([\w./-]+\.(?:yaml|py))\s*$", re.MULTILINE)
-SHELL_S = 60
+SHELL_S = 300
 """Seconds that a block of shell may take."""
 PROGRESS = re.compile(r"^\d\d:\d\d:\d\d .*\n", re.MULTILINE)
 """A line of progress: how many there are depends on the machine."""
