@@ -15,8 +15,7 @@ The figures of `ids` have the instructions of a row too, counted by `perf stat`,
 counters cannot be read (or with `--callgrind`) by valgrind, which takes ten minutes. They are the difference
 between runs of 500 and of 2,000 rows, so that nothing counts but rows. A tool makes the process slow, and
 what the runner does by the clock (polls of the load, writes of the journal) would count for many times as
-much as it is. So it waits for longer there, and has a figure of its own: the instructions of a second, from a
-run that does it as often as any.
+much as it is. So there is none of it in these runs, and a poll has a figure of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from yarl import URL
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request
 from batchrunner.engines.http import wire
+from batchrunner.engines.http.client import SGLangClient
 from batchrunner.job.engine import AttachEngine
 from batchrunner.job.load import load_job
 from batchrunner.runner.foreground import run_in_foreground
@@ -129,20 +129,28 @@ async def _post_all(url: URL, bodies: list[bytes], window: int) -> dict[str, Any
         return {"rows": len(bodies), "wall_s": wall, "cpu_s": cpu_s() - cpu, "bytes": read}
 
 
-def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True) -> dict[str, Any]:
+def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True, polls: bool = True) -> dict[str, Any]:
     """Run the job as the command does, with so many rows in a request.
 
-    `by_clock` does what is done every so many seconds.
+    Without `by_clock` the journal is not written while rows are sent, without `polls` the load is not read.
     """
-    overrides = []
-    if not by_clock:
+    overrides = [] if by_clock else [f"output.durable={LONG_S:g}"]
+    if not polls:
         TIMING.load_poll = LONG_S
-        overrides = [f"output.durable={LONG_S:g}"]
     if bundle > 1:
         TIMING.bundle_fill = 60.0  # all are full, also where a tool makes this process slow
         (url,) = json.loads(Path(job_file).read_text())["engine"]["urls"]
         overrides += [f"engine.urls=[{url}/rows{bundle}]", f"bundle={bundle}"]
     cpu, began = cpu_s(), time.perf_counter()
+    polled = 0
+    poll = SGLangClient.loads
+
+    async def counted_poll(client: SGLangClient) -> Any:
+        nonlocal polled
+        polled += 1
+        return await poll(client)
+
+    SGLangClient.loads = counted_poll  # type: ignore[method-assign, assignment]
     with instructions.counted():
         report = run_in_foreground(
             job_file, overrides, fresh=True, retry_failed=False, quiet=True, as_json=False
@@ -150,7 +158,8 @@ def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True) -> dict[str
     assert report.exit_code == 0, report.reason
     call_s = time.perf_counter() - began
     assert report.bundles["most_rows"] == bundle
-    return {"rows": report.rows_ok, "wall_s": report.wall_s, "cpu_s": cpu_s() - cpu, "call_s": call_s}
+    own = {"wall_s": report.wall_s, "cpu_s": cpu_s() - cpu, "call_s": call_s, "polls": polled}
+    return {"rows": report.rows_ok, **own}
 
 
 SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -163,11 +172,13 @@ SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
 ONLY_IDS = {"runner_16", "runner_64"}
 COUNTED: dict[str, Callable[[str], dict[str, Any]]] = {
     "bare_asyncio": SIDES["bare_asyncio"],
-    "runner": lambda job_file: runner(job_file, by_clock=False),
-    "runner_16": lambda job_file: runner(job_file, 16, by_clock=False),
-    "runner_64": lambda job_file: runner(job_file, 64, by_clock=False),
+    "runner": lambda job_file: runner(job_file, by_clock=False, polls=False),
+    "runner_16": lambda job_file: runner(job_file, 16, by_clock=False, polls=False),
+    "runner_64": lambda job_file: runner(job_file, 64, by_clock=False, polls=False),
 }
-"""Sides whose instructions are counted."""
+"""Sides whose instructions a row are counted."""
+POLLING = "runner_that_polls"
+COUNTED_BESIDE = {**COUNTED, POLLING: lambda job_file: runner(job_file, by_clock=False)}
 
 
 def sides_of(endpoint: str) -> list[str]:
@@ -195,24 +206,26 @@ def measure(rounds: int, rows: int, endpoint: str, window: int) -> list[dict[str
 
 
 def instructions_a_row(tool: instructions.Tool, window: int) -> dict[str, int]:
-    """Count the instructions of each side's process for a row more, and the runner's for a second."""
-    counted: dict[str, list[int]] = {side: [] for side in COUNTED}
+    """Count the instructions of each side's process for a row more, and the runner's for a poll."""
+    counted: dict[str, list[instructions.Counted]] = {side: [] for side in COUNTED_BESIDE}
+    few, many = COUNTED_ROWS
     for rows in COUNTED_ROWS:
         with tempfile.TemporaryDirectory(prefix="bench-client-") as scratch, nginx(Path(scratch)) as url:
             write_input(Path(scratch) / "input.parquet", rows)
             job_file = Path(scratch) / "job.yaml"
             job = job_for(Path(scratch) / "input.parquet", Path(scratch) / "run", url, "ids", window)
             job_file.write_text(json.dumps(job))
-            command = [sys.executable, "-m", "benchmarks.client", "--job", str(job_file), "--side"]
-            for side, counts in counted.items():
-                counts.append(instructions.count([*command, side, "--uncounted-clock"], tool).instructions)
-            if rows == COUNTED_ROWS[-1]:
-                by_clock = instructions.count([*command, "runner"], tool)
-                more = by_clock.instructions - counted["runner"][-1]
-                a_second = round(more / json.loads(by_clock.output.splitlines()[-1])["wall_s"])
-    few, many = COUNTED_ROWS
-    found = {side: round((counts[1] - counts[0]) / (many - few)) for side, counts in counted.items()}
-    return {**found, "runner_by_clock_a_second": a_second}
+            command = [sys.executable, "-m", "benchmarks.client", "--counted", "--job", str(job_file)]
+            for side in COUNTED if rows == few else COUNTED_BESIDE:
+                counted[side].append(instructions.count([*command, "--side", side], tool))
+    found = {
+        side: round((counted[side][1].instructions - counted[side][0].instructions) / (many - few))
+        for side in COUNTED
+    }
+    unpolled, polled = counted["runner"][1], counted[POLLING][0]
+    polls = [json.loads(each.output.splitlines()[-1])["polls"] for each in (unpolled, polled)]
+    a_poll = (polled.instructions - unpolled.instructions) / (polls[1] - polls[0])
+    return {**found, "a_poll": round(a_poll)}
 
 
 def report(
@@ -249,7 +262,7 @@ def report(
         shares = [f"{side} {counted[side]:,} ({counted[side] / bare_one:.2f})" for side in COUNTED]
         line += (
             f"; instructions a row, and beside the bare loop's: {', '.join(shares)}; "
-            f"for a second of polls and journal: {counted['runner_by_clock_a_second']:,}"
+            f"for a poll: {counted['a_poll']:,}"
         )
     figures = {
         "goal": {
@@ -277,12 +290,12 @@ def main() -> None:
     parser.add_argument("--endpoint", choices=PROMPTS, help="default: chat, then ids")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--callgrind", action="store_true", help="count instructions with valgrind")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--uncounted-clock", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=[*SIDES, POLLING], help=argparse.SUPPRESS)
+    parser.add_argument("--counted", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps((COUNTED if args.uncounted_clock else SIDES)[args.side](args.job)))
+        print(json.dumps((COUNTED_BESIDE if args.counted else SIDES)[args.side](args.job)))
         return
     for endpoint in [args.endpoint] if args.endpoint else ["chat", "ids"]:
         tool: instructions.Tool | None = "callgrind" if args.callgrind else instructions.tool_here()
