@@ -98,6 +98,14 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_imports() -> Iterator[None]:
+    """Give servers the module `sitecustomize` that makes their imports quick."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "engine_site"), prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process leave no report.html, which costs 0.1 s of CPU, but for tests marked `page`."""

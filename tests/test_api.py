@@ -28,6 +28,7 @@ from batchrunner.core.errors import (
 from tests.conftest import INSTANT, job_of, results_of, write_job
 from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -378,7 +379,11 @@ def test_a_script_ends(tmp_path: Path) -> None:
     job = write_job(job_of(tmp_path), tmp_path)
     code = f"import batchrunner; print(batchrunner.run({str(job)!r}).rows_ok)"
     ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "10\n", "")
 

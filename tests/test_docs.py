@@ -12,6 +12,7 @@ import yaml
 
 from batchrunner.job.load import load_job
 from batchrunner.runner.screen import Opening
+from tests.support.server_thread import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -97,7 +98,9 @@ def test_the_example_is_a_job(page: Path) -> None:
 
 def targets() -> set[str]:
     """Return the targets of the Makefile that are no files, as make itself knows them."""
-    done = subprocess.run(["make", "-npq"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["make", "-npq"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     (phony,) = re.findall(r"^\.PHONY: (.+)$", done.stdout, re.MULTILINE)
     return set(phony.split())
 
@@ -114,7 +117,7 @@ def test_make_help_has_every_target() -> None:
     names = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(names) == targets()
     help_text = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert set(re.findall(r"^  make (\S+) +\S", help_text.stdout, re.MULTILINE)) == targets()
 

@@ -13,6 +13,7 @@ import pytest
 import batchrunner
 from tests.conftest import ROOT, batchrun
 from tests.support.interpreter import loaded_by
+from tests.support.scheduling import GROUPS, group_of
 
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
@@ -168,3 +169,13 @@ def test_help_of_all_lists_the_exit_codes() -> None:
     assert "Example: batchrun jobs/summarize.yaml" in text
     for code in ("0 done", "1 could not go on", "2 the job or its input", "3 done, but", "130/138/143"):
         assert code in text
+
+
+def test_groups_of_tests_name_what_there_is() -> None:
+    """A file or test that is renamed keeps its group, so that its engine or cluster is started once."""
+    for group, beginnings in GROUPS.items():
+        for beginning in beginnings:
+            nodeid = beginning if beginning.startswith("tests/") else f"tests/e2e/{beginning}"
+            file, _, test = nodeid.partition("::")
+            assert f"def {test}" in (ROOT / file).read_text(), nodeid
+            assert group_of(nodeid) == group

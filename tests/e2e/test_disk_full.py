@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import AS_ROOT, refusal, told
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,14 +28,14 @@ def tiny_disk(size: str) -> Iterator[Path]:
         pytest.skip("only root may mount a small disk")
     place = Path(tempfile.mkdtemp(prefix="batchrunner-disk-"))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    made = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=30)
+    made = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
     if made.returncode:
         place.rmdir()
         pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
     try:
         yield place
     finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
+        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=PATIENCE_S)
         place.rmdir()
 
 
@@ -101,10 +102,12 @@ def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None
 def mounted_read_only(place: Path) -> Iterator[None]:
     """Mount a directory over itself, read-only; skips where that is not allowed."""
     for options in (["--bind", str(place), str(place)], ["-o", "remount,ro,bind", str(place)]):
-        made = subprocess.run(["mount", *options], check=False, capture_output=True, text=True, timeout=30)
+        made = subprocess.run(
+            ["mount", *options], check=False, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         if made.returncode:
             pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
     try:
         yield
     finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
+        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=PATIENCE_S)

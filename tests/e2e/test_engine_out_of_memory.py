@@ -18,6 +18,7 @@ from tests.conftest import batchrun, events_of, job_of, report_of, results_of, w
 from tests.support.hungry_engine import HUNGRY, OOM, hungry
 from tests.support.launchable import launchable
 from tests.support.memory_cgroup import memory_cgroup
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -326,7 +327,7 @@ def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> No
     command = [sys.executable, "-m", "batchrunner.cli", write_job(job, tmp_path)]
     with memory_cgroup(450 << 20) as group:
         done = subprocess.run(
-            group.command(*command), capture_output=True, text=True, timeout=120, check=False
+            group.command(*command), capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     assert done.returncode == 0, done.stderr
     assert whole(job, 100)

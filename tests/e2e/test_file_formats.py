@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
-ROWS = 1500
+ROWS = 3000
 
 
 def texts(rows: range) -> list[str]:

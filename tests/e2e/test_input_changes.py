@@ -84,7 +84,7 @@ def test_a_file_that_changes(
     result = batchrun(file, "-q", *join)
     assert result.exit_code == 2
     assert f"the input file {path} changed during the run" in result.stderr.splitlines()[-1]
-    carried_right(job)
+    assert len(carried_right(job)) < ROWS or order == "prefix"  # which reads all rows to sort them
     assert {int(prompt.split()[1]) for prompt in server.prompts} <= set(range(ROWS))
     path.write_bytes(kept)  # as the line says
     assert batchrun(file, "-q", *join).exit_code == 0

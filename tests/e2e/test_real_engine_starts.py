@@ -31,6 +31,7 @@ from batchrunner.tune.search import TrialRequest
 from batchrunner.tune.trial import TrialRunner
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import ROOT, SMALL_MODEL, require_engine
+from tests.support.server_thread import PATIENCE_S
 from tests.support.tiny_model import make_tiny_llama
 
 JOBS = ROOT / "jobs"
@@ -229,9 +230,9 @@ def test_engine_that_cannot_start(tmp_path: Path, tiny: Path, overrides: list[st
 def test_interpreter_without_sglang(tmp_path: Path, tiny: Path) -> None:
     """`engine.python` that has no SGLang is told so by name."""
     bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=PATIENCE_S)
     command = [*_tiny_job(tmp_path, tiny, rows=5), "--set", f"engine.python={bare}/bin/python"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2
     assert f"{bare}/bin/python has no SGLang" in done.stderr
 

@@ -11,6 +11,7 @@ from tests.conftest import (
     results_of,
     write_job,
 )
+from tests.support.server_thread import PATIENCE_S
 
 
 def test_a_log_that_cannot_be_written_costs_no_row(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_a_log_that_cannot_be_written_costs_no_row(tmp_path: Path) -> None:
     job = job_of(tmp_path, rows=300)
     command = [sys.executable, "-m", "batchrunner.cli", str(write_job(job, tmp_path))]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stderr=full, timeout=60, check=False)
-        wrong = subprocess.run([*command, "--set", "limits=7"], stderr=full, timeout=60, check=False)
+        done = subprocess.run(command, stderr=full, timeout=PATIENCE_S, check=False)
+        wrong = subprocess.run([*command, "--set", "limits=7"], stderr=full, timeout=PATIENCE_S, check=False)
     assert (done.returncode, wrong.returncode) == (0, 2)
     assert [row["row"] for row in results_of(job)] == list(range(300))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, job_of, results_of, write_job
+from tests.support.server_thread import PATIENCE_S
 
 COMMAND = f"{sys.executable} -m batchrunner"
 
@@ -16,7 +17,7 @@ COMMAND = f"{sys.executable} -m batchrunner"
 def shell(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run a line of bash."""
     return subprocess.run(
-        ["bash", "-c", line], cwd=directory, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", line], cwd=directory, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 
@@ -76,7 +77,7 @@ def test_an_error_that_nobody_foresaw(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         env={"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
     )

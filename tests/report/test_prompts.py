@@ -11,6 +11,7 @@ import pytest
 import batchrunner
 from tests.conftest import ROOT, batchrun, job_of, write_rows
 from tests.support.page import page_of
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,5 +51,5 @@ def test_the_examples_are_shown_with_prompts(tmp_path: Path) -> None:
     job = job_of(tmp_path, input={"columns": ["title"]}, prompt={"user": "Say {{ text }}"})
     batchrunner.run(job)
     command = [sys.executable, str(ROOT / "jobs" / "show.py"), str(tmp_path / "run")]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
     assert "[1] B\n    user: Say row 1\n    " in shown

@@ -17,6 +17,7 @@ import pytest
 
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import eventually
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -132,7 +133,7 @@ class SlurmCluster:
     def call(self, *command: str) -> str:
         """Run one of Slurm's commands; return its output."""
         return subprocess.run(
-            command, env=self._environ, capture_output=True, text=True, check=True, timeout=60
+            command, env=self._environ, capture_output=True, text=True, check=True, timeout=PATIENCE_S
         ).stdout
 
     def jobs(self) -> dict[str, str]:
@@ -178,7 +179,9 @@ class SlurmCluster:
             )
 
     def _works(self, *command: str) -> bool:
-        done: Any = subprocess.run(command, env=self._environ, capture_output=True, check=False, timeout=60)
+        done: Any = subprocess.run(
+            command, env=self._environ, capture_output=True, check=False, timeout=PATIENCE_S
+        )
         return bool(done.returncode == 0)
 
 

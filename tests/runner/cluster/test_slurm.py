@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import Started, batchrun, eventually, job_of, write_job
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +92,7 @@ def test_bash_reads_it_as_meant(tmp_path: Path) -> None:
     value = """prompt.text=it's "$HOME" `id` {{ text }}"""
     preamble = f"set -e\nbatchrun=({program})"
     script = script_of(here, "--array", "0-1", "--set", value, "--preamble", preamble, "--static")
-    subprocess.run(["bash", "-c", script], check=True, timeout=60)
+    subprocess.run(["bash", "-c", script], check=True, timeout=PATIENCE_S)
     told = (tmp_path / "arguments").read_text().splitlines()
     assert told[:3] == [str(here / "job.yaml"), "--shard", "slurm"]
     assert told[-2:] == ["--set", value]
@@ -103,7 +104,9 @@ def test_it_runs_the_batchrun_that_wrote_it(tmp_path: Path) -> None:
     line = next(line for line in script.splitlines() if line.startswith("batchrun=("))
     command = shlex.split(line.partition("(")[2].partition(")")[0])
     assert command[0] == sys.executable
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert done.stdout.startswith("batchrun ")
 
 
