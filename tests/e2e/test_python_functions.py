@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import batchrunner
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -25,7 +23,7 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.functions import LABEL, write_module
+from tests.support.functions import LABEL, children_of, is_alive, write_module
 
 if TYPE_CHECKING:
     from tests.support.fake_sglang import FakeSGLang
@@ -37,12 +35,6 @@ ECHO = "def prompt(row): return row['text']\n"
 def errors_of(job: dict[str, Any]) -> dict[int, str]:
     """Return the errors of the rows that failed."""
     return {row["row"]: row["error"] for row in results_of(job) if row["error"] is not None}
-
-
-def children_of(process: int) -> set[int]:
-    """Return the processes that a process has started and that live."""
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return {int(child) for task in tasks for child in task.read_text().split()}
 
 
 def test_prompts_of_every_kind(tmp_path: Path, server: FakeSGLang) -> None:
@@ -389,7 +381,7 @@ def test_functions_are_part_of_the_run(tmp_path: Path, server: FakeSGLang) -> No
     typed = batchrun(file)
     assert typed.exit_code == 2
     assert "holds another run: the columns of parse (hooks:label) were" in typed.stderr
-    write_module(tmp_path, "import helper\n" + LABEL.replace("\n    ", "\n"))
+    write_module(tmp_path, "import helper\n" + LABEL)
     write_module(tmp_path, "", "helper")
     assert "hooks:label changed since the last start" in batchrun(file, "--limit", "3").stderr
     write_module(tmp_path, "# changed", "helper")
@@ -402,7 +394,7 @@ def test_functions_are_part_of_the_run(tmp_path: Path, server: FakeSGLang) -> No
 
 def test_a_kill_in_the_midst(tmp_path: Path, server: FakeSGLang) -> None:
     """The processes of the functions end with the run, and every row is there once."""
-    write_module(tmp_path, ECHO + LABEL.replace("\n    ", "\n"))
+    write_module(tmp_path, ECHO + LABEL)
     server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 60 else "hold"
     job = job_of(tmp_path, server, rows=200, window=8, prompt=PROMPT, parse="hooks:label")
     file = write_job(job, tmp_path)
@@ -420,17 +412,10 @@ def test_a_kill_in_the_midst(tmp_path: Path, server: FakeSGLang) -> None:
     ]
 
 
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_tasks_that_join(tmp_path: Path, server: FakeSGLang) -> None:
     """Each task has processes of its own for the functions."""
     write_rows(tmp_path / "input.parquet", 300)
-    write_module(tmp_path, ECHO + LABEL.replace("\n    ", "\n"))
+    write_module(tmp_path, ECHO + LABEL)
     job = job_of(tmp_path, server, prompt=PROMPT, parse="hooks:label")
     file = write_job(job, tmp_path)
     with started(file, "--join") as one, started(file, "--join") as other:
@@ -502,50 +487,90 @@ def test_a_module_that_is_gone_ends_the_run(tmp_path: Path, server: FakeSGLang) 
     assert [row["row"] for row in results_of(job)] == list(range(50))
 
 
-def test_the_library_takes_functions(server: FakeSGLang) -> None:
-    """Lambdas and closures too; nothing of them stays at work."""
-    before = children_of(os.getpid())
-    greeting = "Hello "
-    table = batchrunner.generate(
-        ["Ada", "Bob"],
-        prompt=lambda row: greeting + row["text"],
-        parse={"python": lambda answer: {"size": len(answer)}, "columns": {"size": "int32"}},
-        engine=server.url,
+def test_what_a_dead_process_leaves_behind(tmp_path: Path, server: FakeSGLang) -> None:
+    """A process that dies with a living child is seen to be dead, and its children end with the run."""
+    write_module(
+        tmp_path,
+        f"""
+        import os, subprocess, time
+
+        def prompt(row):
+            if row["id"] == 2:
+                child = subprocess.Popen(["sleep", "1000"])
+                open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+            if row["id"] == 4:
+                if os.fork():
+                    os._exit(7)
+                time.sleep(1000)
+            return row["text"]
+        """,
     )
-    assert server.prompts == ["Hello Ada", "Hello Bob"]
-    assert table.column("size").to_pylist() == [len(text) for text in table.column("output").to_pylist()]
-    assert table.schema.field("size").type == pa.int32()
-    assert children_of(os.getpid()) <= before
+    limits = {"python_processes": 1, "python": 600, "max_failed_rows": 1}
+    job = job_of(tmp_path, server, prompt=PROMPT, limits=limits, order="input")
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert errors_of(job) == {4: "prompt.python: hooks:prompt: ended its process (exit code 7)"}
+    assert not is_alive(int((tmp_path / "child").read_text()))
 
 
-def test_no_rows_have_the_same_columns(server: FakeSGLang) -> None:
-    """A pipeline may have nothing to do."""
-    found = batchrunner.generate(
-        pa.table({"text": pa.array([], pa.string())}),
-        parse={"python": len, "columns": {"size": "int32"}},
-        engine=server.url,
+@pytest.mark.parametrize("order", ["prefix", "longest_first"])
+def test_rows_are_sorted_by_prompts_that_python_makes(tmp_path: Path, server: FakeSGLang, order: str) -> None:
+    """The function is called for the sort and for sending; rows that are left out or fail do no harm."""
+    write_module(
+        tmp_path,
+        """
+        def prompt(row):
+            if row["id"] % 10 == 0:
+                return None
+            if row["id"] % 10 == 1:
+                raise ValueError(row["id"])
+            return "common beginning " * 20 + row["text"]
+        """,
     )
-    assert found.schema.names[-1] == "size"
+    limits = {"max_failed_rows": 1.0}
+    source = {"filter": "id < 50", "limit": 40}
+    job = job_of(tmp_path, server, rows=60, prompt=PROMPT, order=order, limits=limits, input=source)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    report = report_of(job)
+    assert (report["rows_total"], report["rows_failed"], report["rows_left_out"]) == (40, 4, 4)
+    assert [row["row"] for row in results_of(job)] == list(range(40))
+    assert len(set(server.prompts)) == 32
 
 
-async def test_a_stream_takes_functions(server: FakeSGLang) -> None:
-    """Each row comes with the columns of its answer; one that cannot be parsed comes with its error."""
+def test_a_function_gets_only_the_columns_that_it_names(tmp_path: Path, server: FakeSGLang) -> None:
+    """A TypedDict as the annotation of the row says which; others are not read."""
+    write_module(
+        tmp_path,
+        """
+        from typing import TypedDict
 
-    def parse(answer: str) -> dict[str, int]:
-        return {"number": int(answer.rsplit(maxsplit=1)[-1])}
+        class Row(TypedDict):
+            text: str
 
-    def rows() -> Any:
-        yield from ({"text": str(n) if n != 7 else "seven"} for n in range(20))
-
-    found = batchrunner.stream(
-        rows(),
-        prompt=lambda row: None if row["text"] == "3" else [{"role": "user", "content": row["text"]}],
-        parse={"python": parse, "columns": {"number": "int64"}},
-        engine=server.url,
+        def prompt(row: Row):
+            return f"{row['text']} of {sorted(row)}"
+        """,
     )
-    by_row = {row["row"]: row async for row in found}
-    assert sorted(by_row) == list(range(20))
-    assert (by_row[3]["finish_reason"], by_row[3]["number"], by_row[3]["error"]) == ("left_out", None, None)
-    assert "ValueError: invalid literal" in by_row[7]["error"]
-    assert by_row[7]["output"] == "answer 0 to seven"
-    assert [by_row[n]["number"] for n in range(8, 20)] == list(range(8, 20))
+    job = job_of(tmp_path, server, rows=1, prompt=PROMPT)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert server.prompts == ["row 0 of ['text']"]
+
+
+@pytest.mark.parametrize("explode", [False, True])
+def test_a_row_that_is_left_out_among_several_samples(tmp_path: Path, explode: bool) -> None:
+    """It is one row, with a reason of the type that the others have."""
+    write_module(
+        tmp_path,
+        "def prompt(row): return row['text'] if row['id'] else None\n" + LABEL,
+    )
+    output = {"path": str(tmp_path / "run"), "explode": explode}
+    job = job_of(
+        tmp_path, INSTANT, rows=2, prompt=PROMPT, parse="hooks:label", sampling={"n": 2}, output=output
+    )
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    first, *others = results_of(job)
+    assert first["finish_reason"] == ("left_out" if explode else ["left_out", "left_out"])
+    assert (first["output"], first["error"], first["length"]) == (None, None, None)
+    for row in others:
+        outputs = row["output"]
+        assert row["length"] == (len(outputs) if explode else [len(output) for output in outputs])
+    assert report_of(job)["rows_left_out"] == 1

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-LABEL = """
+LABEL = dedent("""
     from typing import TypedDict
 
     class Label(TypedDict):
@@ -18,7 +15,7 @@ LABEL = """
 
     def label(answer) -> Label:
         return {"first": answer.split()[0], "length": len(answer), "words": answer.split()}
-"""
+""")
 """A function `label` of an answer."""
 
 
@@ -28,3 +25,17 @@ def write_module(directory: Path, code: str, name: str = "hooks") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dedent(code))
     return path
+
+
+def children_of(process: int) -> set[int]:
+    """Return the processes that a process has started and that live."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return {int(child) for task in tasks for child in task.read_text().split()}
+
+
+def is_alive(process: int) -> bool:
+    """Tell whether a process lives."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -165,7 +165,7 @@ def row_value(value: Any, columns: Columns) -> dict[str, Any]:
 def _as_mapping(value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
-    if hasattr(value, "model_fields") and hasattr(value, "model_dump"):
+    if hasattr(type(value), "model_fields") and hasattr(value, "model_dump"):
         return {name: getattr(value, name) for name in type(value).model_fields}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

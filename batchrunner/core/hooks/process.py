@@ -22,6 +22,9 @@ _TICK_S = 0.2
 """Pause between two looks at the call that a silent process is at, in seconds."""
 
 
+_END_LOOK_S = 0.005
+
+
 class HookStartError(Exception):
     """The functions cannot be loaded; the message is one line for the user."""
 
@@ -119,7 +122,11 @@ class HookProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it can take rows."""
-        return self._process.poll() is None
+        if self._process.returncode is not None:
+            return False
+        with contextlib.suppress(ChildProcessError):  # not reaped: then no other group can have its number
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return False
 
     def kill(self) -> None:
         """End the process, and what it started."""
@@ -129,18 +136,20 @@ class HookProcess:
 
     def interrupt(self) -> None:
         """End the process from another thread; whatever waits for it sees that."""
-        if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _end(self) -> str:
         """Wait for the end of a process that is silent; return how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(TIMING.hook_end)
-        status = self._process.returncode
+        ends_at = time.monotonic() + TIMING.hook_end
+        while self.is_alive and time.monotonic() < ends_at:
+            time.sleep(_END_LOOK_S)
+        ended_itself = not self.is_alive
         self.kill()
-        if status is None:
+        if not ended_itself:
             return "it closed its connection"
+        status = self._process.returncode
         if status >= 0:
             return f"exit code {status}"
         with contextlib.suppress(ValueError):
