@@ -77,6 +77,7 @@ class Renderer:
         limit = RenderLimit(render_s)
         self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
         self.kind, self._prompt_of, used = _prompt_source(prompt, dataset, limit, self._python)
+        self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self._continues = prompt.continues
         self._asks = asks
@@ -140,7 +141,7 @@ class Renderer:
         lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
         return Request(
             ref,
-            self.kind or "messages",
+            self._request_kind,
             self._prompt_of(row),
             sampling,
             lora,

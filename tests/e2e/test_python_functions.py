@@ -258,8 +258,11 @@ def test_what_functions_print_is_in_the_log(tmp_path: Path, server: FakeSGLang) 
     )
     done = batchrun(write_job(job_of(tmp_path, server, rows=2, prompt=PROMPT), tmp_path), "--json")
     assert json.loads(done.stdout)["rows_ok"] == 2
+    checked = batchrun("check", tmp_path / "job.yaml", "--json")
+    assert json.loads(checked.stdout)["rows_total"] == 2
     for line in ("imported", "looking at 1", "and so on", "an error"):
         assert f"python: {line}\n" in done.stderr
+        assert f"python: {line}\n" in checked.stderr
 
 
 @pytest.mark.parametrize(

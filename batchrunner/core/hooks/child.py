@@ -161,7 +161,7 @@ def _be_killed_first() -> None:
 
 def _limit_memory(more_bytes: int) -> None:
     """Let this process take so much more memory than it has now; then a call gets a MemoryError."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as file:  # noqa: PTH123
+    with contextlib.suppress(OSError, OverflowError, ValueError), open("/proc/self/status") as file:  # noqa: PTH123
         sizes = dict(line.split(":", 1) for line in file)
         now = int(sizes["VmData"].split()[0]) << 10
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
