@@ -36,6 +36,8 @@ RECORDS = [
     ("a.jsonl", b'{"text": "caf\xe9"}', "line 2: not valid JSON: "),
     ("a.jsonl", b'{"text": "\\ud800"}', "line 2: not valid JSON: "),
     ("a.jsonl", b'{"text": NaN}', "line 2: not valid JSON: "),
+    ("a.jsonl", b'{"text": ' + b"[" * 251 + b"]" * 251 + b"}", "line 2: nested deeper than 250"),
+    ("a.jsonl", b'{"x": ' + b'{"a":[' * 400 + b"1" + b"]}" * 400 + b"}", "line 2: nested deeper than 250"),
 ]
 """A record that cannot be read, in its file, and what its row says."""
 
@@ -157,7 +159,8 @@ FILES = [
     ("a.json", b'[{"id": 1, "text": "a"}]', "is one JSON document: write JSON Lines"),
     ("a.jsonl", b'[\n{"id": 1, "text": "a"}\n]', "is one JSON document: write JSON Lines"),
     ("a.json", b'{\n"id": 1,\n"text": "a"}', "is one JSON document: write JSON Lines"),
-    ("a.jsonl", b"id,text\n1,a\n", "no line is a JSON object"),
+    ("a.jsonl", b"id,text\n1,a\n", "no line is a JSON object (line 1: not valid JSON: "),
+    ("a.jsonl", b'\n{"id": NaN}\n', "no line is a JSON object (line 2: not valid JSON: "),
     ("a.arrow", b"id,text\n1,a\n", "not a readable Arrow file"),
     ("a.arrow", b"ARROW1\0\0abc", "not a readable Arrow file"),
     ("a.feather", b"FEA1....FEA1", "it is of Feather's version 1"),

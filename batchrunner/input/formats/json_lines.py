@@ -22,6 +22,10 @@ MOST_COLUMNS = 10_000
 """Most keys over all lines of a file."""
 
 
+DEEPEST = 250
+"""Most levels of a value: orjson reads 1,024 and writes 254, one of them around the row."""
+
+
 class JsonLinesRecords:
     """The records of a JSON Lines file. The type of a column is that of all its values."""
 
@@ -39,12 +43,13 @@ class JsonLinesRecords:
 
     def skim(self, lines: Lines) -> Iterator[None]:
         """Parse all lines to find the columns; raises InputError for a file without an object."""
-        found = False
+        found, first = False, ""
         for line in lines:
             if not line.strip():
                 continue
             values, problem = _object_in(line)
             found = found or values is not None
+            first = first or f" (line {lines.number - 1}: {problem})"
             if problem and not found and line.lstrip()[:1] in (b"[", b"{"):
                 self._refuse_document(line)
             merge_into(self.shapes, values or {})
@@ -54,7 +59,7 @@ class JsonLinesRecords:
                 )
             yield
         if not found:
-            raise InputError(f"{self._path}: no line is a JSON object")
+            raise InputError(f"{self._path}: no line is a JSON object{first}")
 
     def parse(self, lines: Lines, columns: Sequence[str]) -> pa.RecordBatch:
         """Return the lines as rows with these columns, and PROBLEM."""
@@ -100,4 +105,15 @@ def _object_in(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
         value = orjson.loads(line.strip())
     except orjson.JSONDecodeError as failure:
         return None, f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
+    if line.count(b"[") + line.count(b"{") > DEEPEST and _is_too_deep(value):
+        return None, f"nested deeper than {DEEPEST}"
     return (value, None) if isinstance(value, dict) else (None, "not a JSON object")
+
+
+def _is_too_deep(value: object) -> bool:
+    """Tell whether a value has more than DEEPEST levels; looks at one level after the other."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inside = [each for each in level if isinstance(each, (dict, list))]
+        level = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, (dict, list)) for each in level)
