@@ -17,6 +17,7 @@ from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, Row, default_prompt, paths_of, write_parquet
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import job_of_call
+from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
 from batchrunner.job.python_functions import open_functions
@@ -123,6 +124,8 @@ def generate(
     columns: Sequence[str] = (),
     answers: Sequence[str] = (),
     explode: bool = False,
+    check: Mapping[str, Any] | None = None,
+    on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
@@ -141,6 +144,7 @@ def generate(
     list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
     of a result row (`row`, `output`, `finish_reason`, …, `error`), and those of `answers` (`output.columns`
     of a job, such as "logprobs"). With `explode` each output of a row is a row, where `sampling` has `n`.
+    `check` and `on_length` are those of a job: which answers are good.
     `progress` and `on_progress` are as for `run`.
 
     Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
@@ -164,6 +168,8 @@ def generate(
             engine=spec,
             answers=answers,
             explode=explode,
+            check=check,
+            on_length=on_length,
         )
         if not dataset.total_rows:
             return _no_results(job, dataset)
@@ -187,6 +193,8 @@ def stream(
     columns: Sequence[str] = (),
     answers: Sequence[str] = (),
     explode: bool = False,
+    check: Mapping[str, Any] | None = None,
+    on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     output: str | Path | None = None,
     progress: bool = False,
@@ -224,6 +232,8 @@ def stream(
             engine=spec,
             answers=answers,
             explode=explode,
+            check=check,
+            on_length=on_length,
         )
 
     display = make_displays(progress=progress, on_progress=on_progress)

@@ -85,6 +85,8 @@ class Request(NamedTuple):
     """Whether a last message of the assistant is the beginning of the answer, which goes on from there."""
     asks: AskedColumns | None = None
     """What the answer is asked for besides its text; None for nothing."""
+    row: Mapping[str, Any] | None = None
+    """Values of the row by which its answer is checked; None where there are none."""
 
 
 class Completion(NamedTuple):

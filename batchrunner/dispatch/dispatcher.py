@@ -14,6 +14,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.types import Completion, Outcome
 from batchrunner.dispatch.bundles.sender import BundleSender
+from batchrunner.dispatch.checks.examiner import AnswerExaminer
 from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.pending_row import PendingRow
@@ -33,10 +34,11 @@ class Dispatcher:
         senders: Mapping[str, BundleSender],
         retries: Retries,
         feedback: Feedback,
+        examiner: AnswerExaminer | None = None,
         *,
         by_affinity: bool = False,
     ) -> None:
-        """Take a sender for each route.
+        """Take a sender for each route, and what examines the answers where they are checked.
 
         With `by_affinity` requests carry a key by which a gateway keeps prefix groups together.
         """
@@ -45,6 +47,7 @@ class Dispatcher:
         self._senders = senders
         self._retries = retries
         self._feedback = feedback
+        self._examiner = examiner
         self._by_affinity = by_affinity
         self._in_flight: dict[PendingRow, None] = {}  # the oldest first
 
@@ -108,6 +111,15 @@ class Dispatcher:
             if error is None:
                 return
         message = None if error is None else str(error)
+        if self._examiner is not None:
+            if completion is None:
+                completion = row.asking.last if row.asking else None
+            else:
+                completion, message, again = await self._examiner.examine(row, completion)
+                if again is not None:
+                    row.request = again
+                    self._backlog.retry_after(row, 0.0)
+                    return
         await self._backlog.end(
             row, Outcome(row.request.ref, completion, message, now - sent_at, row.attempts)
         )

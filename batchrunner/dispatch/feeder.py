@@ -27,8 +27,14 @@ class Feeder:
         tokenizer: RowTokenizer,
         backlog: Backlog,
         results: ResultSink,
+        *,
+        keeps_prompts: bool = False,
     ) -> None:
-        """Take the parts in the order in which rows pass through them."""
+        """Take the parts in the order in which rows pass through them.
+
+        With `keeps_prompts` rows keep their prompts as they were before they were tokenised.
+        """
+        self._keeps_prompts = keeps_prompts
         self._source = source
         self._reorderer = reorderer
         self._primer = primer
@@ -60,6 +66,7 @@ class Feeder:
                 if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
                     await self._backlog.end(row, request)
                 else:
+                    row.unencoded = row.request if self._keeps_prompts else None
                     row.request = request
                     self._backlog.add(row)
             self._backlog.wake_dispatcher()

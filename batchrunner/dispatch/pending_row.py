@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import msgspec
 
-from batchrunner.core.types import Request, RowRef
+from batchrunner.core.types import Completion, Request, RowRef
+
+
+class Asking(msgspec.Struct):
+    """The answers of a row whose answers are checked."""
+
+    first: Request
+    """Its first request, as it was sent."""
+    rejected: int = 0
+    """Answers that were not good."""
+    continued: int = 0
+    """Answers that were cut, and whose rest was asked for."""
+    begun: Completion | None = None
+    """The answer so far, of which the rest was asked for."""
+    last: Completion | None = None
+    """The last answer, which the row keeps if it fails."""
+
+    @property
+    def asks(self) -> int:
+        """Times that the row was asked, without tries that had no answer."""
+        return 1 + self.rejected + self.continued
 
 
 class PendingRow(msgspec.Struct, eq=False):
@@ -47,6 +67,10 @@ class PendingRow(msgspec.Struct, eq=False):
     """Attempts that ended with an error which may be the row's own fault."""
     deaths: int = 0
     """Engine deaths during its attempts."""
+    unencoded: Request | None = None
+    """The request before it was tokenised, where it may be asked for again in other words."""
+    asking: Asking | None = None
+    """Its answers, where they are checked."""
 
     @property
     def affinity(self) -> str:

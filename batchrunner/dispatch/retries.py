@@ -70,13 +70,14 @@ class Retries:
         """
         duplicates, row.duplicates = row.duplicates, []
         for first, *others in filter(None, (duplicates[::2], duplicates[1::2])):
-            request = row.request._replace(ref=first)
+            asked = row.asking.first if row.asking else row.request
+            unencoded = None if row.unencoded is None else row.unencoded._replace(ref=first)
+            anew = replace(
+                row, request=asked._replace(ref=first), unencoded=unencoded, asking=None, duplicates=others,
+                followers=[], attempts=0, failures=0, deaths=0,
+            )  # fmt: skip
             self._backlog.expect(1)
-            self._backlog.add(
-                replace(
-                    row, request=request, duplicates=others, followers=[], attempts=0, failures=0, deaths=0
-                )
-            )
+            self._backlog.add(anew)
         self._backlog.wake_dispatcher()
 
     def _check_engine(

@@ -15,6 +15,7 @@ from zlib import crc32
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import AskedColumns, Completion, EngineInfo, Request, SchedulerLoad
 from batchrunner.engines.base import Engine
+from batchrunner.engines.simulated_json import made_up
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
@@ -31,6 +32,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 LEAST_TICK_S = 0.001
 """Least seconds between two steps of the simulation."""
 
+ENDED = "stop"
 _NOTE = "simulated engine: answers are made up and speeds mean nothing"
 _CHARACTERS_A_TOKEN = 4
 _TOKENS_A_MESSAGE = 4  # those that a chat template puts around a message
@@ -68,9 +70,13 @@ def answer(request: Request, limit_tokens: int) -> Completion:
         )
     samples = _hashes(request)
     lengths = [_length(request.sampling, sample, limit_tokens - prompt_tokens) for sample in samples]
+    texts = [_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)]
+    reasons: list[str | None] = [reason for _, reason in lengths]
+    if schema := request.sampling.get("json_schema"):  # a grammar ends where its value does
+        texts, reasons = [made_up(schema, sample) for sample in samples], [ENDED] * len(samples)
     completion = Completion(
-        texts=[_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)],
-        finish_reasons=[reason for _, reason in lengths],
+        texts=texts,
+        finish_reasons=reasons,
         completion_tokens=[tokens for tokens, _ in lengths],
         prompt_tokens=prompt_tokens,
         cached_tokens=0,
@@ -134,8 +140,8 @@ class Simulator(Engine):
     """The `simulated` engine: made-up answers, scheduled as SGLang would, in real time.
 
     A decode pass takes half of `step_s` for an empty batch and all of it for a full one; a prefill takes
-    as long again for a full budget of tokens. Grammars (`json_schema` and its like) are ignored, and prompts
-    share no prefix. With `step_s: 0` rows are answered at once.
+    as long again for a full budget of tokens. JSON is made up for a `json_schema`; other grammars are
+    ignored, and prompts share no prefix. With `step_s: 0` rows are answered at once.
     """
 
     def __init__(self, spec: SimulatedEngine) -> None:

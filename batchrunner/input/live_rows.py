@@ -63,6 +63,8 @@ class LiveRenderer:
         self._functions = functions
         fields = (_text_if_null(field) for field in normalized(first))
         self._first = pa.schema(fields)
+        self.names: list[str] = list(self._first.names)
+        """Names of the columns of the first batch."""
         renderer = self._make(self._first)
         self.kind = renderer.kind
         self.columns = renderer.columns
@@ -115,10 +117,11 @@ class LiveRenderer:
             LiveColumns(schema),
             job.input,
             job.prompt,
-            job.sampling,
+            job.first_sampling,
             render_s=job.limits.render,
             asks=plan_answers(job, functions=self._functions).asks,
             functions=self._functions,
+            expression=job.check.expression,
         )
 
 

@@ -17,6 +17,7 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import AskedColumns, Outcome, PromptKind, Request, RowRef
+from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import RowBatch
@@ -67,12 +68,14 @@ class Renderer:
         render_s: float = LIMIT_S,
         asks: AskedColumns | None = None,
         functions: HookPool | None = None,
+        expression: str | None = None,
     ) -> None:
         """Compile the templates and check the columns; a row is rendered in `render_s` of CPU time.
 
         `asks` is what its answer is asked for besides the text; `functions` are the job's Python functions,
-        for a job with `prompt.python`. Raises JobError for a bad template, InputError for a missing column or
-        one of a wrong type.
+        for a job with `prompt.python`; `expression` is the condition of good answers, whose columns go along
+        with each request. Raises JobError for a bad template, InputError for a missing column or one of a
+        wrong type.
         """
         limit = RenderLimit(render_s)
         self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
@@ -91,6 +94,8 @@ class Renderer:
                 source.filter, where="input.filter", available=dataset.schema.names, limit=limit
             )
             names |= set(self.predicate.columns)
+        self._for_check = AnswerExpression(expression, dataset.schema.names).columns if expression else []
+        names |= {*self._for_check}
         self._used = sorted(names)
         self._carried = list(source.columns)
         self._carried_names = [source.rename.get(name, name) for name in source.columns]
@@ -148,6 +153,7 @@ class Renderer:
             self._chat_template_kwargs,
             continues=self._continues,
             asks=self._asks,
+            row={name: row[name] for name in self._for_check} if self._for_check else None,
         )
 
 

@@ -1,24 +1,35 @@
-"""What the answers of a run bring besides their text: the job's wishes, and what comes by itself."""
+"""What the answers of a run bring besides their text, and when they are good."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import AskedColumns
-from batchrunner.job.output import ANSWER_COLUMNS, OF_TOKENS, REASONING
+from batchrunner.job.check import TRIES, OnLength
+from batchrunner.job.output import ANSWER_COLUMNS, IDS_TO_CONTINUE, OF_TOKENS, PARSED, REASONING
 from batchrunner.job.python_functions import PARSE
+from batchrunner.job.sampling import FromColumn
 from batchrunner.job.spec import Job
 
-BY_ITSELF = {REASONING}
+BY_ITSELF = {REASONING, PARSED}
 """Columns that a run has without being asked for them; it keeps them in later starts."""
+
+
+class EarlierAnswers(NamedTuple):
+    """What earlier starts of a run had."""
+
+    columns: Sequence[str] = ()
+    checks_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The columns of a run's results beyond those of every result, and the rows that hold them."""
+    """The columns of a run's results beyond those of every result, their rows, and the checks of answers."""
 
     columns: tuple[str, ...]
     """Keys of ANSWER_COLUMNS, in their order."""
@@ -29,6 +40,18 @@ class AnswerPlan:
     top_logprobs: int = 1
     parsed: tuple[tuple[str, ColumnKind], ...] = ()
     """Columns that the job's Python function `parse` makes, with their types; they come last."""
+    checks_json: bool = False
+    """Whether an answer must be JSON, and satisfy the schema where there is one."""
+    schema: dict[str, Any] | None = None
+    """JSON Schema of all answers."""
+    schema_by_row: bool = False
+    """Whether each row has its own."""
+    on_length: OnLength = "keep"
+    """What becomes of an answer that was cut at `max_new_tokens`."""
+    tries: int = 1
+    """Most answers of a row that are checked."""
+    checks: bool = False
+    """Whether answers are looked at."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -38,31 +61,53 @@ class AnswerPlan:
     @property
     def asks(self) -> AskedColumns | None:
         """What each request asks for; None for nothing."""
-        names = frozenset(self.columns)
+        names = {*self.columns} - {PARSED}
+        if self.on_length == "continue":
+            names.add(IDS_TO_CONTINUE)
         if not names:
             return None
-        return AskedColumns(names, self.top_logprobs, not names.isdisjoint({*OF_TOKENS, "output_ids"}))
+        of_tokens = not names.isdisjoint({*OF_TOKENS, "output_ids", IDS_TO_CONTINUE})
+        return AskedColumns(frozenset(names), self.top_logprobs, of_tokens)
 
 
 def plan_answers(
-    job: Job, earlier: Sequence[str] | None = None, functions: HookPool | None = None
+    job: Job, earlier: EarlierAnswers | None = None, functions: HookPool | None = None
 ) -> AnswerPlan:
-    """Return the plan of a run, whose earlier starts had these columns; None for a run that begins anew.
+    """Return the plan of a run; `earlier` is what its starts before had, None for a run that begins anew.
 
     `functions` are the job's Python functions.
     """
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
+    given = job.sampling.json_schema
+    has_schema = given is not None or isinstance(job.check.json_, dict)
+    by_itself = has_schema and (earlier is None or earlier.checks_json)
+    checks_json = by_itself if job.check.json_ is None else bool(job.check.json_)
     names = {*job.output.asked}
     if earlier is not None:
-        names |= BY_ITSELF.intersection(earlier)
-    elif job.prompt.is_chat:
-        names.add(REASONING)
+        names |= BY_ITSELF.intersection(earlier.columns)
+    else:
+        names |= {REASONING} if job.prompt.is_chat else set()
+        names |= {PARSED} if has_schema else set()
     names -= {job.input.rename.get(name, name) for name in job.input.columns}
     names -= {name for name, _ in parsed}
+    on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
     return AnswerPlan(
         tuple(name for name in ANSWER_COLUMNS if name in names),
         job.sampling.n,
         job.output.explode,
         job.output.top_logprobs,
         parsed,
+        checks_json,
+        _fixed_schema(job),
+        isinstance(given, FromColumn) and not isinstance(job.check.json_, dict),
+        on_length,
+        (job.check.tries or TRIES) if job.has_check else 1,
+        checks_json or job.check.has_condition or on_length != "keep" or PARSED in names,
     )
+
+
+def _fixed_schema(job: Job) -> dict[str, Any] | None:
+    schema = job.check.json_ if isinstance(job.check.json_, dict) else job.sampling.json_schema
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    return schema if isinstance(schema, dict) else None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import JobError
+from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job, LimitsSpec
@@ -22,6 +23,8 @@ def job_of_call(
     engine: EngineSpec,
     answers: Sequence[str] = (),
     explode: bool = False,
+    check: Mapping[str, Any] | None = None,
+    on_length: OnLength | None = None,
 ) -> Job:
     """Return the job that reads `paths` and writes into the directory `output`; raises JobError.
 
@@ -45,5 +48,7 @@ def job_of_call(
         "engine": engine.model_dump(exclude_unset=True),
         "limits": limits or {},
         **({} if parse is None else {"parse": parse}),
+        **({"check": check} if check else {}),
+        **({"on_length": on_length} if on_length else {}),
     }
     return load_job(tree, environ={})

@@ -39,8 +39,15 @@ ANSWER_COLUMNS = {
     "says, in the form of `logprobs`.",
     "prompt_logprobs": "Each token of the prompt, in the form of `logprobs`; the first has no `logprob`.",
     "matched_stop": "The stop text, or the id of the end token, that ended the output; null if none did.",
+    "parsed": "The output as JSON: of the type that the JSON Schema gives it, else JSON text; null if it is "
+    "none. It is there by itself where the job has a schema, unless a carried column has this name.",
 }
 """Columns that a job can ask for, with their meanings. They come after those of every result."""
+PARSED = "parsed"
+IDS_TO_CONTINUE = "ids_to_continue"
+"""Name under which an answer brings the token ids from which a cut one goes on; no column of a result."""
+CUT = "length"
+"""The finish reason of an output that was cut at `max_new_tokens`."""
 SAMPLE = "sample"
 SAMPLE_COLUMN = "Number of the output among those of its row, from 0; null if the row failed without one."
 """Meaning of the column `sample`, which comes with `output.explode` after `row`."""
@@ -49,8 +56,8 @@ OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 
 AnswerColumn: TypeAlias = Literal[
     "reasoning", "tool_calls", "output_ids", "logprobs", "top_logprobs", "prompt_logprobs", "matched_stop",
-    "row", "output", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "latency_s",
-    "attempts", "error",
+    "parsed", "row", "output", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens",
+    "latency_s", "attempts", "error",
 ]  # fmt: skip
 MOST_TOP_LOGPROBS = 100
 
@@ -62,8 +69,8 @@ class OutputSpec(Spec):
     """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log."""
     columns: list[AnswerColumn] = []
     """Further columns of the answers: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
-    `prompt_logprobs`, `matched_stop`. The columns of every result are always there, and may be named too.
-    Starts of a run may differ in it: once merged, rows of starts without a column have nulls in it."""
+    `prompt_logprobs`, `matched_stop`, `parsed`. The columns of every result are always there, and may be
+    named too. Starts of a run may differ in it: once merged, rows of starts without a column have nulls."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Likeliest tokens that the column `top_logprobs` has for each position."""
     explode: bool = False

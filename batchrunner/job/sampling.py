@@ -92,7 +92,7 @@ class SamplingSpec(Spec):
     @classmethod
     def _compiles(cls, value: str | FromColumn | None) -> str | FromColumn | None:
         if isinstance(value, str):
-            _check_regex(value)
+            check_regex(value)
         return value
 
     @model_validator(mode="after")
@@ -116,7 +116,7 @@ def _check_json_schema(text: str) -> None:
         raise ValueError("a JSON Schema is a JSON object")  # noqa: TRY004 - pydantic takes ValueError only
 
 
-def _check_regex(pattern: str) -> None:
+def check_regex(pattern: str) -> None:
     r"""Raise ValueError for an invalid regular expression, but not for `\p{…}` and `(?<name>…)`.
 
     These two are valid in the engine's dialect, and unknown to Python.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.job.check import CheckSpec, OnLength
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
 from batchrunner.job.fields import CountOrShare, Duration, PythonFunction, Share, Spec, UserPath
 from batchrunner.job.output import RESULT_COLUMNS, SAMPLE, OutputSpec, name_clash
@@ -182,6 +183,13 @@ class Job(Spec):
     """Where the results are written."""
     engine: EngineSpec
     """Engine that answers. `kind` is attach, server, gateway, inprocess or simulated."""
+    check: CheckSpec = CheckSpec()
+    """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
+    on_length: OnLength | None = None
+    """What becomes of an answer that was cut at `max_new_tokens`. `keep`: it is the row's. `fail`: it is not
+    good, as if by `check`. `continue`: the rest is asked for, with twice the tokens, three times at most;
+    with a grammar, the whole answer. By default `fail` where answers are checked against a JSON Schema, else
+    `keep`."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
@@ -262,6 +270,46 @@ class Job(Spec):
     def _tokens_to_cut(self) -> Job:
         if self.prompt.truncate is not None and self.tokenize == "server":
             raise WrongValueError("prompt.truncate counts tokens here", hint="leave out `tokenize: server`")
+        return self
+
+    @property
+    def has_check(self) -> bool:
+        """Whether the job says how answers are checked."""
+        return self.check != CheckSpec()
+
+    @property
+    def first_sampling(self) -> SamplingSpec:
+        """The sampling parameters of the first try of a row."""
+        first = self.check.first_temperature
+        if first is None or self.sampling.temperature is not None:
+            return self.sampling
+        return self.sampling.model_copy(update={"temperature": first})
+
+    @model_validator(mode="after")
+    def _checks_something(self) -> Job:
+        check, sampled = self.check, self.sampling.temperature
+        fails_cut = self.on_length in {"fail", "continue"}
+        has_schema = self.sampling.json_schema is not None and check.json_ is not False
+        if (
+            self.has_check
+            and check.json_ is not False
+            and not (check.has_condition or fails_cut or has_schema)
+        ):
+            raise WrongValueError("check: nothing is checked", hint="give json, regex or expression")
+        first = check.first_temperature
+        if first is not None and isinstance(sampled, float) and sampled != first:
+            raise WrongValueError(
+                f"check.temperature begins with {first:g}, and sampling.temperature is {sampled:g}",
+                hint="leave one of them out",
+            )
+        if check.feedback and not self.prompt.is_chat:
+            raise WrongValueError(
+                "check.feedback: only a chat can be told what was wrong",
+                hint="give prompt.user or prompt.messages",
+            )
+        if self.sampling.n > 1 and (check.feedback or self.on_length == "continue"):
+            name = "check.feedback" if check.feedback else "on_length: continue"
+            raise ValueError(f"{name} goes with one output of a row, not with sampling.n {self.sampling.n}")
         return self
 
     @model_validator(mode="after")

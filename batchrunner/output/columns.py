@@ -11,7 +11,8 @@ import pyarrow as pa
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
+from batchrunner.job.output import PARSED, RESULT_COLUMNS, SAMPLE
+from batchrunner.output.json_shape import shape_of
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
 """Stands for the answer of a row without one."""
@@ -47,6 +48,7 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
     "top_logprobs": pa.list_(pa.list_(_TOKEN)),
     "prompt_logprobs": pa.list_(_TOKEN),
     "matched_stop": pa.string(),
+    "parsed": pa.string(),
 }
 """Types of the columns that a job can ask for, of one output."""
 EXPLODED = "explode"
@@ -65,12 +67,13 @@ def result_schema(
     columns: Sequence[str] = (),
     explode: bool = False,
     parsed: Sequence[tuple[str, ColumnKind]] = (),
+    json_type: pa.DataType | None = None,
 ) -> pa.Schema:
     """Return the schema of a part: `row`, the carried columns, then the columns of the result.
 
-    `columns` are those that the job asks for, keys of ANSWER_TYPES; `parsed` are those of `parse`. With
-    `samples` above 1 some of all these are lists, with one value for each sample, unless each sample has a
-    row of its own (`explode`).
+    `columns` are those that the job asks for, keys of ANSWER_TYPES; `parsed` are those of `parse`, and
+    `json_type` is the type of the answers' JSON, if it is no text. With `samples` above 1 some of all these
+    are lists, with one value for each sample, unless each sample has a row of its own (`explode`).
     """
 
     def each(kind: pa.DataType) -> pa.DataType:
@@ -95,7 +98,7 @@ def result_schema(
         *(pa.field(name, types[name]) for name in rest),
     ]
     for name in columns:
-        kind = ANSWER_TYPES[name]
+        kind = json_type if name == PARSED and json_type is not None else ANSWER_TYPES[name]
         fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind), metadata=FURTHER))
     fields += [pa.field(name, each(parsed_type(kind))) for name, kind in parsed]
     return pa.schema(fields, metadata=metadata)
@@ -103,6 +106,7 @@ def result_schema(
 
 def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
     """Return the schema of the parts that this start of a run writes."""
+    json_type = None if plan.schema is None else shape_of(plan.schema).type
     told = {**metadata, EXPLODED: "true"} if plan.explode else metadata
     return result_schema(
         carried,
@@ -111,6 +115,7 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]
         columns=plan.columns,
         explode=plan.explode,
         parsed=plan.parsed,
+        json_type=json_type,
     )
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchrunner.core.types import LEFT_OUT, Outcome
-from batchrunner.job.output import SAMPLE
+from batchrunner.job.output import CUT, SAMPLE
 from batchrunner.output.columns import is_exploded
 
 COUNTED_COLUMNS = [
@@ -21,8 +21,6 @@ COUNTED_COLUMNS = [
 MOST_GROUPS = 50
 """Failure groups that are kept; further ones are counted as OTHER."""
 OTHER = "other reasons"
-CUT = "length"
-"""The finish reason of an output that was cut at `max_new_tokens`."""
 UNKNOWN = "unknown"
 """The finish reason of an answer that has none."""
 _DIGITS = re.compile(r"\d+")

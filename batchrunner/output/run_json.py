@@ -11,6 +11,7 @@ import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
 from batchrunner.core.types import InputFile
+from batchrunner.job.answers import EarlierAnswers
 from batchrunner.job.spec import Job
 from batchrunner.output.files import write_json
 from batchrunner.output.run_dir import OWNER, TUNE, RunDir
@@ -22,7 +23,7 @@ FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
 """What a user types to discard a run, for error messages."""
-_MISSING: dict[str, Any] = {"types": {}, "explode": False, "parse": None}
+_MISSING: dict[str, Any] = {"types": {}, "explode": False, "parse": None, "check": {}}
 """Parts of a fingerprint that may be missing, and what they then are."""
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
@@ -46,7 +47,20 @@ def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, A
         "model": model,
         **({"explode": True} if job.output.explode else {}),
         **(parsing or {}),  # left out where there is none, as in runs of earlier versions
+        **({"check": _conditions(job)} if job.has_check or job.on_length else {}),
     }
+
+
+def _conditions(job: Job) -> dict[str, Any]:
+    """Return what makes an answer good; how often it is asked for may change between starts."""
+    check = job.check
+    given = {
+        "json": check.json_,
+        "regex": check.regex,
+        "expression": check.expression,
+        "on_length": job.on_length,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def check_same_run(
@@ -68,6 +82,7 @@ def check_same_run(
         "sampling",
         "explode",
         "parse",
+        "check",
         *(["model"] if model_known else []),
     ):
         missing = _MISSING.get(name)  # earlier versions did not write it
@@ -145,14 +160,17 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
     )
 
 
-def columns_of_earlier(run_dir: RunDir) -> list[str] | None:
-    """Return the columns of answers that the last start of a run had; None where there was none.
+def earlier_answers(run_dir: RunDir) -> EarlierAnswers | None:
+    """Return what the last start of a run had besides the columns of every result; None where there was none.
 
     Raises ResumeError as `read_run_json`.
     """
     found = read_run_json(run_dir)
-    columns = None if found is None else found.get("columns", [])
-    return columns if columns is None or isinstance(columns, list) else []
+    if found is None:
+        return None
+    columns = found.get("columns")
+    known = [name for name in columns if isinstance(name, str)] if isinstance(columns, list) else []
+    return EarlierAnswers(known, checks_json=found.get("checks_json") is True)
 
 
 def require_run_json(run_dir: RunDir) -> dict[str, Any]:

@@ -79,6 +79,11 @@ class Report:
     bundles: dict[str, Any] = field(default_factory=dict)
     """Rows that shared a request: `requests` in all, the mean `rows_per_request`, `bundles` (requests with
     several rows), the `most_rows` of one, and `rows_resent` after their bundle left them unanswered."""
+    checks: dict[str, Any] = field(default_factory=dict)
+    """Answers that were not good, of this attempt; empty where all were: `rows_asked_again`, the further
+    asks (`asked_again`, `continued` of them for the rest of a cut answer), `rows_mended` by them,
+    `rows_failed`, the `output_tokens` that were rejected, about how many `prompt_tokens` the further asks
+    had, and the `causes`."""
     simulated: bool = False
     """Whether the answers are invented."""
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -127,12 +132,25 @@ class Report:
                 f"{self.rows_deduplicated} rows have the answer of an equal one (dedupe: false sends all)"
             )
         lines += self._engine_lines()
+        lines += self._check_lines()
         cut = self.finish_reasons.get("length", 0)
         if cut:
             lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
         lines.append(f"results: {self.results}")
         return lines
+
+    def _check_lines(self) -> list[str]:
+        """Describe the answers that were not good, and what they cost."""
+        if not self.checks:
+            return []
+        checks = self.checks
+        told = (
+            f"{checks['rows_asked_again']} rows were asked again {checks['asked_again']} times: "
+            f"{checks['rows_mended']} then had a good answer, {checks['rows_failed']} failed; "
+            f"{checks['output_tokens']:,} output tokens were rejected"
+        )
+        return [told, *cause_lines(checks["causes"], "answers rejected")]
 
     def _engine_lines(self) -> list[str]:
         """Describe the engine's failures, and the arguments that were changed after them."""

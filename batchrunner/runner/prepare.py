@@ -11,6 +11,7 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
+from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
@@ -24,7 +25,7 @@ from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
     DISCARD,
     check_same_run,
-    columns_of_earlier,
+    earlier_answers,
     fingerprint,
     holds_run,
     read_run_json,
@@ -78,16 +79,18 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
     refuse_nesting(run_dir)
     functions = open_functions(job)
     try:
-        answers = plan_answers(job, None if fresh else columns_of_earlier(run_dir), functions)
+        answers = plan_answers(job, None if fresh else earlier_answers(run_dir), functions)
         renderer = Renderer(
             dataset,
             job.input,
             job.prompt,
-            job.sampling,
+            job.first_sampling,
             render_s=job.limits.render,
             asks=answers.asks,
             functions=functions,
+            expression=job.check.expression,
         )
+        AnswerChecker(job, answers, dataset.schema.names)  # raises what is wrong with the checks
     except BaseException:
         if functions is not None:
             functions.close()

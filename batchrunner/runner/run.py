@@ -86,7 +86,7 @@ async def build_run(
     results = parsing(results, prepared.functions)
     sending = build_sending(
         job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
-        control, display, began=began,
+        control, display, prepared.answers, prepared.dataset.schema.names, began=began,
     )  # fmt: skip
     _log_start(attempt, windows, events)
     display.begin(
@@ -263,6 +263,7 @@ class Run:
             fingerprint=mine,
             rows_total=total,
             columns=self.prepared.answers.columns,
+            checks_json=self.prepared.answers.checks_json,
             engine=asdict(self.info),
             versions=versions(self.info),
             functions=facts_of_functions(self.prepared.functions),
@@ -315,6 +316,7 @@ class Run:
             incidents=self.sending.incidents.reported,
             sharing=self.sending.reorderer.sharing(),
             bundles=self.sending.bundles.as_dict(),
+            checks=self.sending.checks.as_dict(),
             simulated=self.info.simulated,
             versions=versions(self.info),
         )

@@ -12,6 +12,9 @@ from typing import Protocol
 from batchrunner.core.types import EngineInfo, Outcome, PromptKind
 from batchrunner.dispatch.bundles.sender import bundle_senders
 from batchrunner.dispatch.bundles.totals import BundleTotals
+from batchrunner.dispatch.checks.checker import AnswerChecker
+from batchrunner.dispatch.checks.examiner import AnswerExaminer
+from batchrunner.dispatch.checks.totals import CheckTotals
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -34,6 +37,7 @@ from batchrunner.dispatch.snapshot import Monitor, RowTotal
 from batchrunner.dispatch.source import RowSource
 from batchrunner.dispatch.tokenizers import make_tokenizer
 from batchrunner.engines.base import Engine
+from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.queue_band import QueueBand
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
@@ -99,6 +103,7 @@ class Sending:
     reorderer: Reorderer
     totals: RouteTotals
     bundles: BundleTotals
+    checks: CheckTotals
     summary: LoadSummary
     incidents: IncidentLog
     progress: ProgressLog
@@ -117,13 +122,16 @@ def build_sending(
     events: EventLog,
     control: Control,
     display: Display,
+    answers: AnswerPlan,
+    columns: Sequence[str],
     *,
     began: float,
 ) -> Sending:
     """Return what sends `rows`, with prompts of a kind, to an open engine, and their outcomes to `results`.
 
-    Without a `kind` prompts may be of any. `done` are rows of earlier attempts. Raises CannotTokenizeError if
-    the job needs client-side tokenization and it is not possible.
+    Without a `kind` prompts may be of any. `answers` says what is asked of them, and `columns` are those of
+    the rows. `done` are rows of earlier attempts. Raises CannotTokenizeError if the job needs client-side
+    tokenization and it is not possible.
     """
     tokenizer = make_tokenizer(job, kind, engine, info, events)
     limits, gauges, slots = windows.limits, windows.gauges, windows.slots
@@ -132,13 +140,20 @@ def build_sending(
     reorderer = _reorderer(job, info, windows.first)
     backlog = Backlog(rows, reorderer, slots, results)
     primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
-    feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results)
+    feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results, keeps_prompts=job.check.feedback)
     retries = Retries(RetryPolicy(job.limits.max_attempts, job.limits.engine_wait), backlog)
     totals = RouteTotals(info.routes, began)
     feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
     bundles = BundleTotals()
     senders = bundle_senders(job, engine, info, bundles, events)
-    dispatcher = Dispatcher(backlog, slots, senders, retries, feedback, by_affinity=info.keeps_together)
+    checks = CheckTotals()
+    examiner = None
+    if answers.checks:
+        checker = AnswerChecker(job, answers, columns)
+        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, checks)
+    dispatcher = Dispatcher(
+        backlog, slots, senders, retries, feedback, examiner, by_affinity=info.keeps_together
+    )
 
     # load samples: engine → slots → summary, display and event log, stop rules
     summary = LoadSummary(limits, slots)
@@ -158,6 +173,7 @@ def build_sending(
         reorderer=reorderer,
         totals=totals,
         bundles=bundles,
+        checks=checks,
         summary=summary,
         incidents=incidents,
         progress=progress,

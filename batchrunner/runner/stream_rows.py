@@ -60,6 +60,11 @@ class StreamRows(ABC):
         self._stopped = threading.Event()
 
     @property
+    def names(self) -> list[str]:
+        """Names of the columns of the first rows."""
+        return self._renderer.names
+
+    @property
     def unread(self) -> int:
         """Number of rows still to be read; a large number where nobody knows it."""
         if self._ended:

@@ -61,11 +61,11 @@ async def send_stream(
             began = time.monotonic()
             windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
             counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
-            given = GivenResults(handover, counter, plan_answers(job, functions=functions))
-            results = parsing(given, functions)
+            answers = plan_answers(job, functions=functions)
+            results = parsing(GivenResults(handover, counter, answers), functions)
             sending = build_sending(
                 job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
-                began=began,
+                answers, rows.names, began=began,
             )  # fmt: skip
             await _send(sending, rows, control)
         if control.reason is not None:

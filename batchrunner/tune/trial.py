@@ -12,6 +12,7 @@ from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
 from batchrunner.engines.base import Engine, RowAnswers
 from batchrunner.engines.registry import make_engine
+from batchrunner.job.check import CheckSpec
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import InputSpec, Job
 from batchrunner.runner.control import Control
@@ -89,6 +90,8 @@ class TrialRunner:
                 "parse": None,  # what becomes of an answer does not matter here
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
+                "check": CheckSpec.model_validate({"json": False}),  # each row is asked once
+                "on_length": "keep",
             }
         )
 

@@ -197,7 +197,7 @@ def _without_duplicates(window: list[PendingRow]) -> list[PendingRow]:
 
     Only rows at temperature 0 are sure to get the same answer.
     """
-    first: dict[tuple[bytes, str], PendingRow] = {}
+    first: dict[tuple[bytes, str, str], PendingRow] = {}
     kept = []
     sampling, text = None, ""
     for row in window:
@@ -205,7 +205,8 @@ def _without_duplicates(window: list[PendingRow]) -> list[PendingRow]:
         if row.request.sampling.get("temperature") == 0:
             if row.request.sampling is not sampling:  # nearly always all rows have the same one
                 sampling, text = row.request.sampling, repr(row.request.sampling)
-            original = first.setdefault((row.prefix, text), row)
+            read = repr(row.request.row) if row.request.row else ""
+            original = first.setdefault((row.prefix, text, read), row)
         if original is not row and original.request[1:] == row.request[1:]:  # all but their ordinals
             original.duplicates.append(row.request.ref)
         else:

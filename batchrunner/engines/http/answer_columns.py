@@ -21,6 +21,7 @@ from batchrunner.engines.http.reply_shapes import (
     TokenLogprob,
     ToolCall,
 )
+from batchrunner.job.output import IDS_TO_CONTINUE
 
 BEGIN, END = "<think>", "</think>"
 """What models write around their reasoning, unless their template writes the first."""
@@ -65,6 +66,8 @@ def columns_of_samples(
         found["tool_calls"] = [None] * len(samples)
     if "matched_stop" in names:
         found["matched_stop"] = [_matched(_reason_of(sample.meta_info)) for sample in samples]
+    if IDS_TO_CONTINUE in names:
+        found[IDS_TO_CONTINUE] = [s.output_ids if isinstance(s, FullSample) else None for s in samples]
     if asked.of_tokens:
         full = [sample for sample in samples if isinstance(sample, FullSample)]
         if "output_ids" in names:

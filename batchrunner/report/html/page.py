@@ -241,7 +241,7 @@ def _decisions(
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return what report.json has, if it exists, on queues, shared prefixes and shared requests."""
+    """Return what report.json has, if it exists, on queues, prefixes, shared requests and checks."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
     found = []
@@ -255,6 +255,10 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
     if (bundles := report.get("bundles") or {}).get("bundles"):
         rows = f"{bundles['rows_per_request']:.1f} rows each on average, {bundles['most_rows']} at most"
         found.append(("Requests", rows))
+    if checks := report.get("checks"):
+        told = f"{checks['rows_asked_again']} rows asked again {checks['asked_again']} times"
+        cost = f"{checks['output_tokens']:,} output tokens rejected"
+        found.append(("Checks", f"{told}, {checks['rows_failed']} failed; {cost}"))
     return found
 
 

@@ -1,0 +1,96 @@
+"""Says what is wrong with an answer, by the conditions of the job. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from batchrunner.core.types import Completion, Request
+from batchrunner.dispatch.checks.json_check import JsonCheck, ParsedText
+from batchrunner.dispatch.checks.patterns import Pattern
+from batchrunner.input.answer_expression import AnswerExpression
+from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.output import CUT, PARSED, REASONING
+from batchrunner.job.spec import Job
+
+
+class Checked(NamedTuple):
+    """An answer that was looked at."""
+
+    completion: Completion
+    """The answer, with its column `parsed` where the run has one."""
+    complaint: str | None
+    """What is wrong with it, in a sentence; None for nothing."""
+    is_cut: bool
+    """Whether it was cut at `max_new_tokens`."""
+
+
+class AnswerChecker:
+    """The conditions of a job."""
+
+    def __init__(self, job: Job, plan: AnswerPlan, columns: Collection[str]) -> None:
+        """Compile the conditions for rows with these columns; raises JobError."""
+        self._fails_cut = plan.on_length != "keep"
+        self._wants_json = plan.checks_json
+        self._adds_parsed = PARSED in plan.columns
+        self._json: JsonCheck | None = None
+        expression = job.check.expression
+        self._expression = None if expression is None else AnswerExpression(expression, columns)
+        reads_parsed = self._expression is not None and self._expression.reads(PARSED)
+        if self._wants_json or self._adds_parsed or reads_parsed:
+            where = "check.json" if isinstance(job.check.json_, dict) else "sampling.json_schema"
+            self._json = JsonCheck(plan.schema, by_row=plan.schema_by_row, where=where)
+        self._may_be_text = plan.schema_by_row
+        self._pattern = None if job.check.regex is None else Pattern(job.check.regex)
+        self._regex = job.check.regex
+
+    def look_at(self, request: Request, completion: Completion) -> Checked:
+        """Check an answer; of several samples each must be good."""
+        complaints: list[str | None] = []
+        fitted: list[Any] = []
+        for number, text in enumerate(completion.texts):
+            parsed = self._parsed(request, text)
+            fitted.append(parsed.fitted)
+            complaints.append(self._complaint(request, completion, number, parsed))
+        if self._adds_parsed:
+            completion = completion._replace(columns={**completion.columns, PARSED: fitted})
+        is_cut = CUT in completion.finish_reasons
+        return Checked(completion, _first(complaints), is_cut)
+
+    def _parsed(self, request: Request, text: str) -> ParsedText:
+        if self._json is None:
+            return ParsedText(None, None, None)
+        own = request.sampling.get("json_schema")
+        found = self._json.parse(text, own)
+        if not self._wants_json or (self._may_be_text and own is None):
+            return found._replace(complaint=None)
+        return found
+
+    def _complaint(
+        self, request: Request, completion: Completion, number: int, parsed: ParsedText
+    ) -> str | None:
+        text, reason = completion.texts[number], completion.finish_reasons[number]
+        if self._fails_cut and reason == CUT:
+            return "the answer was cut at max_new_tokens"
+        if parsed.complaint is not None:
+            return parsed.complaint
+        if self._pattern is not None and not self._pattern.is_in(text):
+            return f"the answer has no match of check.regex {self._regex!r}"
+        if self._expression is not None:
+            thoughts = completion.columns.get(REASONING)
+            answer = {
+                "output": text,
+                PARSED: parsed.value,
+                "finish_reason": reason,
+                REASONING: thoughts[number] if thoughts else None,
+            }
+            return self._expression.complaint({**(request.row or {}), **answer})
+        return None
+
+
+def _first(complaints: Sequence[str | None]) -> str | None:
+    """Return the first complaint; of several samples it says which one."""
+    for number, complaint in enumerate(complaints):
+        if complaint is not None:
+            return complaint if len(complaints) == 1 else f"sample {number}: {complaint}"
+    return None

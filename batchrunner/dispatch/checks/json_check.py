@@ -1,0 +1,146 @@
+"""Checks that an answer is JSON, and that it satisfies its schema. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchrunner.core.errors import JobError
+from batchrunner.dispatch.checks.patterns import Pattern
+from batchrunner.output.json_shape import JsonShape, ShapeError, TextShape, shape_of
+
+KEPT_SCHEMAS = 256
+"""Schemas from a column that are kept compiled."""
+LONGEST_COMPLAINT = 300
+"""Most characters of what is wrong with a value."""
+
+
+class ParsedText(NamedTuple):
+    """An answer as JSON."""
+
+    value: Any
+    """The value; None where there is none, or where it is null."""
+    fitted: Any
+    """The value as the column `parsed` holds it."""
+    complaint: str | None
+    """What is wrong with it, in a sentence; None for nothing."""
+
+
+class JsonCheck:
+    """Parses answers, and checks them against a schema."""
+
+    def __init__(self, schema: Mapping[str, Any] | None, *, by_row: bool = False, where: str = "") -> None:
+        """Compile the schema of all rows, or take that of each row where it differs (`by_row`).
+
+        Raises JobError, naming `where`, for a schema that is none.
+        """
+        self._by_row = by_row
+        self._validator = None if schema is None else _validator(schema, where)
+        self._shape: JsonShape = TextShape() if schema is None else shape_of(schema)
+
+    def parse(self, text: str, own_schema: Any = None) -> ParsedText:
+        """Return an answer as JSON; `own_schema` is that of its row, as JSON text or a mapping."""
+        try:
+            value = orjson.loads(text)
+        except (orjson.JSONDecodeError, UnicodeEncodeError) as failure:
+            return ParsedText(None, None, f"the answer is not JSON: {_short(str(failure))}")
+        validator = self._validator
+        try:
+            if self._by_row and own_schema is not None:
+                as_text = own_schema if isinstance(own_schema, str) else orjson.dumps(own_schema).decode()
+                validator = _validator_of_text(as_text)
+            wrong = None if validator is None else next(validator.iter_errors(value), None)
+        except JobError as failure:
+            return ParsedText(value, None, str(failure))
+        except Exception as failure:  # noqa: BLE001 - a schema may fail on a value in any way
+            name = type(failure).__name__
+            return ParsedText(value, None, f"the answer cannot be checked against its schema ({name})")
+        if wrong is not None:
+            at = "".join(f"[{step!r}]" for step in wrong.absolute_path)
+            return ParsedText(
+                value, None, f"the answer does not satisfy its schema: {at} {_short(wrong.message)}"
+            )
+        try:
+            return ParsedText(value, self._shape.fit(value), None)
+        except ShapeError as failure:
+            return ParsedText(value, None, f"the answer does not fit its column: {failure}")
+
+
+def schema_problem(schema: Mapping[str, Any]) -> str | None:
+    """Say why something is no JSON Schema that answers can be checked against; None where it is one."""
+    from jsonschema.exceptions import SchemaError  # noqa: PLC0415 - 60 ms, only for jobs with a schema
+    from jsonschema.validators import Draft202012Validator, validator_for  # noqa: PLC0415
+
+    try:
+        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+    except SchemaError as failure:
+        return _short(failure.message)
+    except Exception as failure:  # noqa: BLE001 - nested too deeply, for example
+        return f"it cannot be read ({type(failure).__name__})"
+    return _unresolved(schema, schema, 0)
+
+
+def _validator(schema: Mapping[str, Any], where: str) -> Any:
+    from jsonschema.validators import Draft202012Validator, extend, validator_for  # noqa: PLC0415
+    from referencing import Registry  # noqa: PLC0415
+
+    problem = schema_problem(schema)
+    if problem is not None:
+        raise JobError(f"{where}: not a JSON Schema that answers can be checked against: {problem}")
+    base = validator_for(schema, default=Draft202012Validator)
+    return extend(base, {"pattern": _check_pattern})(schema, registry=Registry())
+
+
+def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Any:
+    """Check the keyword `pattern` in a time that grows with the text only, where that can be."""
+    from jsonschema.exceptions import ValidationError  # noqa: PLC0415
+
+    if isinstance(value, str) and not Pattern(pattern).is_in(value):
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+@lru_cache(KEPT_SCHEMAS)
+def _validator_of_text(schema: str) -> Any:
+    try:
+        found = orjson.loads(schema)
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise JobError(
+            "the row's json_schema: not a JSON Schema that answers can be checked against: not JSON"
+        )
+    return _validator(found, "the row's json_schema")
+
+
+def _unresolved(part: Any, root: Mapping[str, Any], depth: int) -> str | None:
+    """Say which reference of a schema leads nowhere; none is looked up elsewhere."""
+    if depth > 100:  # noqa: PLR2004
+        return "it is nested too deeply"
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    reference = part.get("$ref") if isinstance(part, dict) else None
+    if isinstance(reference, str) and not _leads_somewhere(reference, root):
+        return f"its reference {reference!r} leads nowhere in it"
+    return next(filter(None, (_unresolved(below, root, depth + 1) for below in inner)), None)
+
+
+def _leads_somewhere(reference: str, root: Mapping[str, Any]) -> bool:
+    if not reference.startswith("#/"):
+        return reference.startswith("#")
+    found: Any = root
+    for step in reference[2:].split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            return False
+    return True
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_COMPLAINT else line[: LONGEST_COMPLAINT - 1] + "…"

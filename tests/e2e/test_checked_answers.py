@@ -1,0 +1,457 @@
+"""Checked answers: parsed JSON, conditions, rows that are asked again, answers that were cut."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import JobError
+from tests.conftest import (
+    batchrun,
+    batchrun_merge,
+    eventually,
+    job_of,
+    parts_of,
+    report_of,
+    results_of,
+    started,
+    write_job,
+    write_rows,
+)
+from tests.support.fake_sglang import Body, FakeSGLang, Sent, answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+CHAT = {"user": "{{ text }}"}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["a", "b"]},
+        "score": {"type": "number"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "more": {},
+    },
+    "required": ["kind"],
+}
+GOOD = {"kind": "a", "score": 1, "tags": ["x"], "more": {"y": [1]}}
+
+
+def says(sent: Sent, text: str, reason: str = "stop", **more: Any) -> Body:
+    """An answer with a text, from either endpoint."""
+    reply = answer(sent, text)
+    if sent.path == "/generate":
+        samples = reply if isinstance(reply, list) else [reply]
+        for sample in samples:
+            sample["meta_info"]["finish_reason"] = {"type": reason}
+            sample.update(more)
+    else:
+        for choice in reply["choices"]:
+            choice["finish_reason"] = reason
+            choice["message"].update(more)
+    return Body(json.dumps(reply).encode())
+
+
+def script(*texts: str) -> Callable[[Sent], Body]:
+    """Return a script in which the tries of a row have these texts, the last one from then on."""
+    return lambda sent: says(sent, texts[min(sent.tries, len(texts)) - 1])
+
+
+def sampling_of(sent: Sent) -> dict[str, Any]:
+    """Return the sampling parameters of a request."""
+    sampling: dict[str, Any] = sent.body.get("sampling_params", sent.body)
+    return sampling
+
+
+def schema_job(directory: Path, server: Any, **changes: Any) -> Any:
+    sampling = {"json_schema": SCHEMA, "temperature": 0, **changes.pop("sampling", {})}
+    return job_of(directory, server, rows=changes.pop("rows", 1), sampling=sampling, **changes)
+
+
+def test_an_answer_with_a_schema_is_parsed(tmp_path: Path, server: FakeSGLang) -> None:
+    """The column has the schema's type; what Arrow has no type for is JSON text."""
+    server.script = script(json.dumps(GOOD))
+    job = schema_job(tmp_path, server)
+    assert batchrunner.run(job).exit_code == 0
+    (part,) = parts_of(tmp_path / "run")
+    assert part.schema.field("parsed").type == pa.struct(
+        [
+            ("kind", pa.string()),
+            ("score", pa.float64()),
+            ("tags", pa.list_(pa.field("element", pa.string()))),
+            ("more", pa.string()),
+        ]
+    )
+    (row,) = results_of(job)
+    assert row["parsed"] == {"kind": "a", "score": 1.0, "tags": ["x"], "more": '{"y":[1]}'}
+    assert json.loads(row["output"]) == GOOD
+    assert batchrun("export", tmp_path / "run", tmp_path / "all.csv").exit_code == 0
+    assert '""kind"":""a""' in (tmp_path / "all.csv").read_text()
+
+
+NODE = {"properties": {"v": {"type": "integer"}, "n": {"$ref": "#/$defs/n"}}}
+BAD = {
+    '{"kind": "a", "sco': "the answer is not JSON: ",
+    "": "the answer is not JSON: ",
+    '{"kind": "c"}': "the answer does not satisfy its schema: ['kind'] 'c' is not one of ['a', 'b']",
+    "{}": "the answer does not satisfy its schema:  'kind' is a required property",
+    "[" * 5000: "the answer is not JSON: ",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_not_of_the_schema_fails_its_row(tmp_path: Path, server: FakeSGLang, text: str) -> None:
+    """It keeps its answer, and is not asked again, since the job does not say so."""
+    server.script = lambda sent: says(sent, text if sent.prompt == "row 1" else json.dumps(GOOD))
+    job = schema_job(tmp_path, server, rows=3)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.rows_failed, len(server.sent)) == (3, 2, 1, 3)
+    bad = results_of(job)[1]
+    assert bad["error"].startswith(BAD[text])
+    assert (bad["output"], bad["parsed"], bad["attempts"]) == (text, None, 1)
+    assert report_of(job)["checks"]["rows_failed"] == 1
+    later = batchrunner.run(job)
+    assert (later.rows_ok, later.rows_failed) == (2, 1)
+
+
+def test_a_cut_answer_with_a_schema_fails(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = lambda sent: says(sent, json.dumps(GOOD), "length")
+    job = schema_job(tmp_path, server)
+    batchrunner.run(job)
+    assert results_of(job)[0]["error"] == "the answer was cut at max_new_tokens"
+    job["on_length"] = "keep"
+    assert batchrunner.run(job, fresh=True).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value", "kind"),
+    [
+        ({"type": "integer"}, "5.0", 5, "int64"),
+        ({"type": ["integer", "null"]}, "null", None, "int64"),
+        ({"type": "array", "items": {"type": "boolean"}}, "[true]", [True], "list<element: bool>"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, '"x"', "x", "string"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "7", "7", "string"),
+        ({"enum": [1, "a"]}, '"a"', '"a"', "string"),
+        ({"type": "object"}, '{"a": 1}', '{"a":1}', "string"),
+        ({"type": "object", "properties": {}}, "{}", "{}", "string"),
+        (
+            {"$ref": "#/$defs/n", "$defs": {"n": NODE}},
+            '{"v": 1, "n": {"v": 2}}',
+            {"v": 1, "n": '{"v":2}'},
+            "struct<v: int64, n: string>",
+        ),
+        (True, "1", "1", None),
+    ],
+)  # fmt: skip
+def test_types_of_schemas(
+    tmp_path: Path, server: FakeSGLang, schema: Any, text: str, value: Any, kind: str | None
+) -> None:
+    server.script = script(text)
+    given = {"json": schema} if kind is None else {}
+    job = job_of(tmp_path, server, rows=1, check=given, output={"columns": ["parsed"]})
+    if kind is not None:
+        job["sampling"] = {"json_schema": schema}
+    assert batchrunner.run(job).exit_code == 0
+    assert results_of(job)[0]["parsed"] == value
+    assert str(parts_of(tmp_path / "run")[0].schema.field("parsed").type) == (kind or "string")
+
+
+def test_a_schema_of_each_row(tmp_path: Path, server: FakeSGLang) -> None:
+    """Each answer is checked against its own; `parsed` is JSON text. Without a schema any text will do."""
+    schemas = ['{"type": "integer"}', '{"type": "string"}', None, "{"]
+    write_rows(tmp_path / "input.parquet", 4, schema=schemas)
+    server.script = lambda sent: says(sent, "text" if sent.prompt == "row 2" else "5")
+    job = job_of(tmp_path, server, sampling={"json_schema": {"column": "schema"}})
+    batchrunner.run(job)
+    rows = results_of(job)
+    assert [row["parsed"] for row in rows] == ["5", None, None, None]
+    assert [row["error"] is None for row in rows] == [True, False, True, False]
+
+
+ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "json": ({"json": True}, "no", '{"a": 1}', "the answer is not JSON"),
+    "schema": ({"json": SCHEMA}, "{}", '{"kind": "a"}', "the answer does not satisfy its schema"),
+    "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of check.regex '^\\d+$'"),
+    "lookahead": ({"regex": r"^(?!no)"}, "no", "yes", "the answer has no match of check.regex"),
+    "expression": (
+        {"expression": "output | length > id + 1 and finish_reason == 'stop'"}, "x", "xx",
+        "check.expression is not true: output | length > id + 1",
+    ),
+    "parsed": ({"expression": "parsed.a > 1"}, '{"a": 1}', '{"a": 2}', "check.expression is not true"),
+    "no JSON": ({"expression": "parsed.a > 1"}, "x", '{"a": 2}', "check.expression is not true"),
+    "odd": ({"expression": "output + 1 > 2"}, "x", "y", "check.expression fails: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("prompt", [{"text": "text"}, CHAT])
+def test_an_answer_that_is_not_good_is_asked_for_again(
+    tmp_path: Path, server: FakeSGLang, name: str, prompt: Any
+) -> None:
+    """With a new seed and a higher temperature, three times; then it fails with its last answer."""
+    check, bad, good, told = ASKED[name]
+    server.script = script(bad, bad, good)
+    job = job_of(tmp_path, server, rows=1, prompt=prompt, check=check, sampling={"temperature": 0})
+    report = batchrunner.run(job)
+    (row,) = results_of(job)
+    if name != "odd":
+        assert (report.exit_code, row["output"], row["error"], row["attempts"]) == (0, good, None, 3)
+        checks = report_of(job)["checks"]
+        assert (checks["rows_asked_again"], checks["asked_again"], checks["rows_mended"]) == (1, 2, 1)
+        assert checks["causes"][0]["rows"] == 2
+        assert checks["output_tokens"] == 2 * len(bad.split())
+    assert [sampling_of(sent)["temperature"] for sent in server.sent] == [0, 0.4, 0.8]
+    seeds = [sampling_of(sent).get("sampling_seed", sampling_of(sent).get("seed")) for sent in server.sent]
+    assert len({*seeds}) == 3
+    server.script = script(bad)
+    report = batchrunner.run(job, fresh=True)
+    (row,) = results_of(job)
+    assert (report.exit_code, row["output"], row["attempts"]) == (3, bad, 3)
+    assert row["error"].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("check", "sampling", "expected"),
+    [
+        ({"temperature": [0, 0.5]}, {}, [0, 0.5, 0.5, 0.5]),
+        ({"temperature": 0.6}, {}, [None, 0.6, 0.6, 0.6]),
+        ({"temperature": 0.6}, {"temperature": 0.1}, [0.1, 0.6, 0.6, 0.6]),
+        ({}, {}, [None] * 4),
+        ({}, {"temperature": 0.7}, [0.7, 0.7, 0.8, 0.8]),
+    ],
+)
+def test_temperatures(
+    tmp_path: Path, server: FakeSGLang, check: Any, sampling: Any, expected: list[float | None]
+) -> None:
+    server.script = script("bad")
+    job = job_of(tmp_path, server, rows=1, check={"regex": "good", "tries": 4, **check}, sampling=sampling)
+    batchrunner.run(job)
+    assert [sampling_of(sent).get("temperature") for sent in server.sent] == expected
+
+
+def test_a_chat_is_told_what_was_wrong(tmp_path: Path, server: FakeSGLang) -> None:
+    """The answer and the complaint stand in the conversation, the last ones only."""
+    server.script = lambda sent: says(sent, f"bad {len(server.sent)}")
+    job = job_of(tmp_path, server, rows=1, prompt=CHAT, check={"regex": "good", "feedback": True})
+    batchrunner.run(job)
+    first, second, third = (sent.body["messages"] for sent in server.sent)
+    complaint = "This answer is not good: the answer has no match of check.regex 'good'. Answer again."
+    for messages, text in ((second, "bad 1"), (third, "bad 2")):
+        assert messages == [
+            *first, {"role": "assistant", "content": text}, {"role": "user", "content": complaint},
+        ]  # fmt: skip
+
+
+def test_samples_must_all_be_good(tmp_path: Path, server: FakeSGLang) -> None:
+    job = job_of(tmp_path, server, rows=1, check={"regex": "^answer [01]"}, sampling={"n": 3})
+    batchrunner.run(job)
+    (row,) = results_of(job)
+    assert row["error"].startswith("sample 2: the answer has no match")
+    assert len(row["output"]) == 3
+
+
+def test_equal_rows_are_told_apart_by_what_the_check_reads(tmp_path: Path, server: FakeSGLang) -> None:
+    """Two rows with one request share an answer only where the check sees the same in both."""
+    pq.write_table(pa.table({"text": ["x"] * 4, "want": ["a", "a", "b", "b"]}), tmp_path / "input.parquet")
+    server.script = lambda sent: says(sent, "a")
+    check = {"expression": "output == want", "tries": 1}
+    job = job_of(tmp_path, server, check=check, sampling={"temperature": 0})
+    report = batchrunner.run(job)
+    assert [row["error"] is None for row in results_of(job)] == [True, True, False, False]
+    assert (report.rows_ok, report.rows_failed, len(server.sent)) == (2, 2, 2)
+    assert [row["output"] for row in results_of(job)] == ["a"] * 4
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "ids"])
+def test_a_cut_answer_goes_on(tmp_path: Path, server: FakeSGLang, kind: str) -> None:
+    """The answer so far is the beginning of the next, with twice the tokens; the result is all of it."""
+    write_rows(tmp_path / "input.parquet", 1, ids=[[7, 8]])
+    prompt: Any = {"text": {"text": "text"}, "chat": CHAT, "ids": {"input_ids": "ids"}}[kind]
+    parts = ["one ", "two ", "three"]
+
+    def script(sent: Sent) -> Body:
+        number = len(server.sent) - 1
+        ids = {"output_ids": [number]} if kind != "chat" else {}
+        return says(sent, parts[number], "stop" if number == 2 else "length", **ids)
+
+    server.script = script
+    job = job_of(tmp_path, server, prompt=prompt, on_length="continue", sampling={"max_new_tokens": 4})
+    assert batchrunner.run(job).exit_code == 0
+    (row,) = results_of(job)
+    assert (row["output"], row["finish_reason"], row["completion_tokens"]) == ("one two three", "stop", 3)
+    name = "max_completion_tokens" if kind == "chat" else "max_new_tokens"
+    assert [sampling_of(sent)[name] for sent in server.sent] == [4, 8, 16]
+    if kind == "chat":
+        assert [sent.body["messages"][-1] for sent in server.sent[1:]] == [
+            {"role": "assistant", "content": text} for text in ("one ", "one two ")
+        ]
+        assert server.sent[1].body["continue_final_message"] is True
+    else:
+        key, begun = ("text", ["row 0", "row 0one ", "row 0one two "])
+        if kind == "ids":
+            key, begun = ("input_ids", [[7, 8], [7, 8, 0], [7, 8, 0, 1]])  # type: ignore[list-item]
+        assert [sent.body[key] for sent in server.sent] == begun
+    assert report_of(job)["checks"]["continued"] == 2
+
+
+def test_an_answer_that_does_not_end(tmp_path: Path, server: FakeSGLang) -> None:
+    """It goes on three times, and then fails with all that there is."""
+    server.script = lambda sent: says(sent, "x ", "length")
+    job = job_of(tmp_path, server, rows=1, on_length="continue")
+    assert batchrunner.run(job).exit_code == 3
+    (row,) = results_of(job)
+    assert (row["output"], row["error"]) == ("x " * 4, "the answer was cut at max_new_tokens")
+
+
+def test_an_answer_of_a_grammar_is_asked_for_anew(tmp_path: Path, server: FakeSGLang) -> None:
+    """A grammar would begin anew with the rest: the whole answer is asked for, with twice the tokens."""
+    texts = ['{"ki', json.dumps(GOOD)]
+    server.script = lambda sent: says(sent, texts[sent.tries - 1], "length" if sent.tries == 1 else "stop")
+    job = schema_job(tmp_path, server, on_length="continue", sampling={"max_new_tokens": 4})
+    assert batchrunner.run(job).exit_code == 0
+    assert [sampling_of(sent)["max_new_tokens"] for sent in server.sent] == [4, 8]
+    assert results_of(job)[0]["output"] == json.dumps(GOOD)
+
+
+def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its continuation may be too long for the model."""
+    server.script = lambda sent: says(sent, "x", "length") if len(server.sent) == 1 else "too long"
+    job = job_of(tmp_path, server, rows=1, on_length="continue")
+    batchrunner.run(job)
+    (row,) = results_of(job)
+    assert row["output"] == "x"
+    assert row["error"].startswith("400: The input (6001 tokens)")
+
+
+def test_failed_answers_are_retried(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = script("bad")
+    job = job_of(tmp_path, server, rows=4, check={"regex": "good", "tries": 2})
+    assert batchrunner.run(job).rows_failed == 4
+    server.script = script("good")
+    assert batchrunner.run(job, retry_failed=True).rows_ok == 4
+    assert [row["output"] for row in results_of(job)] == ["good"] * 4
+
+
+def test_a_kill_while_rows_are_asked_again(tmp_path: Path, server: FakeSGLang) -> None:
+    """Every row is there once, with a good answer."""
+    write_rows(tmp_path / "input.parquet", 300)
+    server.script = lambda sent: says(sent, "good" if sent.tries > 1 and len(server.sent) % 3 else "bad")
+    output = {"part_rows": 20, "durable": 0.05}
+    job = job_of(tmp_path, server, check={"regex": "good", "tries": 50}, output=output)
+    with started(write_job(job, tmp_path)):
+        eventually(lambda: list((tmp_path / "run" / "parts").glob("*.parquet")))
+    server.script = script("bad", "good")
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    assert merged["row"].to_pylist() == list(range(300))
+    assert Counter(merged["output"].to_pylist()) == {"good": 300}
+
+
+def test_joined_tasks_check_too(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = script("bad", "good")
+    job = job_of(tmp_path, server, rows=20, check={"regex": "good"})
+    assert batchrun(write_job(job, tmp_path), "--join").exit_code == 0
+    assert {row["output"] for row in results_of(job)} == {"good"}
+
+
+def test_a_run_that_began_without_the_check_of_schemas(tmp_path: Path, server: FakeSGLang) -> None:
+    """It goes on as it began; begun anew, its answers are checked."""
+    server.script = script("no JSON")
+    job = schema_job(tmp_path, server, rows=2, input={"limit": 1}, check={"json": False})
+    assert batchrunner.run(job).exit_code == 0
+    run = tmp_path / "run"
+    facts = json.loads((run / "run.json").read_text())
+    del facts["columns"], facts["checks_json"], facts["fingerprint"]["check"]  # as earlier versions write it
+    (run / "run.json").write_text(json.dumps(facts))
+    for part in run.glob("parts/*.parquet"):
+        pq.write_table(pq.read_table(part).drop_columns(["parsed"]), part)
+    del job["check"]
+    assert batchrunner.run(job, overrides=["input.limit=2"]).exit_code == 0
+    assert "parsed" not in pq.read_table(batchrun_merge(run)).column_names
+    assert batchrunner.run(job, fresh=True).exit_code == 3
+
+
+def test_the_conditions_do_not_change_within_a_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """How often a row is asked may."""
+    job = job_of(tmp_path, server, rows=2, check={"regex": "answer"}, input={"limit": 1})
+    batchrunner.run(job)
+    file = write_job(job, tmp_path)
+    refused = batchrun(file, "--set", "check.regex=row")
+    assert refused.exit_code == 2
+    assert "check.regex was 'answer' and is 'row'" in refused.stderr
+    assert batchrun(file, "--set", "check.tries=9", "--set", "input.limit=2").exit_code == 0
+
+
+@pytest.mark.page
+def test_what_it_cost_is_told(tmp_path: Path, server: FakeSGLang) -> None:
+    server.script = script("bad", "good")
+    result = batchrun(write_job(job_of(tmp_path, server, check={"regex": "good"}), tmp_path))
+    assert "10 rows were asked again 10 times: 10 then had a good answer, 0 failed" in result.stderr
+    assert "asked again" in (tmp_path / "run" / "report.html").read_text()
+
+
+async def test_in_the_library(server: FakeSGLang) -> None:
+    server.script = script("bad", "5")
+    table = batchrunner.generate(["a"], engine=server.url, check={"json": {"type": "integer"}})
+    assert table["parsed"].to_pylist() == [5]
+    server.forget()
+    rows = [row async for row in batchrunner.stream(["a"], engine=server.url, check={"regex": "5"})]
+    assert [row["output"] for row in rows] == ["5"]
+
+
+def test_the_simulated_engine_obeys_schemas(tmp_path: Path) -> None:
+    """Its JSON is made up; else no job with a schema could be tried on it."""
+    job = schema_job(tmp_path, {"kind": "simulated", "step_s": 0}, rows=20)
+    assert batchrunner.run(job).exit_code == 0
+    assert {row["parsed"]["kind"] for row in results_of(job)} <= {"a", "b"}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "regex": ({"check": {"regex": "("}}, "not a regular expression"),
+    "expression": ({"check": {"expression": "output >"}}, "check.expression"),
+    "column": ({"check": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
+    "nothing": ({"check": {"tries": 2}}, "check: nothing is checked: give json, regex or expression"),
+    "tries": ({"check": {"regex": "x", "tries": 0}}, "check.tries"),
+    "temperature": (
+        {"check": {"regex": "x", "temperature": [0.5]}, "sampling": {"temperature": 0}},
+        "check.temperature begins with 0.5, and sampling.temperature is 0",
+    ),
+    "no chat": ({"check": {"regex": "x", "feedback": True}}, "only a chat can be told what was wrong"),
+    "samples": ({"on_length": "continue", "sampling": {"n": 2}}, "on_length: continue goes with one output"),
+    "on_length": ({"on_length": "cut"}, "on_length"),
+    "schema": ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
+    "reference": (
+        {"sampling": {"json_schema": {"$ref": "#/$defs/x"}}},
+        "its reference '#/$defs/x' leads nowhere in it",
+    ),
+    "elsewhere": ({"check": {"json": {"$ref": "http://localhost/x"}}}, "leads nowhere in it"),
+    "parsed": (
+        {"output": {"columns": ["parsed"]}, "input": {"columns": ["parsed"]}},
+        "a result has a column 'parsed' of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_checked(tmp_path: Path, name: str) -> None:
+    """It is said in one line before anything is sent."""
+    changes, told = WRONG[name]
+    write_rows(tmp_path / "input.parquet", 2, parsed=["x", "y"])
+    refused = batchrun("check", write_job(job_of(tmp_path, **changes), tmp_path))
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_an_error_of_python_too(tmp_path: Path, server: FakeSGLang) -> None:
+    with pytest.raises(JobError, match="nothing is checked"):
+        batchrunner.generate(["a"], engine=server.url, check={"tries": 2})
