@@ -361,6 +361,8 @@ def test_joined_tasks_check_too(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=20, check={"regex": "good"})
     assert batchrun(write_job(job, tmp_path), "--join").exit_code == 0
     assert {row["output"] for row in results_of(job)} == {"good"}
+    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)["report"]["checks"]
+    assert (merged["rows_mended"], merged["asked_again"]) == (20, 20)
 
 
 def test_a_run_that_began_without_the_check_of_schemas(tmp_path: Path, server: FakeSGLang) -> None:

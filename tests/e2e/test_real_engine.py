@@ -183,10 +183,13 @@ def test_load_is_sampled(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None
     assert all(signal["source"] == "loads" and signal["max_running"] == 32 for signal in signals)
 
 
+LOGPROBS = "output.columns=[logprobs]"
+
+
 def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """`sglang.Engine` in this process gives the same prompts, token for token, as the HTTP server."""
     out = tmp_path / "inprocess"
-    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}", "bundle=2"]
+    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}", "bundle=2", LOGPROBS]
     engine = f"engine={{kind: inprocess, model: {SMALL_MODEL}, device: cpu}}"
     command = [sys.executable, "-m", "batchrunner.cli", str(JOBS / "summarize.yaml"), "--set", engine]
     for override in overrides:
@@ -196,7 +199,103 @@ def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine,
     assert json.loads((out / "report.json").read_text())["bundles"]["most_rows"] == 2
     inside = pq.read_table(out / "parts").sort_by("row")
     _, outside = _run_job(
-        "summarize.yaml", smollm, tmp_path / "server", "input.limit=4", "sampling.max_new_tokens=12"
+        "summarize.yaml", smollm, tmp_path / "server", "input.limit=4", "sampling.max_new_tokens=12", LOGPROBS
     )
     assert inside["prompt_tokens"].to_pylist() == outside["prompt_tokens"].to_pylist()
     assert inside["output"].to_pylist() == outside["output"].to_pylist()
+    for one, other in zip(inside["logprobs"].to_pylist(), outside["logprobs"].to_pylist(), strict=True):
+        assert [token["token"] for token in one] == [token["token"] for token in other]
+
+
+TEXTS = ["The capital of France is", "1, 2, 3, 4,", "def add(a, b):\n    return", "Zürich liegt in der"]
+COLUMNS = ["output_ids", "logprobs", "top_logprobs", "prompt_logprobs", "matched_stop"]
+
+
+def test_whole_answers(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """Token ids and probabilities are those of the engine's tokens, in bundles as in single requests."""
+    pq.write_table(pa.table({"ids": [[504, 3575, 282], [28, 216, 34], [1, 2, 3]]}), tmp_path / "ids.parquet")
+
+    def run(source: dict[str, Any], prompt: dict[str, str], bundle: Any) -> tuple[Any, list[dict[str, Any]]]:
+        out = tmp_path / f"run-{next(iter(prompt))}-{bundle}"
+        job: dict[str, Any] = {
+            "input": source, "prompt": prompt, "sampling": {"max_new_tokens": 6, "temperature": 0},
+            "output": {"path": str(out), "columns": COLUMNS},
+            "engine": smollm.spec.model_dump(exclude_unset=True), "bundle": bundle, "window": 8,
+        }  # fmt: skip
+        report = batchrunner.run(job, engine=smollm)
+        assert (report.exit_code, report.rows_failed) == (0, 0)
+        return report, pq.read_table(out / "parts").sort_by("row").to_pylist()
+
+    source = {"path": str(tmp_path / "ids.parquet")}
+    together, rows = run(source, {"input_ids": "ids"}, 3)
+    alone, singles = run(source, {"input_ids": "ids"}, "off")
+    assert (together.bundles["most_rows"], alone.bundles["most_rows"]) == (3, 1)
+    texts = tmp_path / "texts.parquet"
+    pq.write_table(pa.table({"text": TEXTS}), texts)
+    _, plain = run({"path": str(texts)}, {"text": "text"}, "off")
+    for row in [*rows, *singles, *plain]:
+        assert len(row["output_ids"]) == len(row["logprobs"]) == row["completion_tokens"]
+        assert [token["id"] for token in row["logprobs"]] == row["output_ids"]
+        assert all(token["logprob"] <= 0 and token["token"] is not None for token in row["logprobs"])
+        assert [top[0]["id"] for top in row["top_logprobs"]] == row["output_ids"]  # greedy
+        assert len(row["prompt_logprobs"]) == row["prompt_tokens"]
+        assert row["prompt_logprobs"][0]["logprob"] is None
+    for one, other in zip(rows, singles, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        assert [t["token"] for t in one["logprobs"]] == [t["token"] for t in other["logprobs"]]
+
+
+def test_whole_answers_of_chats(smollm: batchrunner.OpenEngine) -> None:
+    """The chat endpoint brings them too; several outputs are a row each."""
+    table = batchrunner.generate(
+        ["Say hello."],
+        prompt={
+            "messages": [{"role": "user", "content": "{{ text }}"}],
+            "chat_template_kwargs": {"tools": None},
+        },
+        engine=smollm,
+        sampling={"max_new_tokens": 5, "n": 2, "temperature": 0.8},
+        answers=["output_ids", "logprobs", "top_logprobs", "reasoning"],
+        explode=True,
+    )  # fmt: skip
+    assert table["sample"].to_pylist() == [0, 1]
+    for row in table.to_pylist():
+        assert [token["id"] for token in row["logprobs"]] == row["output_ids"]
+        assert len(row["top_logprobs"][0]) == 5
+        assert row["reasoning"] is None
+
+
+def test_checked_answers(smollm: batchrunner.OpenEngine) -> None:
+    """An answer is of its schema or an error; a pattern is asked for until it comes; a cut answer goes on."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    table = batchrunner.generate(
+        [f"Number {n}" for n in range(8)],
+        prompt="Answer with JSON: {{ text }}",
+        engine=smollm,
+        sampling={"json_schema": {**schema, "additionalProperties": False}, "max_new_tokens": 12},
+        check={"tries": 2},
+        on_length="continue",
+        limits={"max_failed_rows": 8, "abort_failed_share": 1.0},
+    )
+    for row in table.to_pylist():
+        assert (row["error"] is None) == (row["parsed"] is not None)
+        if row["error"] is None:
+            assert row["parsed"] == json.loads(row["output"])
+    assert any(row is not None for row in table["parsed"].to_pylist())
+    table = batchrunner.generate(
+        ["Is it?"],
+        engine=smollm,
+        sampling={"regex": "(yes|no)", "max_new_tokens": 4},
+        check={"regex": "^(yes|no)$"},
+    )
+    assert table["error"].to_pylist() == [None]
+    table = batchrunner.generate(
+        ["Count from one to twenty."],
+        engine=smollm,
+        sampling={"max_new_tokens": 4, "temperature": 0, "ignore_eos": True},
+        on_length="continue",
+        limits={"max_failed_rows": 1},
+    )
+    (row,) = table.to_pylist()
+    assert (row["completion_tokens"], row["attempts"]) == (4 + 8 + 16 + 32, 4)
+    assert row["error"] == "the answer was cut at max_new_tokens"
