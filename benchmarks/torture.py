@@ -9,7 +9,8 @@ kills a minute).
 
 In half of the rounds several starts join the run (`--join`), and each that is killed is replaced by another.
 Those that were killed stay zombies until the end of the round: nobody asks for their exit status. In half of
-either, rows are sorted first (`order: prefix`).
+either, rows are sorted first (`order: prefix`). In every third, prompts and columns are made by Python
+functions.
 
 In rounds with bundles (`--bundles N`, torture_servers.py) the rows of a stand-in server share requests, and
 some of them are refused for good, for now, aborted, cut off or left without an answer; in every third one a
@@ -56,17 +57,37 @@ from benchmarks.torture_round import (
 from benchmarks.torture_servers import bundle_rounds, swap_rounds
 from tests.support.tiny_model import make_tiny_llama
 
+FUNCTIONS = """
+from typing import TypedDict
+
+class Size(TypedDict):
+    size: int
+
+def prompt(row):
+    return row["text"]
+
+def parse(answer) -> Size:
+    return {"size": len(answer)}
+"""
+
 
 def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals: Totals) -> None:
     engine = {"kind": "simulated", "step_s": 0.01, "max_running": 16}
     expected, calls = undisturbed(scratch / "calm", source, engine)
     made, number = random.Random(seed), 0
+    (scratch / "torture_functions.py").write_text(FUNCTIONS)
+    functions = {
+        "prompt": {"python": "torture_functions:prompt"},
+        "parse": "torture_functions:parse",
+        "python_path": [str(scratch)],
+    }
     while totals.kills < kills:
         folder = scratch / f"round-{number}"
         folder.mkdir()
         job = job_for(folder, source, engine)
         job["output"]["part_rows"] = made.choice((40, 10_000))
         job["order"] = "prefix" if number // 2 % 2 else "input"
+        job |= functions if number % 3 == 2 else {}
         one = Round(folder, job, expected, totals, made, calls)
         one.go_together(kills=12) if number % 2 else one.go(kills=12)
         number += 1
