@@ -15,10 +15,13 @@ import sys
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.core.corner import Corner
 from batchrunner.core.types import EngineInfo, SchedulerLoad
+from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.slots import Slots
@@ -100,7 +103,11 @@ def run(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     samples = (SimulatedRequest(*row) for row in rows_of(case))
     config = SchedulerConfig(MAX_RUNNING, KV_TOKENS)
-    fleet = Fleet(samples, case.rows, config, case.replicas, window=case.window, late_s=case.late_s)
+    _, _, most, _ = next(rows_of(case))  # the job's, the same for all rows
+    fleet = Fleet(
+        samples, case.rows, config, case.replicas,
+        window=case.window, late_s=case.late_s, max_new_tokens=most,
+    )  # fmt: skip
     fleet.run()
     return {**fleet.totals(), "took_s": round(time.perf_counter() - began, 1), **fleet.seen.as_dict()}
 
@@ -117,9 +124,12 @@ class Fleet:
         *,
         window: int | None = None,
         late_s: float = 0.0,
+        max_new_tokens: int | None = None,
         ended: Callable[[SimulatedRequest], None] = lambda _: None,
     ) -> None:
-        """`window` is a fixed one per replica; gauges are told `late_s` late; `ended` learns of each end."""
+        """`window` is a fixed one per replica; gauges are told `late_s` late; `max_new_tokens` is the job's;
+        `ended` learns of each end.
+        """
         self._samples = samples
         self._count = rows
         self._late_s = late_s
@@ -129,7 +139,7 @@ class Fleet:
         fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
         self._admission = ConcurrencyLimits(
-            info, QueueBand(100, 2000), tokens_a_row(None), most=sys.maxsize, fixed=fixed
+            info, QueueBand(100, 2000), tokens_a_row(max_new_tokens), most=sys.maxsize, fixed=fixed
         )
         self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=rows)
         self._gate = Slots(self._admission.windows)
@@ -184,6 +194,8 @@ class Fleet:
                 self.tokens += end.sample.outputs
                 self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
                 self._tell(end.sample)
+                own_tokens = end.sample.prompt_tokens - end.sample.cached_tokens
+                self._admission.row_tokens.add(own_tokens, end.sample.outputs)
                 self._gate.release(route)
                 self._admission.ended(route, end.sample.retractions, end.at_s)
 
@@ -221,6 +233,9 @@ class _Seen:
         self.longest_over_s = 0.0
         self.most = 0
         self.running: dict[str, list[int]] = {}
+        self.begun: set[str] = set()
+        self.dry_since: dict[tuple[str, str], float] = {}
+        self.longest = {"empty": 0.0, "starved": 0.0}
 
     def look(self, now: float, replicas: dict[str, Replica], admission: ConcurrencyLimits) -> None:
         states = admission.states
@@ -231,6 +246,7 @@ class _Seen:
                 self.longest_over_s = max(self.longest_over_s, now - self.over[route] + POLL_S)
             else:
                 self.over.pop(route, None)
+            self._look_at_dry(now, route, queue, replica, states[route], admission.corners.get(route))
             if states[route] == "start":
                 continue
             self.looks += 1
@@ -241,11 +257,29 @@ class _Seen:
             total[0] += replica.scheduler.running
             total[1] += 1
 
+    def _look_at_dry(
+        self, now: float, route: str, queue: int, replica: Replica, state: str, corner: str | None
+    ) -> None:
+        """Measure how long queues are empty, and how long though the KV pool has, and will have, room."""
+        if state != "start":
+            self.begun.add(route)
+        if route not in self.begun:
+            return
+        has_room = replica.scheduler.pool.used_tokens < GOOD_USAGE * KV_TOKENS and corner != Corner.FILLING
+        for name, dry in {"empty": queue == 0, "starved": queue == 0 and has_room}.items():
+            if dry:
+                since = self.dry_since.setdefault((name, route), now)
+                self.longest[name] = max(self.longest[name], now - since + POLL_S)
+            else:
+                self.dry_since.pop((name, route), None)
+
     def as_dict(self) -> dict[str, Any]:
         means = [total / count for total, count in self.running.values()]
         return {
             "in_band_share": round(self.inside / self.looks, 4) if self.looks else None,
             "empty_queue_share": round(self.empty / self.looks, 4) if self.looks else None,
+            "longest_empty_s": round(self.longest["empty"], 2),
+            "longest_starved_s": round(self.longest["starved"], 2),
             "most_queued": self.most,
             "longest_over_2000_s": round(self.longest_over_s, 2),
             "running_spread": round((max(means) - min(means)) / max(means), 4) if len(means) > 1 else None,
@@ -260,17 +294,28 @@ def _signal(route: str, replica: Replica) -> SchedulerLoad:
     )  # fmt: skip
 
 
-def grid(rows: int, replicas: list[int], late: list[float]) -> list[Case]:
+def grid(rows: int, replicas: list[int], late: list[float], large: list[str]) -> list[Case]:
     """Make the cases: each workload with each window, and with the controller at each staleness."""
     cases = []
     for count in replicas:
         in_full = count <= MOST_REPLICAS_IN_FULL
-        for name in list(WORKLOADS) if in_full else list(WORKLOADS)[:3]:
+        for name in list(WORKLOADS) if in_full else large:
             for scale in (1.0, IN_BRIEF) if in_full else (0.5,):
                 mine, brief = round(rows * WORKLOADS[name] * scale) * count, scale == IN_BRIEF
                 cases += [Case(name, count, mine, None, late_s, brief) for late_s in late]
                 cases += [Case(name, count, mine, window, 0.0, brief) for window in WINDOWS]
     return cases
+
+
+def fixed_of(file: Path) -> dict[Case, dict[str, Any]]:
+    """Return what fixed windows came to in an earlier run. The same case always comes to the same."""
+    names = {field.name for field in fields(Case)}
+    table = json.loads(file.read_text())["cases"]
+    return {
+        Case(**{name: row[name] for name in names}): {k: v for k, v in row.items() if k not in names}
+        for row in table
+        if row["window"] is not None
+    }
 
 
 def table_of(found: list[tuple[Case, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -282,7 +327,7 @@ def table_of(found: list[tuple[Case, dict[str, Any]]]) -> list[dict[str, Any]]:
             and c.window is not None
         ]  # fmt: skip
         ratio = round(result["tokens_per_s"] / max(same), 4) if case.window is None and same else None
-        table.append({**asdict(case), "ratio_to_best_fixed": ratio, **result})
+        table.append({**asdict(case), **result, "ratio_to_best_fixed": ratio})
     return table
 
 
@@ -292,11 +337,13 @@ def report(found: list[tuple[Case, dict[str, Any]]], took_s: float) -> None:
     long = [row for row in controlled if not row["brief"]]
     worst = min(row["ratio_to_best_fixed"] for row in long)
     brief = min((row["ratio_to_best_fixed"] for row in controlled if row["brief"]), default=None)
+    starved = max(row["longest_starved_s"] - row["late_s"] for row in long)
     line = (
         f"control in virtual time: {len(long)} cases, {sum(row['rows'] for row in table):,} rows in "
         f"{took_s:.0f} s; worst {worst:.3f} x the best fixed window (goal {GOAL}), {brief} on runs of 15 to "
-        f"120 s; longest over 2000 queued {max(row['longest_over_2000_s'] for row in long)} s; replicas "
-        f"within {max(row['running_spread'] or 0 for row in long):.1%} of each other"
+        f"120 s; queues starved {starved:.1f} s at most beside the gauges' delay; longest over 2000 queued "
+        f"{max(row['longest_over_2000_s'] for row in long)} s; replicas within "
+        f"{max(row['running_spread'] or 0 for row in long):.1%} of each other"
     )
     figures = {
         "simulated": "no figure here is a measurement of a GPU",
@@ -319,6 +366,9 @@ def main() -> None:
     parser.add_argument("--late", type=float, nargs="+", default=[0.1, 1.0, 4.0], metavar="SECONDS")
     parser.add_argument("--one", help="run one case, given as JSON, and print what came out")
     parser.add_argument("--largest", action="store_true", help="1 million and 10 million rows instead")
+    large, fixed = "what more than 8 replicas run", "take fixed windows from an earlier result"
+    parser.add_argument("--large", nargs="+", default=list(WORKLOADS)[:3], metavar="WORKLOAD", help=large)
+    parser.add_argument("--fixed-from", type=Path, metavar="FILE", help=fixed)
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     if args.one:
@@ -327,11 +377,13 @@ def main() -> None:
         return
     cases = [Case("chat", count, rows, None, 1.0) for count, rows in LARGEST]
     if not args.largest:
-        cases = grid(args.rows, args.replicas, args.late)
+        cases = grid(args.rows, args.replicas, args.late, args.large)
+    known = fixed_of(args.fixed_from) if args.fixed_from else {}
     began = time.perf_counter()
     with ProcessPoolExecutor(args.processes) as pool:
-        results = list(pool.map(run, cases))
-    found = list(zip(cases, results, strict=True))
+        unknown = [case for case in cases if case not in known]
+        results = known | dict(zip(unknown, pool.map(run, unknown), strict=True))
+    found = [(case, results[case]) for case in cases]
     if args.largest:
         report_largest(found)
     else:

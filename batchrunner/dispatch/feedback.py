@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from batchrunner.core.corner import Corner
 from batchrunner.core.types import Completion, SchedulerLoad
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges
@@ -42,6 +43,9 @@ class Feedback:
         self._limits.ended(route, completion.retractions if completion else 0, now)
         if completion:  # a row that was refused has not waited in the queue
             self._gauges.ended(route, row.sent_at, now)
+            prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens
+            own_tokens = 0 if cached is None else max(0, prompt - cached)
+            self._limits.row_tokens.add(own_tokens, completion.output_tokens)
         change = self._reorderer.record(row, completion) if completion else None
         if change is not None:
             self._events.write("lead", **asdict(change))
@@ -63,6 +67,10 @@ class Feedback:
                 self._apply(self._limits.restart(verdict.scheduler, now))
         silenced = self._gauges.silenced
         self._apply(self._limits.observe(believed, in_flight, now, unsent=unsent, silenced=silenced))
+        for news in self._limits.corner_news():
+            self._events.write("corner", **asdict(news))
+            if news.corner == Corner.HELD:
+                log.info("%s: the server holds back: %s", news.scheduler, news.reason)
         return believed
 
     def _apply(self, decisions: Sequence[Decision]) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.feedback import Feedback
+from batchrunner.dispatch.held_back import HoldingBack
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.engines.base import Engine
 
@@ -23,12 +24,18 @@ class LoadLoop:
     """Resizes the slots by the engine's load while rows are sent."""
 
     def __init__(
-        self, engine: Engine, feedback: Feedback, backlog: Backlog, observers: Sequence[LoadObserver]
+        self,
+        engine: Engine,
+        feedback: Feedback,
+        backlog: Backlog,
+        holding_back: HoldingBack,
+        observers: Sequence[LoadObserver],
     ) -> None:
         """Build the loop; the `observers` are called after the slots were resized."""
         self._engine = engine
         self._feedback = feedback
         self._backlog = backlog
+        self._holding_back = holding_back
         self._observers = observers
 
     async def run(self) -> None:
@@ -40,4 +47,5 @@ class LoadLoop:
             self._backlog.wake_dispatcher()
             for observer in self._observers:
                 observer.polled(loads, now)
+            await self._holding_back.follow(now)
             await asyncio.sleep(TIMING.load_poll)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from batchrunner.core.corner import Corner
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.slots import Slots
@@ -23,6 +24,7 @@ class LoadSummary:
         self._slots = slots
         self._last: float | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._corners: defaultdict[str, float] = defaultdict(float)
         self._usage = 0.0
         self._queue = 0.0
         self._running: defaultdict[str, float] = defaultdict(float)
@@ -39,7 +41,7 @@ class LoadSummary:
         span, self._last = now - self._last, now
         self._seconds["all"] += span
         self._add_point(now, self._slots.window)
-        states, bands = self._limits.states, self._limits.bands
+        states, bands, corners = self._limits.states, self._limits.bands, self._limits.corners
         if "tail" in states.values():
             self._seconds["tail"] += span
         for load in loads:
@@ -49,6 +51,8 @@ class LoadSummary:
             self._seconds["steady"] += span
             self._seconds["in_band"] += span * (band.low <= load.queue <= band.high)
             self._seconds["empty"] += span * (load.queue == 0)
+            if load.scheduler in corners:
+                self._corners[corners[load.scheduler]] += span
             self._usage += span * load.token_usage
             self._queue += span * load.queue
             self._running[load.scheduler] += span * load.running
@@ -64,6 +68,7 @@ class LoadSummary:
             "steady_s": round(steady, 1),
             "in_band_share": share(self._seconds["in_band"], steady),
             "empty_queue_share": share(self._seconds["empty"], steady),
+            "corner_shares": {str(name): share(self._corners[name], steady) for name in Corner},
             "mean_queue": share(self._queue, steady),
             "mean_token_usage": share(self._usage, steady),
             "tail_share": share(self._seconds["tail"], self._seconds["all"]),

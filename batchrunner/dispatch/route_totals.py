@@ -39,6 +39,11 @@ class RouteTotals:
         """Retractions on all routes."""
         return self._retractions.total()
 
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens on all routes."""
+        return self._tokens.total()
+
     def add(self, route: str, completion: Completion | None) -> None:
         """Add an answer; one without a completion adds nothing."""
         if completion is not None:

@@ -1,9 +1,11 @@
 """The state of a run at one moment, as the display and the event log have it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from batchrunner.core.corner import Corner
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -40,8 +42,8 @@ class Snapshot:
     loads: tuple[SchedulerLoad, ...]
     bands: dict[str, tuple[int, int]]
     """Healthy `#queue-req` of each scheduler, by its name."""
-    by_scheduler: dict[str, dict[str, float]]
-    """Window of each scheduler and, if known, its output tokens a second and its retractions."""
+    by_scheduler: dict[str, dict[str, Any]]
+    """Window of each scheduler and, if known, its corner, its output tokens a second and its retractions."""
     simulated: bool
     rows_per_request: float = 0.0
     """Rows that shared a request on average, over the last 30 s; 0 before the first request."""
@@ -80,6 +82,8 @@ def sample_line(sample: Mapping[str, Any]) -> str:
     """Return a `sample` event in one line."""
     loads = [(s["scheduler"], s["running"], s["queue"], s["token_usage"]) for s in sample["signals"]]
     load = load_line(loads, sample["bands"], sample["retractions"])
+    corners = corners_line([s["corner"] for s in sample["signals"] if s.get("corner")], len(loads))
+    load += f", {corners}" if corners else ""
     rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
     waiting = f", {sample['resting']} wait for a retry" if sample["resting"] else ""
     return (
@@ -110,6 +114,16 @@ def load_line(
     each = "/".join(shares) if len(loads) <= MOST_NAMED else f"{min(shares)}-{max(shares)}"
     counts = f"#running-req {_counts(running)}, #queue-req {_counts(queue)}{healthy}"
     return f"{counts}, token usage {each}{retracted}"
+
+
+def corners_line(corners: Sequence[str], schedulers: int) -> str:
+    """Return in a few words in which corners the schedulers are, the commonest first; "" if in none."""
+    counts = Counter(corner for corner in corners if corner in set(Corner))
+    each = [
+        f"{Corner(corner).words}{'' if count == schedulers else f' ({count} of {schedulers})'}"
+        for corner, count in counts.most_common()
+    ]
+    return ", ".join(each)
 
 
 def _counts(values: Sequence[int]) -> str:
@@ -182,11 +196,13 @@ class Monitor:
             rows_per_request=sent_s / requests_s if requests_s else 0.0,
         )
 
-    def _by_scheduler(self, now: float) -> dict[str, dict[str, float]]:
-        """Return each scheduler's window and, if it has a route of its own, what came back on it."""
-        known: dict[str, dict[str, float]] = {
+    def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:
+        """Return each scheduler's window, its corner, and what came back on a route of its own."""
+        known: dict[str, dict[str, Any]] = {
             name: {"window": window} for name, window in self._limits.windows_of_schedulers.items()
         }
+        for name, corner in self._limits.corners.items():
+            known.setdefault(name, {})["corner"] = str(corner)
         for route, returned in self._totals.sample(now).items():
             if scheduler := self._limits.only_scheduler_on(route):
                 known.setdefault(scheduler, {}).update(returned)

@@ -15,6 +15,15 @@ class PlacedRequest(NamedTuple):
     request: Request
 
 
+class Conservativeness(NamedTuple):
+    """How carefully an engine's servers admit requests, after a change."""
+
+    value: float
+    """`--schedule-conservativeness`."""
+    at_once: bool
+    """Whether the servers that run now do so; else those that are started later."""
+
+
 class RowAnswers(Protocol):
     """Takes the answers to the rows of a bundle."""
 
@@ -64,6 +73,14 @@ class Engine(Protocol):
 
         A poll that fails raises nothing: the schedulers that it was for are left out.
         """
+
+    async def admit_more(self) -> Conservativeness | None:
+        """Let servers that hold requests back admit more; None where that is not ours to say."""
+        return None
+
+    async def admit_as_before(self) -> Conservativeness | None:
+        """Take `admit_more` back; None where there is nothing to take back."""
+        return None
 
     def incidents(self) -> list[Incident]:
         """Return what happened to the engine's servers since the last call, oldest first."""

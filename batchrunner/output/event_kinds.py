@@ -68,6 +68,24 @@ EVENTS = {
             "reason": "Reason, with figures.",
         },
     ),
+    "corner": EventKind(
+        "A scheduler comes into another corner, by its waiting requests and its token usage.",
+        {
+            "scheduler": "Address of the replica, with `#dpN` where it has several data-parallel ranks.",
+            "corner": "`short`, `full`, `good`, `filling` or `held`: see "
+            "[adaptive concurrency](../how-it-works/concurrency.md#token-usage).",
+            "queue": "Waiting requests.",
+            "token_usage": "Fraction of the KV pool in use, 0 to 1.",
+            "reason": "Reason, with figures, and what follows from it.",
+        },
+    ),
+    "conservativeness": EventKind(
+        "Launched servers are to admit more requests, since they hold them back, or as many as before.",
+        {
+            "new": "Value of `--schedule-conservativeness`.",
+            "at_once": "Whether the running servers took it; else it is for the next start and the next run.",
+        },
+    ),
     "gauge": EventKind(
         "The load that a scheduler tells is not believed from now on, since it cannot be right, or is again.",
         {
@@ -103,7 +121,7 @@ EVENTS = {
             "retractions": "Retractions of this attempt so far.",
             "signals": "Load of each scheduler: `running` and `queue` in requests, `token_usage` from 0 "
             "to 1, "
-            "`window`, and where they were read (`source`).",
+            "`window`, `corner` (absent if in none), and where they were read (`source`).",
             "bands": "Healthy number of waiting requests of each scheduler: [low, high].",
         },
     ),

@@ -18,6 +18,7 @@ class _SignalShape(BaseModel):
     token_usage: Amount
     max_running: Count | None = None
     window: Amount | None = None
+    corner: str | None = None
     retractions: Amount | None = None
     output_tokens_per_s: Amount | None = None
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.dispatch.snapshot import Snapshot, corners_line
 from batchrunner.report.report import duration
 
 RED, PLAIN = "\x1b[31m", "\x1b[0m"
@@ -77,12 +77,15 @@ def _engine_parts(snapshot: Snapshot) -> list[str]:
 def _load_parts(snapshot: Snapshot) -> list[str]:
     loads = snapshot.loads
     band = snapshot.bands.get(loads[0].scheduler)
+    found = [state["corner"] for state in snapshot.by_scheduler.values() if "corner" in state]
+    corners = corners_line(found, len(loads))
     each = " each" if len(loads) > 1 else ""
     healthy = f" ({band[0]:,}-{band[1]:,}{each})" if band else ""
     return [
         f"running {sum(load.running for load in loads):,}",
         f"waiting {sum(load.queue for load in loads):,}{healthy}",
         f"KV {_range([load.token_usage for load in loads])}",
+        *([corners] if corners else []),
     ]
 
 

@@ -22,6 +22,7 @@ from batchrunner.dispatch.concurrency.window import cost_of_connections, tokens_
 from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.feeder import Feeder
+from batchrunner.dispatch.held_back import HoldingBack
 from batchrunner.dispatch.incidents import IncidentLog
 from batchrunner.dispatch.load_loop import LoadLoop
 from batchrunner.dispatch.load_summary import LoadSummary
@@ -163,7 +164,8 @@ def build_sending(
     incidents = IncidentLog(engine, events)
     progress = ProgressLog(monitor, incidents, display, events, now=began)
     stop_rules = StopRules(results, control, job.limits.deadline, now=began)
-    load_loop = LoadLoop(engine, feedback, backlog, [summary, progress, stop_rules])
+    holding_back = HoldingBack(engine, limits, totals, events, helps=job.sampling.ignore_eos is not True)
+    load_loop = LoadLoop(engine, feedback, backlog, holding_back, [summary, progress, stop_rules])
     return Sending(
         feeder=feeder,
         backlog=backlog,

@@ -9,14 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from batchrunner.advise.rules.load import LESS_CONSERVATIVE
 from batchrunner.advise.rules.memory import STEP
 from batchrunner.advise.rules.passes import LARGEST_CHUNK
 from batchrunner.advise.rules.setup import best_backends
 from batchrunner.advise.situation import memory_band
 from batchrunner.engines.flags import name_in
 from batchrunner.engines.logs.facts import FP8, Facts
-from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, MOST_CONSERVATIVE
+from batchrunner.engines.recovery.safer_args import (
+    LESS_CONSERVATIVE,
+    MORE_CONSERVATIVE,
+    MOST_CONSERVATIVE,
+    NORMAL,
+)
 from batchrunner.tune.machine import Machine
 from batchrunner.tune.measurement import GUIDES, TrialSigns
 
@@ -24,7 +28,7 @@ Args = dict[str, Any]
 QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"
 ALLOWABLE = (QUANTIZATION, TORCH_COMPILE)
 """Flags that need `--allow`: the first changes answers, the second takes minutes at each launch."""
-LEAST_CONSERVATIVE, NORMAL = 0.1, 1.0
+LEAST_CONSERVATIVE = 0.1
 """Values of `--schedule-conservativeness`: below the guides' value, for a server that admits too few, and the
 default of SGLang."""
 PASS_IS_FULL = 0.7

@@ -10,7 +10,7 @@ from typing import Protocol
 from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartError, RequestError
 from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
-from batchrunner.engines.base import Engine, RowAnswers
+from batchrunner.engines.base import Conservativeness, Engine, RowAnswers
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.check import CheckSpec
 from batchrunner.job.engine import ServerEngine
@@ -176,6 +176,14 @@ class MeasuringEngine:
         if now - self._opened > self._within_s:
             self.stop(("cut", "the time for tuning was over"))
         return loads
+
+    async def admit_more(self) -> Conservativeness | None:
+        """Change nothing during a trial, which is of the arguments that it began with."""
+        return None
+
+    async def admit_as_before(self) -> Conservativeness | None:
+        """Change nothing during a trial."""
+        return None
 
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""

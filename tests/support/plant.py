@@ -7,7 +7,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from batchrunner.dispatch.concurrency.controller import Controller, Decision, Reading
+from batchrunner.dispatch.concurrency.controller import Controller, Decision
+from batchrunner.dispatch.concurrency.reading import Reading
 
 
 @dataclass

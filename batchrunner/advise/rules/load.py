@@ -6,11 +6,15 @@ from typing import Any
 from batchrunner.advise.rules.rule import Certainty, Finding
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, MOST_CONSERVATIVE, as_flag, in_effect
+from batchrunner.engines.recovery.safer_args import (
+    LESS_CONSERVATIVE,
+    MORE_CONSERVATIVE,
+    MOST_CONSERVATIVE,
+    as_flag,
+    in_effect,
+)
 from batchrunner.job.queue_band import QueueBand
 
-LESS_CONSERVATIVE = 0.3
-"""`--schedule-conservativeness` by the guides, where SGLang admits too few requests."""
 FEWER = 0.9
 """Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
 TOKENIZERS = 4

@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
-from batchrunner.advise.rules.load import LESS_CONSERVATIVE, conservativeness
+from batchrunner.advise.rules.load import conservativeness
 from batchrunner.advise.rules.rule import Finding
 from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Situation, memory_band
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.facts import prefill_graph_off
-from batchrunner.engines.recovery.safer_args import in_effect, least_fraction
+from batchrunner.engines.recovery.safer_args import LESS_CONSERVATIVE, in_effect, least_fraction
 
 LARGEST_CHUNK = 16_384
 """Largest default of SGLang's `--chunked-prefill-size`, in tokens."""

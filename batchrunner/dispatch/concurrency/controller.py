@@ -23,11 +23,12 @@ band, not the middle, with W at the lower end of its dead band too: hence 0.75.
 
 **States**
 - `start`: W doubles at each fresh sample that shows what was sent (running + queue ≥ 80 % of W) and finds
-  the queue under `low`; a step adds high/2 at most. It ends when the queue reaches `low`, or at a retraction.
+  the queue under `low`; a step adds high/2 at most. It ends when the queue reaches `low`, when the KV pool is
+  full or fills up (`corners.py`), or at a retraction.
 - `steady`: once a fresh sample, W += g·(q* - q), g = 0.37, unless |q* - q| ≤ q*/4. The loop is an integrator
   with a delay, which does not overshoot while g ≤ 1/e. Above the band the step is taken whole; an empty queue
-  is a new start. W shrinks no faster than rows end (4 s of them ahead), and grows only when 80 % of it is in
-  use: else it is the input that is slow.
+  is a new start, unless the pool is full. W shrinks no faster than rows end (4 s of them ahead), and grows
+  only when 80 % of it is in use: else it is the input that is slow.
 - `pressure` (backpressure): after a 429, a 503 or a timeout W becomes 0.7 W, once a second at most and not
   under a quarter of the first window; no growth for 5 s. Then `steady` goes on.
 - `blind`: no fresh sample for 5 s and four times τ: W is held, at most running + q* as last known.
@@ -35,7 +36,8 @@ band, not the middle, with W at the lower end of its dead band too: hence 0.75.
   that made rows/s grow by 5 %; otherwise the last step is taken back, and W stays: `settled`.
 - `tail`: nothing is left to send; W is left alone. A row that comes back for another try ends it.
 
-For 10 s after a retraction q* is 1.5·low: the KV pool is full, and more in the queue cannot help.
+For 10 s after a retraction, and while the queue is empty though the KV pool is full, q* is 1.5·low: more in
+the queue cannot help. While the pool fills up, W is also what it has room for (`filling.py`).
 
 Sources: SGLang's hyperparameter tuning guide (the band); Vegas (a band instead of a point); integral
 control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
@@ -43,7 +45,10 @@ control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
 
 from dataclasses import dataclass
 
+from batchrunner.core.corner import Corner
 from batchrunner.core.timing import TIMING
+from batchrunner.dispatch.concurrency.corners import CornerChange, CornerWatch
+from batchrunner.dispatch.concurrency.reading import Reading
 from batchrunner.job.queue_band import QueueBand
 
 GAIN = 0.37
@@ -65,24 +70,12 @@ RETRACTION_CALM_S = 10.0
 """Seconds after a retraction during which the set-point is low."""
 BLIND_AFTER_PERIODS = 4
 """Silence, in usual sampling periods, after which a scheduler counts as silent; see `Timing` too."""
+SMALL = 0.05
+"""Change of the window, as a share of it, that is not logged while the KV pool fills: there are many."""
 PROBE_STEP, PROBE_GAIN = 1.5, 1.05
 """Factor of a probing step, and the gain in rows/s that justifies the next one."""
 MOST_PROBED = 4096
 """Largest window that probing tries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One sample of a scheduler: its gauges, and what the client knows at the same moment."""
-
-    running: int
-    queue: int
-    in_flight: int
-    """This run's requests at the scheduler."""
-    rate: float
-    """Rows that end at the scheduler, per second."""
-    burst: float = 0.0
-    """Rows that ended in the fullest recent tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +98,9 @@ class Controller:
         self.band = band
         self.window = min(window, most)
         self.state = "start"
-        self._first = self.window
+        self._news: list[CornerChange] = []
+        self._corners = CornerWatch(scheduler, band)
+        self._logged = self._first = self.window
         self._most = most
         self._running = 0.0
         self._offset = 0.0
@@ -128,11 +123,15 @@ class Controller:
             self.state = "steady"
         if self.state == "pressure" and now - self._pressed_at >= CALM_S:
             self.state = "steady"
-        growing = may_grow and seen.in_flight >= IN_USE * self.window and self.state != "pressure"
-        if self.state == "steady" and seen.queue == 0 and not self._is_retracting(now):
+        in_use = seen.in_flight >= IN_USE * self.window
+        if change := self._corners.sample(now, seen, in_use=in_use):
+            self._news.append(change)
+        growing = may_grow and in_use and self.state != "pressure"
+        may_double = self._corners.may_double and not self._is_retracting(now)
+        if self.state == "steady" and seen.queue == 0 and may_double:
             self.state = "start"  # who knows how many more it can run
         if self.state == "start":
-            if seen.queue >= self.band.low or self._is_retracting(now):
+            if seen.queue >= self.band.low or not may_double:
                 self.state = "steady"
             else:
                 return self._double(seen) if growing else None
@@ -158,8 +157,9 @@ class Controller:
         )
 
     def ended(self, count: int = 1) -> None:
-        """Record rows that ended at the scheduler."""
+        """Record a row that ended, 0 if it may be another scheduler's on the same route."""
         self._ended += count
+        self._corners.ended()
 
     def backpressure(self, now: float, what: str) -> Decision | None:
         """Narrow the window after a refusal or a timeout."""
@@ -173,10 +173,21 @@ class Controller:
     def retracted(self, now: float) -> None:
         """Record a retraction: the KV pool is full."""
         self._retracted_at = now
+        self._corners.retracted(now)
 
     def drain(self) -> None:
         """Record that nothing is left to send."""
         self.state = "tail"
+
+    @property
+    def corner(self) -> Corner | None:
+        """Corner that the scheduler is in; None where it is in none, or not long enough."""
+        return None if self.state == "tail" else self._corners.told
+
+    def take_news(self) -> list[CornerChange]:
+        """Remove and return the corners that the scheduler came into, oldest first."""
+        news, self._news = self._news, []
+        return news
 
     def _is_retracting(self, now: float) -> bool:
         return now - self._retracted_at < RETRACTION_CALM_S
@@ -209,7 +220,11 @@ class Controller:
         )
 
     def _steer(self, now: float, seen: Reading, *, growing: bool) -> Decision | None:
-        target = 1.5 * self.band.low if self._is_retracting(now) else self._target
+        most = self._corners.most(seen)
+        if most is not None and self.window > most:
+            return self._move(most, f"token usage {seen.usage:.2f}: the KV pool takes {most} rows", few=True)
+        is_full = self._corners.now is Corner.FULL or self._is_retracting(now)
+        target = 1.5 * self.band.low if is_full else self._target
         ours = min(seen.in_flight, self.window)  # what is over the window is on its way out
         unseen = seen.in_flight - seen.running - seen.queue - self._offset
         seen_all = abs(unseen) <= DEAD_BAND * target
@@ -222,7 +237,7 @@ class Controller:
         step = round(error if seen.queue > self.band.high else GAIN * error)
         reason = f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error > 0:
-            return self._move(self.window + step, reason)
+            return self._move(min(self.window + step, most or self._most), reason, few=most is not None)
         # no further ahead of the rows than they can follow: by then the scheduler may run more of them
         least = seen.in_flight - max(1, round(seen.rate * HALF_LIFE_S))
         return self._move(min(self.window, max(ours + step, least)), reason)
@@ -248,8 +263,11 @@ class Controller:
             log=True,
         )
 
-    def _move(self, window: int, reason: str, *, log: bool = False) -> Decision | None:
-        old, self.window = self.window, max(1, min(window, self._most))
-        if self.window == old and not log:
+    def _move(self, window: int, reason: str, *, log: bool = False, few: bool = False) -> Decision | None:
+        """Set the window; return the change. Of many small ones in succession, return only a `few`."""
+        self.window = max(1, min(window, self._most))
+        change = abs(self.window - self._logged)
+        if not log and change <= (SMALL * self._logged if few else 0):
             return None
+        old, self._logged = self._logged, self.window
         return Decision(self.scheduler, old, self.window, self.state, reason)

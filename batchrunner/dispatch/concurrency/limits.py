@@ -11,8 +11,12 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from batchrunner.core.corner import Corner
 from batchrunner.core.types import EngineInfo, SchedulerLoad
-from batchrunner.dispatch.concurrency.controller import Controller, Decision, Reading
+from batchrunner.dispatch.concurrency.controller import Controller, Decision
+from batchrunner.dispatch.concurrency.corners import CornerChange
+from batchrunner.dispatch.concurrency.reading import Reading
+from batchrunner.dispatch.concurrency.row_tokens import RowTokens
 from batchrunner.dispatch.concurrency.sharing import Shares
 from batchrunner.dispatch.concurrency.window import first_window
 from batchrunner.job.queue_band import QueueBand
@@ -78,6 +82,8 @@ class ConcurrencyLimits:
     """Largest window of a route, by its connections."""
     fixed: int | None = None
     """Window that the job sets (`window`), over all routes; it is never changed."""
+    row_tokens: RowTokens = field(default_factory=RowTokens)
+    """Tokens of the KV pool that a row holds, by the rows that have ended."""
     _schedulers: dict[str, _Scheduler] = field(default_factory=dict)
     _on_route: defaultdict[str, list[_Scheduler]] = field(default_factory=lambda: defaultdict(list))
     """Schedulers by route, which is looked up for every row that ends."""
@@ -145,6 +151,19 @@ class ConcurrencyLimits:
             return dict.fromkeys(self._schedulers, "tail" if self._draining else "fixed")
         return {name: s.controller.state for name, s in self._schedulers.items()}
 
+    @property
+    def corners(self) -> dict[str, Corner]:
+        """Corner of each scheduler that is in one; see `corners.py`."""
+        controllers = [scheduler.controller for scheduler in self._schedulers.values()]
+        return {c.scheduler: c.corner for c in controllers if c.corner is not None and self.fixed is None}
+
+    def corner_news(self) -> list[CornerChange]:
+        """Return the corners that schedulers came into since the last call."""
+        news = [
+            change for scheduler in self._schedulers.values() for change in scheduler.controller.take_news()
+        ]
+        return [change for change in news if self.fixed is None]
+
     def observe(
         self,
         loads: Sequence[SchedulerLoad],
@@ -177,13 +196,7 @@ class ConcurrencyLimits:
             scheduler = self._schedulers[load.scheduler]
             if _is_news(load, scheduler.last):
                 scheduler.last = load
-                seen = Reading(
-                    load.running,
-                    load.queue,
-                    ours[load.scheduler],
-                    self._rate(scheduler, now),
-                    self._ends[load.route].recent_burst(now) / len(self._on_route[load.route]),
-                )
+                seen = self._reading(load, ours[load.scheduler], now)
                 alone = len(self._on_route[load.route]) == 1
                 moved = scheduler.controller.sample(now, seen, may_grow=alone or load.route not in full)
                 decisions += [moved] if moved else []
@@ -207,11 +220,10 @@ class ConcurrencyLimits:
         self._ends[route].add(now)
         self._shares.ended(route)
         on = self._on_route[route]
-        if retractions:
-            for scheduler in on:
+        for scheduler in on:
+            scheduler.controller.ended(int(len(on) == 1))
+            if retractions:
                 scheduler.controller.retracted(now)
-        if len(on) == 1:
-            on[0].controller.ended()
 
     def backpressure(self, route: str, what: str, now: float) -> list[Decision]:
         """Narrow the windows of a route that refused a request or let it wait too long."""
@@ -287,6 +299,20 @@ class ConcurrencyLimits:
             part = (load.running + load.queue) / total if total else 1 / count
             shares[load.scheduler] = ours if count == 1 else round(ours * part)
         return shares
+
+    def _reading(self, load: SchedulerLoad, ours: int, now: float) -> Reading:
+        max_running, pool = self._limits(load)
+        held = self.row_tokens.held
+        return Reading(
+            load.running,
+            load.queue,
+            ours,
+            self._rate(self._schedulers[load.scheduler], now),
+            self._ends[load.route].recent_burst(now) / len(self._on_route[load.route]),
+            usage=load.token_usage,
+            max_running=max_running,
+            fits=pool / held if pool and held else None,
+        )
 
     def _rate(self, scheduler: _Scheduler, now: float) -> float:
         """Return rows per second that end at a scheduler; those of a shared route are split evenly."""

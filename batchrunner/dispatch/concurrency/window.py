@@ -37,8 +37,9 @@ def first_window(
     """Return the window and, in a sentence, where it comes from; `low` and `high` bound the queue band.
 
     The window is max_running_requests plus `low`, so that a slot which becomes free is filled in the same
-    scheduler step. If the KV pool holds fewer, their number is a guess, since lengths are not known: then
-    half of `high` is added, which fills the scheduler if rows are shorter and stays in the band if not.
+    scheduler step. If the KV pool holds far fewer, their number takes the place of max_running_requests.
+    It is a guess, since lengths are not known: too low a one doubles at the next load samples, while what is
+    sent too early cannot be taken back. Rows that begin together grow together, until they do not fit.
     """
     if max_running is None:
         return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"
@@ -47,5 +48,5 @@ def first_window(
         fits = max(1, max_total_tokens // row_tokens)
         if fits + high // 2 < running + low:
             why = f"the KV pool of {max_total_tokens} tokens holds about {fits} requests"
-            return fits + high // 2, f"{why}, and {high // 2} waiting"
+            return fits + low, f"{why}, and {low} waiting"
     return running + low, f"{why}, and {low} waiting"

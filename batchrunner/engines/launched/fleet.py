@@ -11,13 +11,14 @@ from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
-from batchrunner.engines.base import IncidentQueue, RowAnswers
+from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.client import HttpEngine, SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import FailureClassifier
+from batchrunner.engines.http.internal_state import set_conservativeness
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.launched.sglang_server import SGLangServer
 from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised
@@ -122,6 +123,7 @@ class LaunchedFleet(HttpEngine):
             else None
         )
         self._replicas: dict[str, FleetReplica] = {}
+        self._healer: Healer | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._follower: LogFollower | None = None
 
@@ -134,12 +136,12 @@ class LaunchedFleet(HttpEngine):
         raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
         tp = spec.tp if isinstance(spec, GatewayEngine) else None
         await asyncio.to_thread(check_fits, spec.model, server_args(spec.args, cpu=cpu), tp=tp, cpu=cpu)
-        healer = await asyncio.to_thread(healer_for, spec, spec.model, self._incidents, tp=tp, cpu=cpu)
+        self._healer = await asyncio.to_thread(healer_for, spec, spec.model, self._incidents, tp=tp, cpu=cpu)
         self._replicas = {
             server.url: FleetReplica(
                 server, self._gateway, self._client.failures, self._incidents, hang_s=self._hang_s
             )
-            for server in self._make_servers(spec.model, cpu=cpu, healer=healer)
+            for server in self._make_servers(spec.model, cpu=cpu, healer=self._healer)
         }
         programs: list[FleetReplica | GatewayProcess] = [*self._replicas.values()]
         if self._gateway:
@@ -194,6 +196,20 @@ class LaunchedFleet(HttpEngine):
                 idle = up <= polled and not any(load.has_work for load in loads)
                 self._gateway.poll(loads, endpoint, now, idle=idle)
         return loads
+
+    async def admit_more(self) -> Conservativeness | None:
+        """Schedule less carefully, now if the servers can; see `Engine.admit_more`."""
+        return await self._schedule(self._healer.admit_more()) if self._healer else None
+
+    async def admit_as_before(self) -> Conservativeness | None:
+        """Schedule as the servers do by default; see `Engine.admit_as_before`."""
+        return await self._schedule(self._healer.admit_as_before()) if self._healer else None
+
+    async def _schedule(self, value: float | None) -> Conservativeness | None:
+        if value is None:
+            return None
+        asked = [set_conservativeness(url, self._key, value) for url in self._replicas]
+        return Conservativeness(value, at_once=all(await asyncio.gather(*asked)))
 
     async def excuses(self, url: str, sent_at: float) -> bool:
         """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""

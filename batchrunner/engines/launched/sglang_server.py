@@ -71,7 +71,7 @@ class SGLangServer:
         """
         self._is_up = False
         while not self._is_up:
-            self._args = {**self._given, **(self._healer.args if self._healer else {})}
+            self._args = {**self._given, **(self._healer.next_args if self._healer else {})}
             self.process.argv = [*self._own_argv, *to_argv(self._args)]
             self._kills = oom_kills()
             try:

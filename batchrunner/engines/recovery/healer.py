@@ -16,7 +16,14 @@ from batchrunner.engines.recovery.diagnosis import NAMES, Death, EndedServer, ex
 from batchrunner.engines.recovery.fits import split_over
 from batchrunner.engines.recovery.host import memory_bytes
 from batchrunner.engines.recovery.remembered import Lesson, Remembered
-from batchrunner.engines.recovery.safer_args import MORE_CONSERVATIVE, in_effect, safer
+from batchrunner.engines.recovery.safer_args import (
+    CONSERVATIVENESS,
+    LESS_CONSERVATIVE,
+    MORE_CONSERVATIVE,
+    NORMAL,
+    in_effect,
+    safer,
+)
 from batchrunner.job.engine import LaunchedEngine
 
 log = logging.getLogger(__name__)
@@ -25,6 +32,12 @@ MOST_CHANGES = 6
 """Most changes in one run; each costs a start. It is three of the pool's share, two of the chunk, and one."""
 LEAST_SPAN_S = 300.0
 """Seconds of work that it takes to judge how often requests are retracted."""
+_DP_ATTENTION = ("enable-dp-attention", "attn-dp-size")
+"""Arguments with which SGLang itself multiplies the conservativeness by 0.3."""
+_WHY_PACE = {
+    LESS_CONSERVATIVE: "requests that waited though the KV pool had room",
+    NORMAL: "retractions at a lower conservativeness",
+}
 _HOPELESS = {
     "killed": "the machine, or our cgroup on it, has too little memory",
     "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
@@ -40,13 +53,19 @@ class Healer:
     def __init__(self, given: Mapping[str, Any], memory: Remembered, incidents: IncidentQueue) -> None:
         """Take the job's `engine.args` and what earlier runs learned."""
         self.args: dict[str, Any] = {}
-        """Arguments of the next start that replace the job's own, or add to them."""
+        """Safer arguments, which replace the job's own, or add to them."""
         self._given = given
         self._memory = memory
         self._incidents = incidents
         self._tried: list[dict[str, Any]] = []
+        self._pace: dict[str, Any] = {}  # the conservativeness of the next start and run, by this run
         self._why = ""
         self._learned = False  # whether `args` has changes that are not written down yet
+
+    @property
+    def next_args(self) -> Mapping[str, Any]:
+        """Arguments of the next start that replace the job's own, or add to them."""
+        return {**self.args, **self._pace}
 
     def recall(self) -> None:
         """Begin with what worked in an earlier run, where the job does not say otherwise; log what it is."""
@@ -86,14 +105,35 @@ class Healer:
         )
         return True
 
+    def admit_more(self) -> float | None:
+        """Let the next start, and the next run, hold fewer requests back; return their conservativeness.
+
+        None if the job sets it, if one was learned before, or if SGLang has lowered it already.
+        """
+        known = {**self._given, **self.args, **self._pace}
+        if any(name_in(known, name) in known for name in (CONSERVATIVENESS, *_DP_ATTENTION)):
+            return None
+        self._pace = {CONSERVATIVENESS: LESS_CONSERVATIVE}
+        return LESS_CONSERVATIVE
+
+    def admit_as_before(self) -> float | None:
+        """Take `admit_more` back, for later runs too; return the conservativeness."""
+        if self._pace != {CONSERVATIVENESS: LESS_CONSERVATIVE}:
+            return None
+        self._pace = {CONSERVATIVENESS: NORMAL}
+        return NORMAL
+
     def outlived(self, server: EndedServer) -> None:
         """Write down the arguments of a server that still runs when the run ends, for the next run."""
         if not self._had_all(server):
             return
         log_reader, _ = _read(server)
         args = self._calmer(log_reader)
+        why = f"{log_reader.series.retractions_per_min:.1f} retractions a minute"
+        if self._pace and (not args or self._pace[CONSERVATIVENESS] == NORMAL):
+            args, why = self._pace, _WHY_PACE[self._pace[CONSERVATIVENESS]]
         if args:
-            self._learn(args, f"{log_reader.series.retractions_per_min:.1f} retractions a minute")
+            self._learn(args, why)
             log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._memory.path)
         if self._learned:
             self._learned = False
@@ -116,12 +156,17 @@ class Healer:
     def _calmer(self, log_reader: LogReader) -> dict[str, Any]:
         """Return a higher `schedule-conservativeness` if retractions are frequent and the job sets none.
 
-        Retractions alone cause no restart: that costs the load time and the whole cache, more than they do.
+        A low one that was learned is taken back at once. Retractions alone cause no restart: that costs the
+        load time and the whole cache, more than they do.
         """
-        series, name = log_reader.series, "schedule-conservativeness"
-        calm = (in_effect(log_reader.facts, name) or 1.0) >= MORE_CONSERVATIVE or name in self._given
-        costs = series.retractions_cost and series.busy_s >= LEAST_SPAN_S
-        return {name: MORE_CONSERVATIVE} if costs and not calm else {}
+        series, name = log_reader.series, CONSERVATIVENESS
+        value = in_effect(log_reader.facts, name) or NORMAL
+        if not series.retractions_cost or name in self._given:
+            return {}
+        if value < NORMAL and self.next_args.get(name) == LESS_CONSERVATIVE:
+            return {name: NORMAL}
+        calm = value >= MORE_CONSERVATIVE or series.busy_s < LEAST_SPAN_S
+        return {} if calm else {name: MORE_CONSERVATIVE}
 
     def _overruled(self, args: Mapping[str, Any]) -> str:
         """Say which of the job's own values are changed."""

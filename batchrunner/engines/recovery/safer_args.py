@@ -25,6 +25,9 @@ GRAPH, LEAST_GRAPH = 64, 16
 """Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
 LEAST_RUNNING = 4
 """Least `--max-running-requests` that is tried."""
+CONSERVATIVENESS = "schedule-conservativeness"
+LESS_CONSERVATIVE, NORMAL = 0.3, 1.0
+"""`--schedule-conservativeness` by the guides, where SGLang admits too few requests, and its default."""
 MORE_CONSERVATIVE = 1.3
 """`--schedule-conservativeness` against frequent retractions."""
 MOST_CONSERVATIVE = 1 / 0.7

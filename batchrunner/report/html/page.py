@@ -19,6 +19,7 @@ from markupsafe import Markup
 from batchrunner.advise import roofline as formulas
 from batchrunner.advise.advise import advise_run
 from batchrunner.advise.roofline import UnknownLimitError
+from batchrunner.core.corner import Corner
 from batchrunner.core.jsonfile import read_json
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample, read_events
@@ -248,6 +249,9 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
     if load.get("in_band_share") is not None:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
         found.append(("Queue", f"{in_band:.0%} of the steady time in its band, {empty:.0%} empty"))
+    if corners := {n: s for n, s in (load.get("corner_shares") or {}).items() if s and n in set(Corner)}:
+        shares = [f"{share:.0%} {Corner(name).words}" for name, share in corners.items()]
+        found.append(("Token usage", ", ".join(shares)))
     if sharing.get("expected_tokens"):
         cached = sharing["found_tokens"] / sharing["expected_tokens"]
         share = f"{cached:.0%} of what rows share with earlier rows was in the cache"

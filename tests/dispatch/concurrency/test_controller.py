@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller, Reading
+from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller
+from batchrunner.dispatch.concurrency.reading import Reading
 from batchrunner.job.queue_band import QueueBand
 from tests.support.examples import examples
 from tests.support.plant import Plant

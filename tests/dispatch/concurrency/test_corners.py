@@ -1,0 +1,161 @@
+"""The corners: what `#queue-req` and token usage say together, and what the window does then."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchrunner.core.corner import Corner
+from batchrunner.dispatch.concurrency.controller import Controller
+from batchrunner.dispatch.concurrency.corners import HELD_AFTER_S, TOLD_AFTER_S
+from batchrunner.dispatch.concurrency.reading import Reading
+from batchrunner.job.queue_band import QueueBand
+
+BAND = QueueBand(100, 2000)
+
+
+class Scheduler:
+    """A controller, and the load that its scheduler tells twice a second."""
+
+    def __init__(self, window: int = 1000) -> None:
+        self.controller = Controller("s", window, BAND, most=1_000_000, now=0.0)
+        self.now = 0.0
+
+    def tells(
+        self,
+        seconds: float,
+        *,
+        queue: int,
+        usage: float,
+        rise_s: float = 0.0,
+        running: int | None = None,
+        max_running: int | None = 4096,
+        in_use: bool = True,
+        fits: float | None = None,
+    ) -> None:
+        """Tell such a load for some seconds; token usage rises by `rise_s` a second."""
+        for _ in range(round(seconds / 0.5)):
+            self.now += 0.5
+            window = self.controller.window
+            in_flight = window if in_use else window // 2
+            runs = in_flight - queue if running is None else running
+            usage += rise_s * 0.5
+            seen = Reading(
+                runs, queue, in_flight, rate=runs / 20, usage=usage, max_running=max_running, fits=fits
+            )
+            self.controller.sample(self.now, seen)
+
+    @property
+    def news(self) -> list[str]:
+        return [change.corner for change in self.controller.take_news()]
+
+
+def test_a_short_queue_is_sent_more_faster() -> None:
+    """An empty queue and an unused pool: the window doubles until there is a queue."""
+    scheduler = Scheduler(window=400)
+    scheduler.tells(20, queue=150, usage=0.5)
+    before = scheduler.controller.window
+    scheduler.tells(1, queue=0, usage=0.5)
+    assert scheduler.controller.window == 4 * before
+    scheduler.tells(TOLD_AFTER_S, queue=0, usage=0.5)
+    assert scheduler.news == [Corner.SHORT]
+    assert scheduler.controller.corner is Corner.SHORT
+
+
+def test_a_full_pool_is_no_short_queue() -> None:
+    """An empty queue and a full pool: no doubling; what is added is the lower end of the band."""
+    scheduler = Scheduler()
+    scheduler.tells(20, queue=150, usage=0.95)
+    before = scheduler.controller.window
+    scheduler.tells(1, queue=0, usage=0.95)
+    assert scheduler.controller.state == "steady"
+    assert scheduler.controller.window <= before + 1.5 * BAND.low
+    scheduler.tells(TOLD_AFTER_S, queue=0, usage=0.95)
+    assert scheduler.news == [Corner.GOOD, Corner.FULL]
+
+
+def test_a_used_pool_and_a_queue_are_good() -> None:
+    """The window stays as it is."""
+    scheduler = Scheduler()
+    scheduler.tells(30, queue=150, usage=0.95)
+    before = scheduler.controller.window
+    scheduler.tells(60, queue=150, usage=0.95)
+    assert (scheduler.news, scheduler.controller.window) == ([Corner.GOOD], before)
+
+
+def test_a_pool_that_fills_gets_what_it_has_room_for() -> None:
+    """Before usage is 1: no more rows than the pool holds on average, and few that do not run yet."""
+    scheduler = Scheduler()
+    scheduler.tells(20, queue=150, usage=0.5)
+    scheduler.tells(13, queue=20, usage=0.7, rise_s=0.025, running=900, fits=800)
+    assert scheduler.controller.corner is Corner.FILLING
+    assert scheduler.controller.window <= 800
+    scheduler.tells(5, queue=0, usage=0.9, running=400, fits=800)
+    assert 400 < scheduler.controller.window <= 440
+    scheduler.tells(5, queue=0, usage=0.3, running=400, fits=800)
+    assert scheduler.controller.window > 440
+
+
+@pytest.mark.parametrize(("usage", "rise_s"), [(0.5, 0.04), (0.85, 0.0), (0.95, 0.0)])
+def test_neither_a_rise_alone_nor_a_used_pool_fills(usage: float, rise_s: float) -> None:
+    """A rise far from 1, and a high usage that stays, need no limit."""
+    scheduler = Scheduler()
+    scheduler.tells(20, queue=150, usage=usage, fits=200)
+    scheduler.tells(5, queue=150, usage=usage, rise_s=rise_s, fits=200)
+    assert Corner.FILLING not in scheduler.news
+
+
+def test_rows_that_were_retracted_fill_the_pool() -> None:
+    """Where many rows come back retracted, fewer are sent; one in a hundred is fine."""
+    scheduler = Scheduler()
+    scheduler.tells(20, queue=150, usage=0.85, fits=600)
+    scheduler.controller.retracted(scheduler.now)
+    for _ in range(100):
+        scheduler.controller.ended()
+    scheduler.tells(15, queue=150, usage=0.85, fits=600)
+    assert scheduler.news == []
+    for _ in range(3):
+        scheduler.controller.retracted(scheduler.now)
+    scheduler.tells(TOLD_AFTER_S + 1, queue=150, usage=0.85, running=500, fits=600)
+    assert scheduler.news == [Corner.FILLING]
+    assert scheduler.controller.window <= 600
+
+
+def test_a_server_that_holds_back_is_told() -> None:
+    """A minute with a queue and an unused pool: said once, with figures; the window follows the queue."""
+    scheduler = Scheduler()
+    scheduler.tells(HELD_AFTER_S - 1, queue=150, usage=0.6)
+    assert scheduler.news == []
+    before = scheduler.controller.window
+    scheduler.tells(300, queue=150, usage=0.6)
+    (change,) = scheduler.controller.take_news()
+    assert (change.corner, change.queue, change.token_usage) == (Corner.HELD, 150, 0.6)
+    assert "token usage 0.60" in change.reason
+    assert scheduler.controller.window == before
+
+
+@pytest.mark.parametrize(
+    ("queue", "usage", "max_running", "in_use"),
+    [(150, 0.6, 870, True), (150, 0.92, 4096, True), (50, 0.6, 4096, True), (150, 0.6, 4096, False)],
+)
+def test_what_is_no_holding_back(queue: int, usage: float, max_running: int, *, in_use: bool) -> None:
+    """Not where as many run as may, where the pool is used, where few wait, and where the input is slow."""
+    scheduler = Scheduler()
+    for _ in range(40):
+        scheduler.tells(5, queue=queue, usage=usage, max_running=max_running, in_use=in_use, running=850)
+    assert Corner.HELD not in scheduler.news
+
+
+def test_a_corner_that_does_not_last_is_not_told() -> None:
+    """A scheduler that goes to and fro every second does not fill the event log."""
+    scheduler = Scheduler()
+    for second in range(100):
+        scheduler.tells(1, queue=150 * (second % 2), usage=0.95)
+    assert scheduler.news == []
+
+
+def test_the_tail_has_no_corner() -> None:
+    """When nothing is left to send, an empty queue is no sign."""
+    scheduler = Scheduler()
+    scheduler.tells(20, queue=150, usage=0.95)
+    scheduler.controller.drain()
+    assert scheduler.controller.corner is None
