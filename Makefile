@@ -38,6 +38,7 @@ test-fast: .venv/.dev ## Run the tests that need no engine, gateway, Slurm or br
 
 torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; fuzz; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture
+	.venv/bin/python -m benchmarks.torture_batch
 	.venv/bin/python -m benchmarks.fuzz
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -54,6 +56,17 @@ def _main(
     pass
 
 
+@contextlib.contextmanager
+def _telling_report(*, quiet: bool) -> Iterator[None]:
+    """Print the report of a run that could not go on: it is worth knowing, whatever ended it."""
+    try:
+        yield
+    except BatchrunError as error:
+        if error.report is not None and not quiet:
+            tell("\n".join(error.report.lines()))
+        raise
+
+
 @app.command(epilog=EXIT_CODES)
 def run(
     job: JobArgument,
@@ -90,7 +103,7 @@ def run(
     from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet, details=verbose or as_json)
-    try:
+    with _telling_report(quiet=quiet or as_json):
         done = run_in_foreground(
             job,
             with_limit(overrides, limit),
@@ -102,10 +115,6 @@ def run(
             quiet=quiet,
             as_json=as_json,
         )
-    except BatchrunError as error:
-        if error.report is not None and not quiet and not as_json:  # worth knowing, whatever ended it
-            tell("\n".join(error.report.lines()))
-        raise
     if as_json:
         show(done.as_dict())
     elif not quiet or done.exit_code:
@@ -113,6 +122,83 @@ def run(
     if not as_json and not quiet:
         show([done.results])
     raise typer.Exit(done.exit_code)
+
+
+@app.command(epilog=EXIT_CODES)
+def batch(
+    requests: Annotated[
+        str, typer.Argument(metavar="REQUESTS", help="The batch file, in OpenAI's format; also .gz or .zst.")
+    ],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="RESULTS", help="The file to write when all lines are done."),
+    ],
+    errors: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Where failed lines go; without it they are in RESULTS too."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Start a server for this model; `simulated` invents answers."),
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Use the server at this address; may be repeated for replicas."),
+    ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(metavar="BASE.yaml", help="Use the engine, limits and order of this job."),
+    ] = None,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    skip_bad_lines: Annotated[
+        bool,
+        typer.Option("--skip-bad-lines", help="Let lines that are no requests fail, and send the others."),
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard RESULTS.run and start again.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Send failed lines again.")] = False,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Share the lines with all other starts that say --join."),
+    ] = False,
+    quiet: QuietOption = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all log lines on a terminal too.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer the requests of a batch file in OpenAI's format (also vLLM's run-batch); run it again to resume.
+
+    The run's directory is RESULTS.run.
+
+    Example: batchrun batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
+    """
+    from batchrunner.runner.batch import prepare_batch, run_batch  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
+
+    log_to_stderr(quiet=quiet, details=verbose or as_json)
+    files, made = prepare_batch(
+        requests,
+        output,
+        errors,
+        model=model,
+        urls=url or [],
+        base=job,
+        lenient=skip_bad_lines,
+        overrides=with_limit(overrides, limit),
+        fresh=fresh,
+    )
+    with _telling_report(quiet=quiet or as_json):
+        done = run_batch(
+            files, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json
+        )
+    if as_json:
+        show(done.as_dict())
+    elif not quiet or done.report.exit_code:
+        tell("\n".join(done.lines()))
+    if not as_json and not quiet and done.is_published:
+        show([str(files.results)])
+    raise typer.Exit(done.report.exit_code)
 
 
 @app.command()

@@ -79,9 +79,9 @@ def child(job_file: str, told: str, call: str, moment: str, number: int, *, join
     """Run the job as the command does, and die at the chosen call."""
     _tell_of_every_row(told)
     if call in CALLS:
-        _die_at(call, moment, number)
+        die_at(call, moment, number)
     elif call == "count":
-        _count_calls(Path(told).with_name("calls.json"))
+        count_calls(Path(told).with_name("calls.json"))
     report = run_in_foreground(
         job_file, [], fresh=False, retry_failed=False, join=join, quiet=True, as_json=False
     )
@@ -99,7 +99,7 @@ def _tell_of_every_row(told: str) -> None:
     ResultWriter.put = tell_and_put  # type: ignore[method-assign]
 
 
-def _die_at(call: str, moment: str, number: int) -> None:
+def die_at(call: str, moment: str, number: int) -> None:
     real: Callable[..., Any] = getattr(os, call)
     seen = 0
 
@@ -119,7 +119,7 @@ def _die_at(call: str, moment: str, number: int) -> None:
     setattr(os, call, deadly)
 
 
-def _count_calls(path: Path) -> None:
+def count_calls(path: Path) -> None:
     counts: Counter[str] = Counter()
 
     def counted(call: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -154,7 +154,20 @@ def test_a_run_on_a_server_needs_no_engine_package() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "slurm", "init", "check", "status", "merge", "export", "report", "advise", "tune", "schema"],
+    [
+        "run",
+        "batch",
+        "slurm",
+        "init",
+        "check",
+        "status",
+        "merge",
+        "export",
+        "report",
+        "advise",
+        "tune",
+        "schema",
+    ],
 )
 def test_help_has_an_example(command: str) -> None:
     """Each command's help is a sentence and an example that names it or its default."""

@@ -17,8 +17,8 @@ from pyroaring import BitMap64
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PromptKind = Literal["messages", "text", "input_ids"]
-"""Form of a prompt, named as the key of the job's `prompt`."""
+PromptKind = Literal["messages", "text", "input_ids", "body"]
+"""Form of a prompt, named as the key of the job's `prompt`; `body` is a whole request of a batch file."""
 LEFT_OUT = "left_out"
 """The finish reason of a row that `prompt.python` left out; no engine has it."""
 FinishReason = str
@@ -57,6 +57,19 @@ class RowRef(NamedTuple):
     """Index of the row in `carried`."""
 
 
+class RequestBody(NamedTuple):
+    """The body of a whole request, as a batch file has it."""
+
+    path: str
+    """Endpoint that it is for, such as /v1/chat/completions."""
+    content: bytes
+    """A JSON object without `model`, `stream` and `stream_options`."""
+    model: str | None
+    """Name of the model that the request asks for."""
+    most_tokens: int
+    """Most tokens of an output; where the request has no limit, those that are expected."""
+
+
 class AskedColumns(NamedTuple):
     """Columns of the results that an answer is asked for, beyond those of every result."""
 
@@ -74,7 +87,7 @@ class Request(NamedTuple):
     ref: RowRef
     kind: PromptKind
     prompt: Any
-    """By `kind`: a list of `{"role", "content"}`, a text, or a list of token ids."""
+    """By `kind`: a list of `{"role", "content"}`, a text, a list of token ids, or a RequestBody."""
     sampling: dict[str, Any]
     """Sampling parameters, named as for SGLang's `/generate`."""
     lora_path: str | None = None

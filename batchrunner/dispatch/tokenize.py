@@ -83,6 +83,8 @@ def _check_engine_needs_none(job: Job) -> None:
     for name in job.output.asked:
         if name in OF_TOKENS:
             raise CannotTokenizeError(f"output.columns: {name} needs it, for the texts of tokens")
+    if job.prompt.batch is not None:
+        raise CannotTokenizeError("prompt.batch needs it")
     if isinstance(job.prompt.messages, str):
         raise CannotTokenizeError("prompt.messages may hold content that only the server can tokenise")
     if job.prompt.python is not None:
@@ -161,6 +163,8 @@ def _why_needed(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
 
 def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     """Make what encodes this job's prompts; raises CannotTokenizeError where the results could differ."""
+    if kind == "body":
+        raise CannotTokenizeError("the requests of a batch file go as they are")
     known = info.tokenizing
     cut = job.prompt.truncate
     if cut is not None and info.context_length is None:

@@ -16,10 +16,13 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from http import HTTPStatus
 from typing import Any
 
+import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from batchrunner.core.endpoints import CHAT_PATH
 from batchrunner.core.errors import (
     BundleRefusedError,
     EngineLostError,
@@ -28,12 +31,15 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Request, RequestBody, SchedulerLoad
 from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, card_name, cpu_environment, on_cpu, server_args
 from batchrunner.engines.http import replies, wire
+from batchrunner.engines.http.body_replies import completion_of_body
 from batchrunner.engines.http.server_info import answers_in_pieces, prefill_tokens, tokenizer_info
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
+from batchrunner.engines.model_names import ModelNames
+from batchrunner.input.request_bodies import with_model
 from batchrunner.job.engine import InprocessEngine
 
 log = logging.getLogger(__name__)
@@ -74,6 +80,8 @@ class InprocessSGLang(Engine):
         self._chat: Any = None
         self._children: list[Any] = []
         self._vocabulary = vocabulary_of(spec.model)
+        served = str(spec.args.get("served-model-name", spec.model))
+        self._names = ModelNames([spec.model, served], wire.ANY_MODEL)
         self._pending: set[asyncio.Future[Any]] = set()
         self._dead = False
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that handles SIGQUIT
@@ -118,13 +126,15 @@ class InprocessSGLang(Engine):
     async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - there is one
         """Send one request once; see `Engine.generate`."""
         wire.refuse_deadly(request, self._vocabulary)
-        ask = self._ask_chat if request.kind == "messages" else self._ask
+        ask = {"messages": self._ask_chat, "body": self._ask_endpoint}.get(request.kind, self._ask)
         try:
             reply = await asyncio.wait_for(self._in_thread(ask, request), self._timeout_s)
         except TimeoutError:
             raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
         except (ValueError, TypeError) as failure:  # SGLang's server answers these with 400
             raise RowRefusedError(str(failure)) from None
+        if request.kind == "body":
+            return completion_of_body(request.prompt, reply)
         return replies.completion_of(request, reply)
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:  # noqa: ARG002
@@ -236,11 +246,21 @@ class InprocessSGLang(Engine):
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest  # noqa: PLC0415
 
         reply = await self._chat.handle_request(ChatCompletionRequest(**wire.chat_body(request)), None)
-        if hasattr(reply, "model_dump_json"):
-            return reply.model_dump_json().encode()
-        if reply.status_code != 200:  # noqa: PLR2004
-            raise replies.error_of(reply.status_code, reply.body)
-        return reply.body
+        return _content_of(reply)
+
+    async def _ask_endpoint(self, request: Request) -> bytes:
+        from sglang.srt.entrypoints.openai.protocol import (  # noqa: PLC0415
+            ChatCompletionRequest,
+            CompletionRequest,
+        )
+        from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion  # noqa: PLC0415
+
+        body: RequestBody = request.prompt
+        fields = orjson.loads(with_model(body, self._names.sent(body)))
+        if body.path == CHAT_PATH:
+            return _content_of(await self._chat.handle_request(ChatCompletionRequest(**fields), None))
+        serving = OpenAIServingCompletion(self._engine.tokenizer_manager, self._engine.template_manager)
+        return _content_of(await serving.handle_request(CompletionRequest(**fields), None))
 
     async def _tokenize(self, request: Request) -> Any:
         from sglang.srt.entrypoints.openai.protocol import TokenizeRequest  # noqa: PLC0415
@@ -262,6 +282,15 @@ class InprocessSGLang(Engine):
         self._dead = True
         for waiting in list(self._pending):
             waiting.cancel()
+
+
+def _content_of(reply: Any) -> bytes:
+    """Return the JSON of an answer of SGLang's endpoints; raises RequestError for a refusal."""
+    if hasattr(reply, "model_dump_json"):
+        return bytes(reply.model_dump_json().encode())
+    if reply.status_code != HTTPStatus.OK:
+        raise replies.error_of(reply.status_code, reply.body)
+    return bytes(reply.body)
 
 
 def _model_info(manager: Any) -> dict[str, Any]:

@@ -12,11 +12,24 @@ from statistics import NormalDist
 from typing import Any
 from zlib import crc32
 
+import msgspec
+
+from batchrunner.core.endpoints import CHAT_PATH
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import AskedColumns, Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.core.types import (
+    AskedColumns,
+    Completion,
+    EngineInfo,
+    Request,
+    RequestBody,
+    RowRef,
+    SchedulerLoad,
+)
 from batchrunner.engines.base import Engine
 from batchrunner.engines.simulated_json import made_up
+from batchrunner.input.request_bodies import fields_of, prompt_of
 from batchrunner.job.engine import SimulatedEngine
+from batchrunner.job.output import RESPONSE
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
@@ -29,6 +42,8 @@ LONGEST_TEXT_WORDS = 200
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own default."""
 
+MOST_SAMPLES = 128
+"""Most samples of a whole request."""
 LEAST_TICK_S = 0.001
 """Least seconds between two steps of the simulation."""
 
@@ -62,6 +77,8 @@ def answer(request: Request, limit_tokens: int) -> Completion:
     Prompt and output have `limit_tokens` together. Raises RowRefusedError, in SGLang's words, where the
     prompt leaves none for an output; an output that is too long is cut (finish reason `length`).
     """
+    if isinstance(request.prompt, RequestBody):
+        return _answer_body(request.prompt, request.ref, limit_tokens)
     prompt_tokens = count_tokens(request)
     if prompt_tokens >= limit_tokens:
         raise RowRefusedError(
@@ -101,6 +118,46 @@ def _columns(asks: AskedColumns, completion: Completion) -> dict[str, list[Any]]
         "prompt_logprobs": [[]],
     }
     return {name: found.get(name, [None] * len(words)) for name in asks.names}
+
+
+def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int) -> Completion:
+    """Make up the answer of an endpoint to a whole request."""
+    fields = fields_of(body.content)
+    samples = msgspec.json.decode(fields["n"]) if "n" in fields else 1
+    if type(samples) is not int or not 1 <= samples <= MOST_SAMPLES:
+        raise RowRefusedError(f"400: n should be 1 to {MOST_SAMPLES} (got {bytes(fields['n']).decode()})")
+    sampling = {"max_new_tokens": body.most_tokens, "n": samples}
+    prompt = prompt_of(body).decode()
+    made = answer(Request(ref, "text", prompt, sampling), limit_tokens)
+    is_chat = body.path == CHAT_PATH
+    choices = [
+        {
+            "index": index,
+            **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+        for index, (text, reason) in enumerate(zip(made.texts, made.finish_reasons, strict=True))
+    ]
+    prompt_tokens, tokens = made.prompt_tokens or 0, made.output_tokens
+    content = {
+        "id": f"simulated-{crc32(prompt.encode()):08x}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": 0,
+        "model": body.model or "simulated",
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": prompt_tokens + tokens,
+        },
+    }
+    return made._replace(
+        texts=made.texts[:1],
+        finish_reasons=made.finish_reasons[:1],
+        completion_tokens=[tokens],
+        columns={RESPONSE: [msgspec.json.encode(content).decode()]},
+    )
 
 
 def count_tokens(request: Request) -> int:

@@ -24,6 +24,7 @@ from batchrunner.core.types import InputFile
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
 from batchrunner.input.formats.base import PROBLEM, OpenContent, Span, Spans
+from batchrunner.input.formats.batch_lines import BatchHow
 from batchrunner.input.formats.json_lines import JsonLinesRecords, have_one_schema
 from batchrunner.input.formats.parquet import FooterBudget
 from batchrunner.input.formats.text import TextContent
@@ -50,18 +51,27 @@ class Dataset:
     """The files of a job's input."""
 
     def __init__(
-        self, path: str | Sequence[str], run: Path | None = None, types: Mapping[str, str] | None = None
+        self,
+        path: str | Sequence[str],
+        run: Path | None = None,
+        types: Mapping[str, str] | None = None,
+        batch: BatchHow | None = None,
     ) -> None:
         """Find the files, without those in the run directory `run`, their columns and row groups.
 
-        `types` are those of `input.types`. Raises InputError where a file is missing or unreadable.
+        `types` are those of `input.types`, `batch` is `prompt.batch`. Raises InputError where a file is
+        missing or unreadable.
         """
         self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run)
         fs, paths = self._find()
-        with ThreadPoolExecutor(READERS) as pool:
-            self._sources = list(
-                pool.map(SourceFile, repeat(fs), paths, repeat(FooterBudget()), repeat(types))
+        if batch is not None and len(paths) > 1:
+            raise InputError(
+                f"these are {len(paths)} batch files, {paths[0]} and {paths[1]} among them",
+                hint="give one: a custom_id is unique in its file only",
             )
+        shared = repeat(FooterBudget()), repeat(types), repeat(batch)
+        with ThreadPoolExecutor(READERS) as pool:
+            self._sources = list(pool.map(SourceFile, repeat(fs), paths, *shared))
         have_one_schema(list(_json_lines(self._sources)))
         self._starts = [0, *accumulate(source.rows for source in self._sources)]
         self.total_rows = self._starts[-1]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-from batchrunner.core.types import Request
+from batchrunner.core.types import Request, RequestBody
+from batchrunner.input.request_bodies import prompt_of
 
 BLOCK_BYTES, BLOCK_SHARE = 64, 16
 """Size of the blocks of a prompt whose checksums are its sort key: a block has BLOCK_BYTES, or 1/BLOCK_SHARE
@@ -47,6 +48,8 @@ def prompt_bytes(request: Request) -> bytes:
     adapter = f"{request.lora_path}\0".encode() if request.lora_path else b""
     if request.kind == "input_ids":
         return adapter + _ids(request.prompt)
+    if isinstance(request.prompt, RequestBody):
+        return prompt_of(request.prompt)
     if request.kind == "text":
         return adapter + _bytes(request.prompt)
     return adapter + b"".join(map(_message, request.prompt))

@@ -16,7 +16,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import AskedColumns, Outcome, PromptKind, Request, RowRef
+from batchrunner.core.types import AskedColumns, Outcome, PromptKind, Request, RequestBody, RowRef
 from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
@@ -33,6 +33,7 @@ from batchrunner.input.messages import (
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
 from batchrunner.input.python_prompts import PythonPrompts
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
+from batchrunner.input.request_bodies import RequestBodies
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec, PromptSpec
@@ -139,7 +140,9 @@ class Renderer:
                 raise RowRefusedError(value.reason)
         if self.predicate is not None:
             self.predicate(row)  # raises the error of a row on which the filter fails: such rows are selected
-        sampling = self._fixed
+        prompt, sampling = self._prompt_of(row), self._fixed
+        if isinstance(prompt, RequestBody):
+            sampling = {"max_new_tokens": prompt.most_tokens}
         if self._per_row:
             own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
             sampling = {**sampling, **{name: _sendable(name, value) for name, value in own.items()}}
@@ -147,7 +150,7 @@ class Renderer:
         return Request(
             ref,
             self._request_kind,
-            self._prompt_of(row),
+            prompt,
             sampling,
             lora,
             self._chat_template_kwargs,
@@ -239,10 +242,18 @@ def _prompt_source(
             )
         talk = MessagesColumn(prompt.messages, continues=prompt.continues)
         return "messages", talk.prompt, talk.columns
+    if prompt.batch is not None:
+        requests = RequestBodies()
+        return "body", requests.prompt, list(requests.columns)
     if prompt.text is not None and is_template(prompt.text):
         template = Template(prompt.text, where="prompt.text", available=dataset.schema.names, limit=limit)
         _refuse_bytes(template, dataset, "prompt.text")
         return "text", template.render, template.columns
+    return _prompt_column(prompt, dataset)
+
+
+def _prompt_column(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
+    """Return what takes the prompts from a column as they stand."""
     for kind, fits, wanted in _PROMPT_TYPES:
         column = getattr(prompt, kind)
         if column is not None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputChangedError, InputError
-from batchrunner.core.file_format import FileFormat, format_of
+from batchrunner.core.file_format import COMPRESSIONS, FileFormat, format_of, known_format
 from batchrunner.input.files import first_line, read_errors
 from batchrunner.input.formats.arrow import ArrowContent
 from batchrunner.input.formats.base import READ_BUFFER_BYTES, Content, OpenContent
+from batchrunner.input.formats.batch_lines import BatchHow, BatchLines
 from batchrunner.input.formats.csv_records import CsvRecords
 from batchrunner.input.formats.json_lines import JsonLinesRecords
 from batchrunner.input.formats.parquet import FooterBudget, ParquetContent
@@ -37,11 +38,16 @@ class SourceFile:
     """
 
     def __init__(
-        self, fs: pafs.FileSystem, path: str, budget: FooterBudget, types: Mapping[str, str] | None = None
+        self,
+        fs: pafs.FileSystem,
+        path: str,
+        budget: FooterBudget,
+        types: Mapping[str, str] | None = None,
+        batch: BatchHow | None = None,
     ) -> None:
         """Find the columns and row groups; raises InputError where the file is missing or unreadable.
 
-        `types` are those of `input.types`.
+        `types` are those of `input.types`, `batch` is `prompt.batch`.
         """
         self._fs = fs
         self.path = path
@@ -49,7 +55,7 @@ class SourceFile:
         """Whether it costs little to look at the file again."""
         self.read_errors = read_errors(fs)
         """What reading it raises, see `files.read_errors`."""
-        self.format = format_of(path)
+        self.format = format_of(path) if batch is None else _batch_format(path)
         kind = self.format.kind
         try:
             self._seen = self._look()
@@ -61,7 +67,7 @@ class SourceFile:
                 self.content: Content = (
                     ParquetContent(fs, path, source, budget)
                     if kind == "Parquet"
-                    else _content(fs, path, self._size, self.format, types or {})
+                    else _content(fs, path, self._size, self.format, types or {}, batch)
                 )
         except InputError:
             raise
@@ -140,8 +146,21 @@ class SourceFile:
             return _digest(source, size, whole=self.format.kind != "Parquet")
 
 
+def _batch_format(path: str) -> FileFormat:
+    """Return the format of a batch file: it may have any name, but the ending of a compression counts."""
+    known = known_format(path)
+    if known is not None and known.kind != "JSON Lines":
+        raise InputError(f"{path}: is {known.kind}", hint="a batch file has a JSON object on each line")
+    return known or FileFormat("JSON Lines", "", COMPRESSIONS.get(PurePosixPath(path).suffix.lower()))
+
+
 def _content(
-    fs: pafs.FileSystem, path: str, size: int, form: FileFormat, types: Mapping[str, str]
+    fs: pafs.FileSystem,
+    path: str,
+    size: int,
+    form: FileFormat,
+    types: Mapping[str, str],
+    batch: BatchHow | None,
 ) -> Content:
     """Find the content of a file that has no footer: it is read once."""
     if size >= LARGE_BYTES:
@@ -152,6 +171,8 @@ def _content(
             return ArrowContent(lambda: fs.open_input_file(path), size, seekable=True)
         return ArrowContent(lambda: fs.open_input_stream(path, compression=compression), size, seekable=False)
     source = TextSource(fs, path, form.compression)
+    if batch is not None:
+        return TextContent(source, BatchLines(path, batch))
     if form.kind == "JSON Lines":
         return TextContent(source, JsonLinesRecords(path, types))
     return TextContent(source, CsvRecords(path, "\t" if form.ending == ".tsv" else ",", types))

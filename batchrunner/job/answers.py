@@ -11,7 +11,7 @@ from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import AskedColumns
 from batchrunner.job.check import TRIES, OnLength
-from batchrunner.job.output import ANSWER_COLUMNS, IDS_TO_CONTINUE, OF_TOKENS, PARSED, REASONING
+from batchrunner.job.output import ANSWER_COLUMNS, IDS_TO_CONTINUE, OF_TOKENS, PARSED, REASONING, RESPONSE
 from batchrunner.job.python_functions import PARSE
 from batchrunner.job.sampling import FromColumn
 from batchrunner.job.spec import Job
@@ -32,7 +32,7 @@ class AnswerPlan:
     """The columns of a run's results beyond those of every result, their rows, and the checks of answers."""
 
     columns: tuple[str, ...]
-    """Keys of ANSWER_COLUMNS, in their order."""
+    """Keys of ANSWER_COLUMNS, in their order, or RESPONSE."""
     samples: int = 1
     """Outputs of a row (`sampling.n`)."""
     explode: bool = False
@@ -61,7 +61,7 @@ class AnswerPlan:
     @property
     def asks(self) -> AskedColumns | None:
         """What each request asks for; None for nothing."""
-        names = {*self.columns} - {PARSED}
+        names = {*self.columns} - {PARSED, RESPONSE}
         if self.on_length == "continue":
             names.add(IDS_TO_CONTINUE)
         if not names:
@@ -77,6 +77,8 @@ def plan_answers(
 
     `functions` are the job's Python functions.
     """
+    if job.prompt.batch is not None:
+        return AnswerPlan((RESPONSE,))
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
     given = job.sampling.json_schema
     has_schema = given is not None or isinstance(job.check.json_, dict)

@@ -36,6 +36,11 @@ def job_of_call(
         raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
     if isinstance(answers, str):
         raise JobError("answers", hint=f"give a list of columns, such as [{answers!r}]")
+    if isinstance(prompt, Mapping) and prompt.get("batch") is not None:
+        raise JobError(
+            "prompt.batch: no part of a call",
+            hint="a batch file is run by `batchrun batch`, or as a job by batchrunner.run",
+        )
     if isinstance(limits, LimitsSpec):
         limits = limits.model_dump(exclude_unset=True)
     if not isinstance(prompt, Mapping):

@@ -38,19 +38,20 @@ def load_job(
     environ: Mapping[str, str] | None = None,
     engine: EngineSpec | None = None,
     no_python: bool = False,
+    name: str | None = None,
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
     `overrides` are texts `a.b=c`, where c is YAML or a plain text. `environ` is the process's environment by
-    default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none. With
-    `no_python` a job that runs Python functions is refused. Raises JobError, one line that says where the job
-    is wrong, and how.
+    default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none; `name`
+    stands for the source in errors. With `no_python` a job that runs Python functions is refused. Raises
+    JobError, one line that says where the job is wrong, and how.
     """
     if isinstance(overrides, (str, Mapping)):
         raise JobError("overrides", hint='give a list of texts, such as ["input.limit=100"]')
     if isinstance(source, Job) and not overrides:
         return source
-    tree, name = _tree_of(source)
+    tree, own_name = _tree_of(source)
     if engine is not None:
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     # sorted, so that BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, a part of it
@@ -64,7 +65,7 @@ def load_job(
         _override(tree, path.strip().split("."), text, where=f"--set {path}")
     if isinstance(source, (str, Path)) and source != "-" and functions_in(tree):
         tree.setdefault("python_path", [str(Path(os.path.expanduser(source)).absolute().parent)])  # noqa: PTH111
-    job = _validated(TypeAdapter(Job), tree, name)
+    job = _validated(TypeAdapter(Job), tree, name or own_name)
     if no_python and (found := functions_in(tree)):
         where, function = next(iter(found.items()))
         raise JobError(
@@ -84,6 +85,11 @@ def functions_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     if "parse" in tree and not isinstance(tree["parse"], Mapping):
         found["parse"] = tree["parse"]
     return {where: function for where, function in found.items() if function is not None}
+
+
+def read_job_file(source: str) -> dict[str, Any]:
+    """Return a job in a YAML file (`-`: standard input), parts of which may be missing; raises JobError."""
+    return _tree_of(source)[0]
 
 
 def _steps_of(key: str) -> list[str]:

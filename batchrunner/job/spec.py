@@ -14,7 +14,7 @@ from batchrunner.core.errors import WrongValueError
 from batchrunner.job.check import CheckSpec, OnLength
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
 from batchrunner.job.fields import CountOrShare, Duration, PythonFunction, Share, Spec, UserPath
-from batchrunner.job.output import RESULT_COLUMNS, SAMPLE, OutputSpec, name_clash
+from batchrunner.job.output import RESPONSE, RESULT_COLUMNS, SAMPLE, OutputSpec, name_clash
 from batchrunner.job.sampling import SamplingSpec
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
@@ -52,7 +52,7 @@ class MessageTemplate(Spec):
 
 
 class PromptSpec(Spec):
-    """How a row becomes a prompt: `user` (and `system`), `messages`, `text`, `input_ids` or `python`."""
+    """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `batch`."""
 
     system: str | None = None
     """Jinja2 template of the system message, over the columns of a row."""
@@ -76,6 +76,11 @@ class PromptSpec(Spec):
     returns messages (a list of {role, content}), a text (no chat template is applied), a list of token ids,
     or None to leave the row out. It may be called more than once for a row. It runs in processes of its
     own."""
+    batch: Literal["strict", "lenient"] | None = None
+    """The input is one batch file in OpenAI's format, as `batchrun batch` has it. Its rows have the columns
+    `custom_id`, `url` and `body`, each row is sent as it stands, and the results have a last column,
+    `response`, with the whole answers as JSON. `strict`: a line that is no request keeps the run from
+    beginning. `lenient`: it fails, and the other lines are sent."""
     truncate: Literal["head", "tail", "middle"] | None = None
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
@@ -95,17 +100,19 @@ class PromptSpec(Spec):
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
-        kinds = ("user", "messages", "text", "input_ids", "python")
+        kinds = ("user", "messages", "text", "input_ids", "python", "batch")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")
+        if given == ["batch"] and self.truncate is not None:
+            raise ValueError("`truncate` has no effect on `batch`: its requests go as they are")
         if given != ["user"] and self.system is not None:
             raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
         if self.continue_ is not None and not isinstance(self.messages, str):
             raise ValueError("`continue` goes with a column of `messages`")
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             raise ValueError("`messages` has no message that the assistant could answer")
-        if given[0] in {"text", "input_ids"} and self.chat_template_kwargs is not None:
+        if given[0] in {"text", "input_ids", "batch"} and self.chat_template_kwargs is not None:
             raise ValueError(
                 f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
             )
@@ -327,6 +334,29 @@ class Job(Spec):
         return self
 
     @model_validator(mode="after")
+    def _whole_requests(self) -> Job:
+        if self.prompt.batch is None:
+            return self
+        if self.sampling.model_fields_set:
+            name = min(self.sampling.model_fields_set)
+            raise WrongValueError(
+                f"sampling.{name}: each line of a batch file has parameters of its own", hint="leave it out"
+            )
+        if self.parse is not None:
+            raise WrongValueError("parse: a batch file has whole answers", hint="leave it out")
+        if self.output.asked or self.output.explode:
+            raise WrongValueError(
+                "output.columns, output.explode: a batch file has whole answers", hint="leave them out"
+            )
+        if self.tokenize == "client":
+            raise WrongValueError(
+                "tokenize: the server tokenizes the requests of a batch file", hint="leave it out"
+            )
+        if self.input.types:
+            raise WrongValueError("input.types: the columns of a batch file are texts", hint="leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _result_names(self) -> Job:
         carried = {self.input.rename.get(name, name): name for name in self.input.columns}
         for name in self.input.rename:
@@ -334,7 +364,8 @@ class Job(Spec):
                 raise ValueError(f"input.rename names {name!r}, which is not in input.columns")
         if len(carried) < len(self.input.columns):
             raise ValueError("input.columns, as renamed, has a name twice")
-        for name in (*RESULT_COLUMNS, *self.output.asked, *([SAMPLE] if self.output.explode else [])):
+        more = [*([SAMPLE] if self.output.explode else []), *([RESPONSE] if self.prompt.batch else [])]
+        for name in (*RESULT_COLUMNS, *self.output.asked, *more):
             if name in carried:
                 raise name_clash(carried, name)
         return self

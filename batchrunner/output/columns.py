@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.output import PARSED, RESULT_COLUMNS, SAMPLE
+from batchrunner.job.output import PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
 from batchrunner.output.json_shape import shape_of
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
@@ -49,8 +49,9 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
     "prompt_logprobs": pa.list_(_TOKEN),
     "matched_stop": pa.string(),
     "parsed": pa.string(),
+    RESPONSE: pa.string(),
 }
-"""Types of the columns that a job can ask for, of one output."""
+"""Types of the columns that a job can ask for, or that come by themselves, of one output."""
 EXPLODED = "explode"
 """Key of a part's metadata that says so: a carried column may be called `sample` too."""
 FURTHER = {"batchrunner": "further"}

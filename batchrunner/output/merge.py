@@ -80,16 +80,18 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
     return parts
 
 
-def in_order(parts: list[Path], work: Path) -> Iterator[pa.Table]:
+def in_order(parts: list[Path], work: Path, columns: list[str] | None = None) -> Iterator[pa.Table]:
     """Yield the rows of parts as tables in input order, of bounded size; `work` takes files meanwhile.
 
-    Raises OSError, ArrowException, KeyError or ResumeError.
+    `columns` are those to read; by default all. Raises OSError, ArrowException, KeyError or ResumeError.
     """
-    rows = _bucket_rows(parts)
+    rows = _bucket_rows(parts, columns)
     buckets = Buckets(work, "row", range(rows, sys.maxsize, rows))
     schema = _common_schema(parts)
+    if columns is not None:
+        schema = pa.schema([schema.field(name) for name in columns])
     for part in parts:
-        buckets.put(_with_all_columns(_read(part), schema))
+        buckets.put(_with_all_columns(_read(part, columns), schema))
     return buckets.take()
 
 
@@ -132,15 +134,15 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=pa.schema(kinds, metadata=schema.metadata))
 
 
-def _bucket_rows(parts: list[Path]) -> int:
+def _bucket_rows(parts: list[Path], columns: list[str] | None) -> int:
     """Return the rows per bucket, estimated from some parts; footers count a repeated text only once."""
     rows = size = 1
     for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
-        table = _read(part)
+        table = _read(part, columns)
         rows, size = rows + table.num_rows, size + table.nbytes
     return max(1, min(BUCKET_ROWS, BUCKET_BYTES * rows // size))
 
 
-def _read(part: Path) -> pa.Table:
+def _read(part: Path, columns: list[str] | None) -> pa.Table:
     with open_part(part) as file:
-        return file.read()
+        return file.read(columns)

@@ -6,9 +6,10 @@ from typing import Any
 
 from pyroaring import BitMap64
 
-from batchrunner.core.types import Request
+from batchrunner.core.types import Request, RequestBody
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.render import Renderer
+from batchrunner.input.request_bodies import prompt_of
 from batchrunner.job.load import load_job
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
         for file in facts["fingerprint"]["files"]:
             inside = BitMap64(row - first for row in rows if first <= row < first + file["rows"])
             if inside:
-                dataset = Dataset(file["path"], types=job.input.types)
+                dataset = Dataset(file["path"], types=job.input.types, batch=job.prompt.batch)
                 if dataset.files[0].digest == file["digest"]:
                     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
                     for batch in dataset.read(inside, renderer.columns):
@@ -46,6 +47,8 @@ def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
 
 def _text(request: Request) -> str:
     """Return a prompt as a person reads it."""
+    if isinstance(request.prompt, RequestBody):
+        return prompt_of(request.prompt).decode()[:SHOWN]
     if request.kind != "messages":
         return str(request.prompt)[:SHOWN]
     return "\n".join(f"{message['role']}: {message['content']}" for message in request.prompt)[:SHOWN]

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Outcome, Request
+from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
@@ -127,7 +127,9 @@ def _check(prepared: PreparedJob) -> Check:
 def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
     error = _refusal(item, engine) if isinstance(item, Request) else item.error
     if isinstance(item, Request) and error is None:
-        return {"row": item.ref.row, "kind": item.kind, "prompt": item.prompt, "error": None}
+        body = isinstance(item.prompt, RequestBody)
+        prompt = orjson.loads(item.prompt.content) if body else item.prompt
+        return {"row": item.ref.row, "kind": item.kind, "prompt": prompt, "error": None}
     return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
 
 
@@ -135,6 +137,8 @@ def _refusal(request: Request, engine: str) -> str | None:
     """Return why a run would not send this row, as far as that is known without an engine."""
     try:
         wire.refuse_deadly(request, None)
+        if request.kind == "body":
+            return None
         # SGLang in this process ignores unknown parts of a message, whatever their type
         wire.bytes_of(wire.body_of(request), default=str if engine in _WITHOUT_JSON else None)
     except RowRefusedError as failure:

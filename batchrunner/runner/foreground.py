@@ -17,6 +17,7 @@ from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
+from batchrunner.job.spec import Job
 from batchrunner.report.report import Report
 from batchrunner.runner.cluster.slurm import task_name
 from batchrunner.runner.control import Control
@@ -39,7 +40,7 @@ _SIGNALS = {
 
 
 def run_in_foreground(
-    job: str,
+    job: str | Job,
     overrides: Sequence[str],
     *,
     fresh: bool,
@@ -50,7 +51,7 @@ def run_in_foreground(
     join: bool = False,
     no_python: bool = False,
 ) -> Report:
-    """Run a job file; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError.
+    """Run a job; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError.
 
     `no_python` refuses a job that runs Python functions.
     """

@@ -63,6 +63,10 @@ def tune(
     if apply and source == "-":
         raise JobError("--apply: a job from standard input cannot be changed", hint="write it into a file")
     job = load_job(source, overrides=overrides, no_python=no_python)
+    if job.prompt.batch is not None:
+        raise JobError(
+            "prompt.batch: whole requests cannot be tuned for", hint="tune with a job of prompts like them"
+        )
     engine = engine_to_tune(job)
     if apply and own_engine(Path(source)) != job.engine:
         raise JobError(

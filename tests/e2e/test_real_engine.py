@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import ROOT, SMALL_MODEL, require_engine
+from tests.conftest import ROOT, SMALL_MODEL, batchrun, require_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -181,6 +181,58 @@ def test_load_is_sampled(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None
     signals = [signal for sample in samples for signal in sample["signals"]]
     assert signals
     assert all(signal["source"] == "loads" and signal["max_running"] == 32 for signal in signals)
+
+
+def test_a_batch_file(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
+    """Whole requests of OpenAI's batch format are answered as online, and load with the types of `openai`."""
+    from openai.types import Completion  # noqa: PLC0415 - it comes with SGLang
+    from openai.types.chat import ChatCompletion  # noqa: PLC0415
+
+    say = [{"role": "user", "content": "Say hello."}]
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "out", "schema": schema, "strict": True}}
+    chat: dict[str, Any] = {"model": "gpt-4o-mini", "messages": say, "max_tokens": 12}
+    bodies: dict[str, dict[str, Any]] = {
+        "two": {**chat, "n": 2, "logprobs": True, "top_logprobs": 2, "stream": True},
+        "json": {**chat, "response_format": form, "max_tokens": 200},
+        "text": {"model": "gpt-4o-mini", "prompt": ["One, two,", "A, B,"], "max_tokens": 3, "echo": True},
+        "wrong": {**chat, "max_tokens": 10**6},
+        "odd": {"model": "gpt-4o-mini", "messages": "hello"},
+    }
+    requests, results, errors = (tmp_path / f"{name}.jsonl" for name in ("requests", "results", "errors"))
+    with requests.open("w") as file:
+        for name, body in bodies.items():
+            url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+            line = {"custom_id": name, "method": "POST", "url": url, "body": body}
+            file.write(json.dumps(line) + "\n")
+    job = {
+        "input": {"path": str(requests), "columns": ["custom_id"]},
+        "prompt": {"batch": "strict"},
+        "output": {"path": f"{results}.run"},
+        "limits": {"max_failed_rows": 5},
+    }
+    report = batchrunner.run(job, engine=smollm)
+    assert (report.rows_ok, report.rows_failed) == (3, 2), report.failures
+    # the command finds all lines done in its run directory, and starts no engine
+    base = tmp_path / "base.yaml"
+    base.write_text(f"engine: {{kind: server, model: {SMALL_MODEL}, device: cpu}}\n")
+    done = batchrun("batch", requests, "-o", results, "--errors", errors, "--job", base)
+    assert done.exit_code == 0, done.stderr
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == ["two", "json", "text"]
+    two, parsed = (ChatCompletion.model_validate(line["response"]["body"]) for line in lines[:2])
+    assert (len(two.choices), two.model) == (2, "gpt-4o-mini")
+    assert two.choices[0].logprobs is not None
+    assert two.choices[0].logprobs.content is not None
+    assert len(two.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert two.usage is not None
+    assert two.usage.completion_tokens > 2
+    assert list(json.loads(parsed.choices[0].message.content or "")) == ["n"]
+    text = Completion.model_validate(lines[2]["response"]["body"])
+    assert [choice.text[:4] for choice in text.choices] == ["One,", "A, B"]
+    failed = [json.loads(line) for line in errors.read_text().splitlines()]
+    assert [line["custom_id"] for line in failed] == ["wrong", "odd"]
+    assert [line["response"]["status_code"] for line in failed] == [400, 400]
 
 
 LOGPROBS = "output.columns=[logprobs]"

@@ -220,6 +220,7 @@ class FakeSGLang(ServerThread):
             app.router.add_post("/v1/tokenize", self._tokens)
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
+            app.router.add_post("/v1/completions", self._generate)
         else:
             app.router.add_get("/{anything:.*}", self._something_else)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
@@ -400,7 +401,7 @@ class FakeSGLang(ServerThread):
             prompt = body["text"] if "text" in body else str(body["input_ids"])
             assert isinstance(body["sampling_params"], dict)
         else:
-            prompt = body["messages"][-1]["content"]
+            prompt = body["messages"][-1]["content"] if "messages" in body else str(body["prompt"])
             assert body["model"]
         self._tries[prompt] += 1
         sent = Sent(path, prompt, body, self._tries[prompt], together)
@@ -534,12 +535,14 @@ def _chat(sent: Sent, samples: list[dict[str, Any]]) -> dict[str, Any]:
         }
         if sent.body.get("return_meta_info"):
             choice["meta_info"] = sample["meta_info"]
+        if "prompt" in sent.body:
+            choice["text"] = choice.pop("message")["content"]
         choices.append(choice)
     ids = {"sglext": {"output_ids": [sample["output_ids"] for sample in samples]}}
     return {
         **(ids if sent.body.get("return_output_ids_in_sglext") else {}),
         "id": f"{sent.prompt}-{sent.tries}",
-        "object": "chat.completion",
+        "object": "text_completion" if "prompt" in sent.body else "chat.completion",
         "created": 1795261009,
         "model": sent.body["model"],
         "choices": choices,

@@ -18,9 +18,10 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.core.types import Completion, EngineInfo, Incident, Request, RequestBody, SchedulerLoad
 from batchrunner.engines.base import Engine, IncidentQueue, PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
+from batchrunner.engines.http.body_replies import completion_of_body
 from batchrunner.engines.http.bundles import BundlePoster
 from batchrunner.engines.http.connections import SocketFactory, loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
@@ -39,6 +40,8 @@ from batchrunner.engines.http.status import (
 )
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
+from batchrunner.engines.model_names import ModelNames
+from batchrunner.input.request_bodies import with_model
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -91,6 +94,7 @@ class SGLangClient:
         self._checks_answers = False
         self._load_path: str | None = None
         self._vocabulary: int | None = None
+        self._names: ModelNames | None = None
 
     async def open(
         self, urls: Sequence[str], gateway: str | None = None, workers: WorkerList | None = None
@@ -121,6 +125,8 @@ class SGLangClient:
         model = common_model([*map(model_in, models, servers)])
         self._guard_model(model, questions, workers)
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
+        names = [found.get(key) for found in models for key in ("served_model_name", "model_path")]
+        self._names = ModelNames([str(name) for name in names if name], wire.ANY_MODEL)
         return dataclasses.replace(
             info,
             weights=model.get("weight_version"),
@@ -139,10 +145,19 @@ class SGLangClient:
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         request = self._checked(request)
-        body = wire.bytes_of(wire.body_of(request))
+        assert self._names is not None
+        whole = isinstance(request.prompt, RequestBody)
+        body = (
+            with_model(request.prompt, self._names.sent(request.prompt))
+            if whole
+            else wire.bytes_of(wire.body_of(request))
+        )
         key = {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
         reply = await self._post(self.endpoints[route], wire.path_of(request), body, key)
-        completion = replies.completion_of(request, reply, self._detokenizer)
+        if whole:
+            completion = completion_of_body(request.prompt, reply)
+        else:
+            completion = replies.completion_of(request, reply, self._detokenizer)
         url = self.endpoints[route].url
         if self._checks_answers:
             await self.guard.confirm(url)
@@ -232,7 +247,11 @@ class SGLangClient:
         wire.refuse_deadly(request, self._vocabulary)
         if self._gateway:
             wire.refuse_dropped(request)
-        return request if self._detokenizer is None else self._detokenizer.with_stop_ids(request)
+        if self._detokenizer is None:
+            return request
+        if request.kind == "body":
+            raise RowRefusedError("the server has no tokenizer: a whole request needs one")
+        return self._detokenizer.with_stop_ids(request)
 
     def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
         """Guard the model of every address that takes rows; that of replicas that we started too."""

@@ -69,7 +69,7 @@ class Endpoint:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url
-        self.paths = {path: URL(url + path) for path in (wire.GENERATE_PATH, wire.CHAT_PATH)}
+        self.paths = {path: URL(url + path) for path in wire.ROW_PATHS}
         self.deadline = Deadline(timeout_s)
         self.answers = 0
         """Requests answered so far, with whatever status."""

@@ -83,16 +83,21 @@ def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer
         return _from_generate(request, decoded(read_full_generate if full else read_generate, reply))
     except RequestError:
         raise
-    except msgspec.ValidationError:
-        text = reply if isinstance(reply, bytes) else orjson.dumps(reply, default=str)
-        said = _short(text.decode(errors="replace"))
-        raise AttemptFailedError(f"not an answer of SGLang: {said}") from None
-    except UnicodeDecodeError:
-        raise AttemptFailedError("the answer is not UTF-8") from None
-    except msgspec.DecodeError:
-        raise AttemptFailedError("the answer is not JSON") from None
     except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-        raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
+        raise unreadable(failure, reply) from None
+
+
+def unreadable(failure: Exception, reply: bytes | Any) -> AttemptFailedError:
+    """Return the error of a row whose reply could not be read."""
+    match failure:
+        case msgspec.ValidationError():
+            text = reply if isinstance(reply, bytes) else orjson.dumps(reply, default=str)
+            return AttemptFailedError(f"not an answer of SGLang: {_short(text.decode(errors='replace'))}")
+        case UnicodeDecodeError():
+            return AttemptFailedError("the answer is not UTF-8")
+        case msgspec.DecodeError():
+            return AttemptFailedError("the answer is not JSON")
+    return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
 
 
 def end_of_row(event: bytes) -> EndOfRow | None:

@@ -1,12 +1,14 @@
 """The format of requests of SGLang's HTTP interface. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from batchrunner.core.endpoints import BATCH_PATHS, CHAT_PATH
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import AskedColumns, Request
+from batchrunner.core.types import AskedColumns, Request, RequestBody
+from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
 from batchrunner.job.output import OF_TOKENS
 
@@ -18,12 +20,18 @@ _CHAT_NAMES = {
 }
 
 
-GENERATE_PATH, CHAT_PATH, TOKENIZE_PATH = "/generate", "/v1/chat/completions", "/v1/tokenize"
+GENERATE_PATH, TOKENIZE_PATH = "/generate", "/v1/tokenize"
+ROW_PATHS = (GENERATE_PATH, *BATCH_PATHS)
+"""Endpoints that rows are sent to."""
+ANY_MODEL = "default"
+"""Name by which SGLang serves its model, whatever that is called."""
 
 
 def path_of(request: Request) -> str:
     """Return the endpoint for this kind of prompt: the server renders the chat template of messages."""
-    return CHAT_PATH if request.kind == "messages" else GENERATE_PATH
+    if request.kind == "messages":
+        return CHAT_PATH
+    return GENERATE_PATH if request.kind != "body" else str(request.prompt.path)
 
 
 def refuse_deadly(request: Request, vocabulary: int | None) -> None:
@@ -34,12 +42,20 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
     """
     if request.kind == "messages":
         return
-    if not request.prompt:
+    if isinstance(request.prompt, RequestBody):
+        for prompt in prompts_in(request.prompt):
+            _refuse_deadly_prompt(prompt, vocabulary)
+        return
+    _refuse_deadly_prompt(request.prompt, vocabulary)
+
+
+def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
+    if not prompt:
         raise RowRefusedError("the prompt is empty")
-    if request.kind == "input_ids":
+    if isinstance(prompt, list):
         try:
             # faster than `min` and `max`, which do not know that all are integers; 0, for a null alone
-            ids = sorted((0, *request.prompt))
+            ids = sorted((0, *prompt))
         except TypeError:
             raise RowRefusedError("a token id is null") from None
         low, high = ids[0], ids[-1]
@@ -51,9 +67,12 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
 
 def refuse_dropped(request: Request) -> None:
     """Raise RowRefusedError for parameters that a gateway would drop, which would change the answer."""
-    dropped = GATEWAY_DROPS["chat" if request.kind == "messages" else "generate"]
-    if not dropped.isdisjoint(request.sampling):
-        name = min(dropped.intersection(request.sampling))
+    dropped = GATEWAY_DROPS["generate" if path_of(request) == GENERATE_PATH else "chat"]
+    given: Iterable[str] = request.sampling
+    if isinstance(request.prompt, RequestBody):
+        given = fields_of(request.prompt.content)
+    if not dropped.isdisjoint(given):
+        name = min(dropped.intersection(given))
         raise RowRefusedError(f"{name}: the gateway leaves it out of what it passes on")
     if request.kind == "messages" and request.asks is not None and "output_ids" in request.asks.names:
         raise RowRefusedError("output.columns: output_ids: the gateway leaves them out of what it passes on")
@@ -137,7 +156,7 @@ def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
 def chat_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/chat/completions`, with `return_meta_info` for the counts of each sample."""
     sampling = dict(request.sampling)
-    body: dict[str, Any] = {"model": "default", "messages": request.prompt, "return_meta_info": True}
+    body: dict[str, Any] = {"model": ANY_MODEL, "messages": request.prompt, "return_meta_info": True}
     if request.continues:
         body["continue_final_message"] = True
     template_kwargs = dict(request.chat_template_kwargs or {})
@@ -169,8 +188,8 @@ def tokenize_body(request: Request) -> dict[str, Any]:
         body = {"messages": request.prompt, "chat_template_kwargs": request.chat_template_kwargs}
         if request.continues:
             body["continue_final_message"] = True
-        return {"model": "default", **body}
-    return {"model": "default", "prompt": request.prompt}
+        return {"model": ANY_MODEL, **body}
+    return {"model": ANY_MODEL, "prompt": request.prompt}
 
 
 def _json(value: Any, name: str) -> Any:

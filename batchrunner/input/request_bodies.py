@@ -1,0 +1,93 @@
+"""Whole requests from the lines of a batch file: what of them is sent, and where their prompts are."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from batchrunner.core.endpoints import COMPLETIONS_PATH
+from batchrunner.core.types import RequestBody
+from batchrunner.input.formats.batch_lines import BODY, URL
+
+log = logging.getLogger(__name__)
+
+PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids")
+"""Fields whose values begin the prompt, in the order in which chat templates write them."""
+_PLAIN_PROMPTS = ("prompt", "input_ids")
+_LIMITS = ("max_completion_tokens", "max_tokens")
+CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
+"""Output tokens that are expected of a request without a limit; SGLang's own limit of completions is 16."""
+_STREAMED = ("stream", "stream_options")
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class RequestBodies:
+    """Makes requests of the rows of a batch file."""
+
+    columns = (URL, BODY)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def prompt(self, row: dict[str, Any]) -> RequestBody:
+        """Return a row's request, with the values of its body as they stand in the file."""
+        fields = fields_of(row[BODY].encode())
+        model = fields.pop("model", None)
+        streamed = [bytes(fields.pop(name)) for name in _STREAMED if name in fields]
+        if b"true" in streamed and not self._told:
+            self._told = True
+            log.warning("the requests have `stream: true`: it is left out, each answer comes whole")
+        return RequestBody(
+            path=row[URL],
+            content=msgspec.json.encode(fields),
+            model=None if model is None else msgspec.json.decode(model),
+            most_tokens=_most_tokens(row[URL], fields),
+        )
+
+
+def fields_of(content: bytes) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object with their values as they stand in it."""
+    return _read_fields.decode(content)
+
+
+def with_model(body: RequestBody, model: str | None) -> bytes:
+    """Return a body as it is sent, with the name of a model unless that is None."""
+    if model is None:
+        return body.content
+    return msgspec.json.encode({"model": model, **fields_of(body.content)})
+
+
+def prompt_of(body: RequestBody) -> bytes:
+    """Return the JSON of what begins the prompt, by which requests with a common prefix are found."""
+    fields = fields_of(body.content)
+    return b"".join(fields[name] for name in PROMPT_FIELDS if name in fields)
+
+
+def prompts_in(body: RequestBody) -> list[Any]:
+    """Return the texts and lists of token ids among what is sent to the model without a chat template.
+
+    A list of texts or of lists has several prompts. What is none of these is left to the server to refuse.
+    """
+    fields = fields_of(body.content)
+    found: list[Any] = []
+    for name in _PLAIN_PROMPTS:
+        value = msgspec.json.decode(fields[name]) if name in fields else None
+        if isinstance(value, list) and any(isinstance(item, (str, list)) for item in value):
+            found += value
+        else:
+            found.append(value)
+    return [prompt for prompt in found if isinstance(prompt, str) or _is_ids(prompt)]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(item is None or type(item) is int for item in prompt)
+
+
+def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
+    for name in _LIMITS:
+        value = msgspec.json.decode(fields[name]) if name in fields else None
+        if type(value) is int and value > 0:
+            return value
+    return COMPLETION_TOKENS if path == COMPLETIONS_PATH else CHAT_TOKENS

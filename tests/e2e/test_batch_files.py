@@ -1,0 +1,435 @@
+"""`batchrun batch`: whole requests in, whole answers out, in OpenAI's batch format."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from tests.conftest import batchrun, eventually, require_modules, started
+from tests.support.fake_sglang import Body, FakeSGLang, Sent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typer.testing import Result
+
+SIMULATED = ("--model", "simulated", "--set", "engine.step_s=0")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def request_of(
+    number: int, *, url: str = CHAT, model: str | None = "fake/model", **body: Any
+) -> dict[str, Any]:
+    """Return a request for an endpoint."""
+    text = f"question {number}"
+    prompt = {"messages": [{"role": "user", "content": text}]} if url == CHAT else {"prompt": text}
+    named = {} if model is None else {"model": model}
+    return {
+        "custom_id": f"request-{number}", "method": "POST", "url": url, "body": {**named, **prompt, **body},
+    }  # fmt: skip
+
+
+def write_batch(path: Path, lines: Iterable[Any]) -> Path:
+    """Write a batch file; a line that is no text becomes JSON."""
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Batch:
+    """A batch file and its results in a directory."""
+
+    def __init__(self, directory: Path, lines: Iterable[Any]) -> None:
+        self.requests = write_batch(directory / "requests.jsonl", lines)
+        self.results = directory / "results.jsonl"
+        self.errors = directory / "errors.jsonl"
+        self.run = directory / "results.jsonl.run"
+
+    def do(self, *options: object, engine: FakeSGLang | None = None) -> Result:
+        """Run the command on an engine, by default a simulated one."""
+        on = SIMULATED if engine is None else ("--url", engine.url)
+        return batchrun("batch", self.requests, "-o", self.results, *on, *options)
+
+
+def test_a_file_goes_in_and_comes_out(server: FakeSGLang, tmp_path: Path) -> None:
+    """Bodies reach their endpoints as they are, answers come whole, in the order of the requests."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    odd: dict[str, Any] = {"seed": 2**70, "temperature": 0.10, "n": 2, "tools": [tool], "top_k": 3}
+    requests = [
+        request_of(0, **odd),
+        request_of(1, url=COMPLETIONS),
+        request_of(2, response_format={"type": "text"}),
+    ]
+    batch = Batch(tmp_path, requests)
+    result = batch.do(engine=server)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip() == str(batch.results)
+    sent = {item.prompt: item for item in server.sent}
+    for request in requests:
+        number = request["custom_id"].removeprefix("request-")
+        assert sent[f"question {number}"].body == request["body"]
+        assert sent[f"question {number}"].path == request["url"]
+    lines = lines_of(batch.results)
+    assert [line["custom_id"] for line in lines] == [request["custom_id"] for request in requests]
+    assert len({line["id"] for line in lines}) == 3
+    for line in lines:
+        assert list(line) == ["id", "custom_id", "response", "error"]
+        assert line["error"] is None
+        assert list(line["response"]) == ["status_code", "request_id", "body"]
+        assert line["response"]["status_code"] == 200
+        assert line["response"]["body"]["metadata"] == {"weight_version": "default"}  # SGLang's own field
+
+
+def test_results_load_with_the_types_of_openai(server: FakeSGLang, tmp_path: Path) -> None:
+    """The client package of OpenAI reads the answers."""
+    require_modules("openai")
+    from openai.types import Completion  # noqa: PLC0415 - it comes with SGLang
+    from openai.types.chat import ChatCompletion  # noqa: PLC0415
+
+    batch = Batch(tmp_path, [request_of(0, n=2), request_of(1, url=COMPLETIONS)])
+    assert batch.do(engine=server).exit_code == 0
+    lines = lines_of(batch.results)
+    chat = ChatCompletion.model_validate(lines[0]["response"]["body"])
+    assert [choice.message.content for choice in chat.choices] == [
+        f"answer {i} to question 0" for i in (0, 1)
+    ]
+    assert chat.usage is not None
+    assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+    assert Completion.model_validate(lines[1]["response"]["body"]).choices[0].text == "answer 0 to question 1"
+
+
+def test_a_file_of_run_batch_goes_in_unchanged(server: FakeSGLang, tmp_path: Path) -> None:
+    """The example of vLLM's documentation is answered, with blank lines and Windows line ends too."""
+    body = (
+        '{"model": "meta-llama/Meta-Llama-3-8B-Instruct", "messages": [{"role": "system", "content": '
+        '"You are a helpful assistant."},{"role": "user", "content": "Hello world!"}],'
+        '"max_completion_tokens": 1000}'
+    )
+    lines = [
+        f'{{"custom_id": "request-{i}", "method": "POST", "url": "/v1/chat/completions", "body": {body}}}\r\n'
+        for i in (1, 2)
+    ]
+    batch = Batch(tmp_path, ["", *lines, ""])
+    result = batch.do(engine=server)
+    assert result.exit_code == 0, result.stderr
+    assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-1", "request-2"]
+    assert len(server.sent) == 2  # equal requests have an answer each
+
+
+def test_the_name_of_the_model(server: FakeSGLang, tmp_path: Path) -> None:
+    """A name that the server does not know is replaced, and stands in the results; the log says so once."""
+    batch = Batch(tmp_path, [request_of(i, model="gpt-4o-mini") for i in range(5)])
+    result = batch.do(engine=server)
+    assert {sent.body["model"] for sent in server.sent} == {"default"}
+    assert {line["response"]["body"]["model"] for line in lines_of(batch.results)} == {"gpt-4o-mini"}
+    assert result.stderr.count("the requests ask for the model gpt-4o-mini: fake/model answers them") == 1
+    server.forget()
+    adapters = Batch(tmp_path, [request_of(0, model="fake/model:french")])
+    assert adapters.do("--fresh", engine=server).exit_code == 0
+    assert [sent.body["model"] for sent in server.sent] == ["fake/model:french"]
+
+
+def test_answers_come_whole(server: FakeSGLang, tmp_path: Path) -> None:
+    """`stream` is left out of what is sent, and the log says so once; an answer is one line."""
+    pretty = json.dumps({"choices": [{"message": {"content": "a\nb"}}], "big": 2**70, "usage": {}}, indent=1)
+    server.script = lambda _: Body(pretty.replace('"big"', '"half": 1.50,\n "big"').encode())
+    options = {"include_usage": True}
+    batch = Batch(tmp_path, [request_of(i, stream=True, stream_options=options) for i in range(2)])
+    result = batch.do(engine=server)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("`stream: true`") == 1
+    assert not any({"stream", "stream_options"} & set(sent.body) for sent in server.sent)
+    assert f'"half":1.50,"big":{2**70}' in batch.results.read_text()
+    assert len(batch.results.read_text().splitlines()) == 2
+
+
+def _refuse(sent: Sent) -> Any:
+    number = int(sent.prompt.rpartition(" ")[2])
+    return {1: "too long", 2: "broken 500", 3: "abort", 4: "no answer"}.get(number, "answer")
+
+
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("to_errors", [True, False])
+def test_failed_lines(server: FakeSGLang, tmp_path: Path, *, to_errors: bool) -> None:
+    """Lines that fail go to the errors, or into the results, and the exit code is 0."""
+    server.script = _refuse
+    batch = Batch(tmp_path, [request_of(i) for i in range(8)])
+    result = batch.do(*(["--errors", batch.errors] if to_errors else []), "--json", engine=server)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["rows_ok"], report["rows_failed"]) == (4, 4)
+    assert report["results"] == str(batch.results)
+    assert report["errors"] == (str(batch.errors) if to_errors else None)
+    assert report["path"] == str(batch.run)
+    lines = lines_of(batch.results)
+    failed = lines_of(batch.errors) if to_errors else [line for line in lines if line["error"]]
+    assert len(lines) == (4 if to_errors else 8)
+    assert [line["custom_id"] for line in failed] == [f"request-{i}" for i in (1, 2, 3, 4)]
+    refused, broken, _, no_answer = failed
+    assert broken["response"]["status_code"] == 500
+    assert broken["error"]["code"] == "request_failed"
+    assert refused["response"]["status_code"] == 400
+    assert "longer than the model's context" in refused["response"]["body"]["error"]["message"]
+    assert refused["error"]["code"] == "invalid_request"
+    assert no_answer["response"] is None
+    assert no_answer["error"]["code"] == "request_failed"
+    server.script = lambda _: "answer"
+    assert batch.do("--retry-failed", engine=server).exit_code == 0
+    assert [line["error"] for line in lines_of(batch.results)] == [None] * 8
+
+
+def test_all_lines_may_fail(server: FakeSGLang, tmp_path: Path) -> None:
+    """A server that refuses everything makes no other exit code, unless the base job says so."""
+    server.script = lambda _: "too long"
+    batch = Batch(tmp_path, [request_of(i) for i in range(150)])
+    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    assert (len(lines_of(batch.results)), len(lines_of(batch.errors))) == (0, 150)
+    base = tmp_path / "base.yaml"
+    job = {
+        "engine": {"kind": "attach", "urls": [server.url]},
+        "limits": {"max_failed_rows": 3, "abort_failed_share": 1.0},
+        "sampling": {"temperature": 0},
+        "prompt": {"text": "text"},
+        "output": {"path": "elsewhere", "columns": ["logprobs"], "part_rows": 40},
+        "order": "prefix",
+    }
+    base.write_text(yaml.safe_dump(job))
+    other = batchrun("batch", batch.requests, "-o", tmp_path / "other.jsonl", "--job", base)
+    assert other.exit_code == 3, other.stderr
+    assert "prompt, sampling are left out" in other.stderr
+    assert "order: prefix (set by the job)" in other.stderr
+    assert len(lines_of(tmp_path / "other.jsonl")) == 150
+
+
+GOOD = request_of(0)
+BAD = {
+    "not JSON": ('{"custom_id": "a", ', "not valid JSON"),
+    "not an object": ("[1, 2]", "not a JSON object"),
+    "not UTF-8": ('{"custom_id": "\udcff"}', "not UTF-8"),
+    "no custom_id": ({**GOOD, "custom_id": None}, "custom_id should be a text"),
+    "a number": ({**GOOD, "custom_id": 7}, "custom_id should be a text that names the request (got 7)"),
+    "twice": (GOOD, "its custom_id stands on an earlier line"),
+    "method": ({**GOOD, "custom_id": "b", "method": "GET"}, 'method should be POST (got "GET")'),
+    "no method": ({"custom_id": "b"}, "method should be POST (got nothing)"),
+    "embeddings": (
+        {**GOOD, "custom_id": "b", "url": "/v1/embeddings"},
+        "/v1/embeddings is not supported yet",
+    ),
+    "responses": ({**GOOD, "custom_id": "b", "url": "/v1/responses"}, 'got "/v1/responses")'),
+    "no body": ({**GOOD, "custom_id": "b", "body": None}, "body should be an object (got null)"),
+    "a list": ({**GOOD, "custom_id": "b", "body": [1]}, "body should be an object (got [1])"),
+    "model": ({**GOOD, "custom_id": "b", "body": {"model": 1}}, "body.model should be a text"),
+}
+
+
+@pytest.mark.parametrize(("line", "problem"), BAD.values(), ids=BAD)
+def test_bad_lines(tmp_path: Path, line: Any, problem: str) -> None:
+    """A bad line is named before anything is sent; with --skip-bad-lines it fails alone."""
+    batch = Batch(tmp_path, [])
+    text = line if isinstance(line, str) else json.dumps(line)
+    content = f"{json.dumps(GOOD)}\n\n{text}\n{json.dumps(request_of(1))}\n"
+    batch.requests.write_bytes(content.encode(errors="surrogateescape"))
+    refused = batch.do("--errors", batch.errors)
+    assert refused.exit_code == 2
+    assert f"{batch.requests}: line 3: " in refused.stderr
+    assert problem in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not batch.results.exists()
+    assert not batch.run.exists()
+    done = batch.do("--errors", batch.errors, "--skip-bad-lines")
+    assert done.exit_code == 0, done.stderr
+    assert [found["custom_id"] for found in lines_of(batch.results)] == ["request-0", "request-1"]
+    (failed,) = lines_of(batch.errors)
+    named = line["custom_id"] if isinstance(line, dict) and isinstance(line["custom_id"], str) else None
+    assert failed["custom_id"] == named
+    assert failed["response"] is None
+    assert failed["error"]["code"] == "invalid_request"
+    assert f"line 3: {problem.split(' (', maxsplit=1)[0]}".split(": ")[-1] in failed["error"]["message"]
+
+
+@pytest.mark.parametrize("option", [(), ("--skip-bad-lines",)])
+def test_several_models(tmp_path: Path, option: tuple[str, ...]) -> None:
+    """Lines that ask for different models are refused by name."""
+    batch = Batch(tmp_path, [request_of(0), request_of(1, model=None), request_of(2, model="other")])
+    result = batch.do(*option)
+    assert result.exit_code == 2
+    assert "line 1 asks for the model fake/model, line 3 for other: a batch has one model" in result.stderr
+
+
+def test_the_first_bad_line_of_many(tmp_path: Path) -> None:
+    """The message has the first bad line, and how many there are."""
+    batch = Batch(tmp_path, [GOOD, request_of(1), "x", GOOD, "{}"])
+    assert "line 3: not valid JSON" in (error := batch.do().stderr)
+    assert "(and 2 more bad lines)" in error
+
+
+def test_deadly_prompts(server: FakeSGLang, tmp_path: Path) -> None:
+    """A prompt that would end the server is not sent."""
+    prompts = ["", [], [""], ["fine", ""], [1, -1], [[1], [-5]], [None]]
+    batch = Batch(tmp_path, [{**request_of(i, url=COMPLETIONS, prompt=p)} for i, p in enumerate(prompts)])
+    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    assert server.sent == []
+    assert len(lines_of(batch.errors)) == len(prompts)
+
+
+def test_the_same_command_resumes(server: FakeSGLang, tmp_path: Path) -> None:
+    """Killed in the midst, the same command does the rest; the results are those of a run in one go."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    lines = [request_of(i, url=(CHAT, COMPLETIONS)[i % 2]) for i in range(300)]
+    assert Batch(whole, lines).do(engine=server).exit_code == 0
+    server.forget()
+    batch = Batch(tmp_path, lines)
+    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 200 else "answer"
+    with started("batch", batch.requests, "-o", batch.results, "--url", server.url) as killed:
+        server.wait_for(120)
+        eventually(lambda: any(batch.run.glob("tasks/main/journal-*")))
+        killed.process.kill()
+        killed.process.wait()
+    assert not batch.results.exists()
+    server.script = lambda _: "answer"
+    server.answer_held()
+    server.forget()  # its answers have the number of the try
+    result = batch.do(engine=server)
+    assert result.exit_code == 0, result.stderr
+    assert batch.results.read_bytes() == (whole / "results.jsonl").read_bytes()
+    again = batch.do("--json", engine=server)
+    assert json.loads(again.stdout)["rows_resumed"] == 300
+    assert batch.results.read_bytes() == (whole / "results.jsonl").read_bytes()
+
+
+def test_another_batch_for_the_same_results(tmp_path: Path) -> None:
+    """Another file, another engine or fewer lines are refused in one line; more lines are not."""
+    batch = Batch(tmp_path, [request_of(i) for i in range(6)])
+    assert batch.do("--limit", "3").exit_code == 0
+    assert len(lines_of(batch.results)) == 3
+    assert batch.do("--limit", "5").exit_code == 0
+    assert len(lines_of(batch.results)) == 5
+    fewer = batch.do("--limit", "2")
+    assert (fewer.exit_code, fewer.stderr.count("\n")) == (2, 1)
+    write_batch(batch.requests, [request_of(9)])
+    other = batch.do()
+    assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
+    assert "holds another run" in other.stderr
+    assert batch.do("--fresh").exit_code == 0
+    assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-9"]
+
+
+def test_files_that_are_not_ours(tmp_path: Path) -> None:
+    """No file is overwritten that the command did not write."""
+    batch = Batch(tmp_path, [GOOD])
+    batch.results.write_text("precious")
+    result = batch.do()
+    assert (result.exit_code, batch.results.read_text()) == (2, "precious")
+    assert "--fresh to replace it" in result.stderr
+    assert batch.do("--errors", batch.results).exit_code == 2
+    for target in (batch.requests, batch.results):
+        same = batchrun("batch", batch.requests, "-o", batch.requests, "--errors", target, *SIMULATED)
+        assert same.exit_code == 2
+        assert "give different files" in same.stderr
+    assert batch.do("--fresh").exit_code == 0
+    assert len(lines_of(batch.results)) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-", "-o", "out.jsonl", "--model", "simulated"], "standard input cannot be read again"),
+        (["r.jsonl", "-o", "-", "--model", "simulated"], "standard output cannot be published"),
+        (["r.jsonl", "-o", "out.parquet", "--model", "simulated"], "results are JSON Lines, not Parquet"),
+        (["r.jsonl", "-o", "no/out.jsonl", "--model", "simulated"], "there is no directory no"),
+        (["r.jsonl", "-o", ".", "--model", "simulated"], "is a directory"),
+        (["r.jsonl", "-o", "out.jsonl"], "give one of --model, --url and --job"),
+        (
+            ["r.jsonl", "-o", "out.jsonl", "--model", "m", "--url", "http://x"],
+            "got --model and --url: give one of",
+        ),
+        (["gone.jsonl", "-o", "out.jsonl", "--model", "simulated"], "gone.jsonl"),
+        (
+            ["r.csv", "-o", "out.jsonl", "--model", "simulated"],
+            "is CSV: a batch file has a JSON object on each line",
+        ),
+        (["*.jsonl", "-o", "out.jsonl", "--model", "simulated"], "these are 2 batch files"),
+        (["r.jsonl", "-o", "out.jsonl", "--job", "gone.yaml"], "gone.yaml"),
+        (["r.jsonl", "-o", "out.jsonl", "--job", "base.yaml"], "base.yaml: engine is missing"),
+        (
+            ["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "sampling.n=2"],
+            "parameters of its own",
+        ),
+        (["empty.jsonl", "-o", "out.jsonl", "--model", "simulated"], "empty"),
+    ],
+)
+def test_wrong_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: str
+) -> None:
+    """What is wrong is one line, and exit code 2; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    write_batch(Path("r.jsonl"), [GOOD])
+    Path("r.csv").write_text("a\n1\n")
+    Path("base.yaml").write_text("limits: {max_failed_rows: 1}\n")
+    if args[0] == "*.jsonl":
+        write_batch(Path("s.jsonl"), [GOOD])
+    if args[0] == "empty.jsonl":
+        Path("empty.jsonl").touch()
+    before = sorted(tmp_path.iterdir())
+    result = batchrun("batch", *args)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    """Requests and results may be compressed, by their ending; a batch file may have any other name."""
+    content = b"".join(json.dumps(request_of(i)).encode() + b"\n" for i in range(4))
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "r.txt").write_bytes(content)
+    for source in ("r.jsonl.gz", "r.txt"):
+        out = tmp_path / f"{source}.out.gz"
+        result = batchrun("batch", tmp_path / source, "-o", out, *SIMULATED)
+        assert result.exit_code == 0, result.stderr
+        assert len(gzip.decompress(out.read_bytes()).splitlines()) == 4
+
+
+def test_the_run_directory_is_one_of_any_run(tmp_path: Path) -> None:
+    """`status` and `merge` read it; the results of the run have the text and the whole answer."""
+    batch = Batch(tmp_path, [request_of(i, n=2) for i in range(4)])
+    assert batch.do().exit_code == 0
+    status = json.loads(batchrun("status", batch.run, "--json").stdout)
+    assert status["rows_total"] == 4
+    merged = batchrun("merge", batch.run)
+    table = pq.read_table(Path(merged.stdout.strip()))
+    assert table.schema.names[1] == "custom_id"
+    assert table.schema.names[-1] == "response"
+    for row in table.to_pylist():
+        body = json.loads(row["response"])
+        assert row["output"] == body["choices"][0]["message"]["content"]
+        assert row["completion_tokens"] == body["usage"]["completion_tokens"]
+        assert len(body["choices"]) == 2
+
+
+def test_tasks_share_a_batch(server: FakeSGLang, tmp_path: Path) -> None:
+    """With --join several tasks share the lines, and the results are written when all are done."""
+    batch = Batch(tmp_path, [request_of(i) for i in range(600)])
+    options = ("batch", batch.requests, "-o", batch.results, "--url", server.url, "--join")
+    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) < 10 else "answer"
+    with started(*options) as first:
+        server.wait_for(20)
+        with started(*options) as second:
+            server.wait_for(500)
+            server.answer_held()
+            assert first.end() == 0
+            assert second.end() == 0
+    assert [line["custom_id"] for line in lines_of(batch.results)] == [f"request-{i}" for i in range(600)]
+    assert len(server.sent) == 600
