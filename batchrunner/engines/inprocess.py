@@ -132,7 +132,7 @@ class InprocessSGLang(Engine):
         except TimeoutError:
             raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
         except (ValueError, TypeError) as failure:  # SGLang's server answers these with 400
-            raise RowRefusedError(str(failure)) from None
+            raise RowRefusedError(" ".join(str(failure).split())) from None
         if request.kind == "body":
             return completion_of_body(request.prompt, reply)
         return replies.completion_of(request, reply)
