@@ -262,7 +262,7 @@ class Started:
 @contextlib.contextmanager
 def started(*args: object) -> Iterator[Started]:
     """Run the command in another process, which is gone afterwards."""
-    command = [sys.executable, "-m", "batchrunner.cli", *map(str, args)]
+    command = [sys.executable, "-m", "batchrunner", *map(str, args)]
     script = Path(sys.executable).with_name("batchrun")
     if script.exists():
         command[:3] = [str(script)]

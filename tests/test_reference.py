@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import pytest
 
+from batchrunner.cli.options import EXIT_CODES
 from batchrunner.core import errors, exit_codes
-from batchrunner.core.command_options import EXIT_CODES
 from batchrunner.core.types import Incident
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.prefix_order.distance import DistanceChange

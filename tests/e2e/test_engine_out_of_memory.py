@@ -324,7 +324,7 @@ def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> No
         "device": "cpu",
     }
     job = job_of(tmp_path, engine, rows=100)
-    command = [sys.executable, "-m", "batchrunner.cli", write_job(job, tmp_path)]
+    command = [sys.executable, "-m", "batchrunner", write_job(job, tmp_path)]
     with memory_cgroup(450 << 20) as group:
         done = subprocess.run(
             group.command(*command), capture_output=True, text=True, timeout=PATIENCE_S, check=False

@@ -243,7 +243,7 @@ def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine,
     out = tmp_path / "inprocess"
     overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}", "bundle=2", LOGPROBS]
     engine = f"engine={{kind: inprocess, model: {SMALL_MODEL}, device: cpu}}"
-    command = [sys.executable, "-m", "batchrunner.cli", str(JOBS / "summarize.yaml"), "--set", engine]
+    command = [sys.executable, "-m", "batchrunner", str(JOBS / "summarize.yaml"), "--set", engine]
     for override in overrides:
         command += ["--set", override]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)

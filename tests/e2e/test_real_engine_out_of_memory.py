@@ -72,7 +72,7 @@ def test_killed_by_the_kernel_in_mid_run(tmp_path: Path) -> None:
     """The limit of its cgroup closes in until the kernel kills it: it comes back with half the pool."""
     args = {"max-total-tokens": 100_000}
     job = long_rows_job(tmp_path, MUCH_KV, [120] * 120, tokens=2, device="cpu", args=args)
-    command = [sys.executable, "-m", "batchrunner.cli", write_job(job, tmp_path)]
+    command = [sys.executable, "-m", "batchrunner", write_job(job, tmp_path)]
     with (
         memory_cgroup(8 << 30) as group,
         subprocess.Popen(group.command(*command), stderr=subprocess.PIPE, text=True) as process,
@@ -132,7 +132,7 @@ def test_out_of_memory_on_a_card(tmp_path: Path, kind: str, words: list[int], to
         "max-running-requests": 2048,
     }  # fmt: skip
     job = long_rows_job(tmp_path, FOR_A_CARD, words, tokens=tokens, device="cuda", args=args)
-    command = [sys.executable, "-m", "batchrunner.cli", str(write_job(job, tmp_path))]
+    command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ}) as process:
         eventually(lambda: rows_done(tmp_path) >= 1 or process.poll() is not None, START_S)
         log = tmp_path / "run" / "events.jsonl"

@@ -71,7 +71,7 @@ def _tiny_job(tmp_path: Path, tiny: Path, rows: int, *, kind: str = "server", to
             }
         )
     )
-    return [sys.executable, "-m", "batchrunner.cli", str(job)]
+    return [sys.executable, "-m", "batchrunner", str(job)]
 
 
 def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:

@@ -80,7 +80,7 @@ def _marked(marker: str) -> list[int]:
 def test_killed_runner_leaves_nothing(tmp_path: Path, tiny: Path) -> None:
     """SIGKILL of the runner ends the replicas and the gateway. (First: before the fixture's own are up.)"""
     job = _long_job(tmp_path, fleet_of(tiny), rows=5000)
-    command = [sys.executable, "-m", "batchrunner.cli", str(write_job(job, tmp_path))]
+    command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
     environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
     marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
     parts = tmp_path / "run" / "parts"

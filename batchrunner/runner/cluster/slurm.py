@@ -156,7 +156,7 @@ class SlurmArray:
             ("partition", self.partition, ""),
             ("account", self.account, ""),
         ]
-        python = shlex.join([sys.executable, "-m", "batchrunner.cli"])
+        python = shlex.join([sys.executable, "-m", "batchrunner"])
         return "\n".join(
             [
                 "#!/bin/bash",

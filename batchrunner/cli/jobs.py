@@ -1,0 +1,125 @@
+"""Commands that make and improve a job: init, check, tune, schema."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from batchrunner.cli.options import (
+    JobArgument,
+    JsonOption,
+    LimitOption,
+    NoPythonOption,
+    QuietOption,
+    SetOption,
+    with_limit,
+)
+from batchrunner.core.console import show, tell
+
+
+def init(
+    data: Annotated[str, typer.Argument(metavar="FILE", help="The data: a file, a directory or a glob.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="JOB.yaml", help="Where to write the job; - prints it.")
+    ] = "job.yaml",
+    engine: Annotated[
+        str, typer.Option(metavar="KIND", help="Engine of the job: server or simulated.")
+    ] = "server",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a commented job for a data file, with its columns.
+
+    An existing file is not overwritten.
+
+    Example: batchrun init docs.parquet
+    """
+    from batchrunner.input.new_job import new_job, save  # noqa: PLC0415
+
+    made = new_job(data, engine)
+    if output != "-":
+        save(made, output)
+        tell(made.next_steps(output))
+    shown = made.text.rstrip("\n") if output == "-" else output
+    show(made.as_dict(output) if as_json else [shown])
+
+
+def check(
+    job: JobArgument,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    no_python: NoPythonOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Validate a job and show its first three prompts; send nothing.
+
+    The first 1,000 rows are rendered, to count those that cannot be sent.
+
+    Example: batchrun check jobs/summarize.yaml
+    """
+    from batchrunner.runner.check import check as check_job  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
+
+    log_to_stderr(quiet=False, details=False)  # what the job's Python functions print
+    found = check_job(job, with_limit(overrides, limit), no_python=no_python)
+    show(found.as_dict() if as_json else found.lines())
+
+
+def tune(
+    job: JobArgument,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 30m or 2h.")
+    ] = "30m",
+    allow: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Try these too: quantization (changes answers), torch-compile or both, with a comma.",
+        ),
+    ] = "",
+    apply: Annotated[
+        bool,
+        typer.Option("--apply", help="Write the best flags into the job file, which is else left as it is."),
+    ] = False,
+    no_python: NoPythonOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest safe flags of SGLang for a job on this machine.
+
+    It tries flags on a sample of the job's rows. Run it again to go on after an interruption, or with a
+    larger budget.
+
+    Example: batchrun tune jobs/summarize.yaml --budget 30m
+    """
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
+    from batchrunner.tune.tuner import parse_budget  # noqa: PLC0415
+    from batchrunner.tune.tuner import tune as tune_job  # noqa: PLC0415
+
+    log_to_stderr(quiet=True)
+    # what its trials' runs say is no news
+    logging.getLogger("batchrunner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
+    found = tune_job(
+        job,
+        overrides=with_limit(overrides, limit),
+        budget_s=parse_budget(budget),
+        allow=[name.strip() for name in allow.split(",") if name.strip()],
+        apply=apply,
+        no_python=no_python,
+    )
+    show(found.as_dict() if as_json else found.lines())
+
+
+def schema(_: JsonOption = False) -> None:
+    """Print the JSON Schema of job files, for editors.
+
+    An editor completes and checks job files with it. --json changes nothing.
+
+    Example: batchrun schema > job.schema.json
+    """
+    from batchrunner.job.spec import Job  # noqa: PLC0415
+
+    show(Job.model_json_schema())

@@ -1,0 +1,132 @@
+"""Commands that read a run: status, merge, export, report, advise."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from batchrunner.cli.options import JsonOption, RunArgument
+from batchrunner.core.console import show, tell
+
+
+def status(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Show the state of a run: rows, failures, load, time left.
+
+    The run may be at work in another process, or on another machine that shares its path.
+
+    Example: batchrun status out/summarize
+    """
+    from batchrunner.runner.status import status as status_of  # noqa: PLC0415
+    from batchrunner.runner.status import status_lines  # noqa: PLC0415
+
+    state = status_of(run)
+    show(state if as_json else status_lines(state))
+
+
+def merge(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Write a run's results as one dataset in input order: RUN/merged.
+
+    The exit code is 1 while rows are missing.
+
+    Example: batchrun merge out/summarize
+    """
+    from batchrunner.report.merged import merge_run  # noqa: PLC0415
+
+    merged = merge_run(run)
+    if not as_json:
+        tell("\n".join(merged.lines()))
+    show(merged.as_dict() if as_json else [str(merged.path)])
+    raise typer.Exit(merged.exit_code)
+
+
+def export(
+    run: RunArgument,
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The file to write, such as answers.csv; - is standard output."),
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="ENDING",
+            help="Format, such as csv, jsonl.gz, parquet or arrow; the ending of FILE unless given.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a run's results in input order to one file.
+
+    The file is CSV, JSON Lines, Parquet or Arrow, by its ending, also compressed. The exit code is 1 while
+    rows are missing.
+
+    Example: batchrun export out/summarize answers.csv
+    """
+    from batchrunner.report.merged import export_run  # noqa: PLC0415
+
+    exported = export_run(run, file, form=form, force=force)
+    if not as_json:
+        tell("\n".join(exported.lines()))
+    if file != "-":  # else standard output has the rows
+        show(exported.as_dict() if as_json else [str(exported.path)])
+    raise typer.Exit(exported.exit_code)
+
+
+def report(
+    run: RunArgument,
+    in_browser: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the page of a run: RUN/report.html.
+
+    The run may be over, at work or killed. A run writes the page at its end too.
+
+    Example: batchrun report out/summarize --open
+    """
+    from batchrunner.output.run_dir import RunDir  # noqa: PLC0415
+    from batchrunner.report.html.page import write_page  # noqa: PLC0415
+
+    page = str(write_page(RunDir(run)))
+    show({"page": page} if as_json else [page])
+    if in_browser:
+        typer.launch(page)
+
+
+def advise(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="LOGFILE|URL|RUN",
+            help="A log of SGLang, a server such as http://host:30000, or a run's output path.",
+        ),
+    ],
+    thresholds: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--threshold",
+            metavar="NAME=VALUE",
+            help="Set where a sign begins, such as frequent=0.1; may be repeated.",
+        ),
+    ] = None,
+    span: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time for which a live server is watched.")
+    ] = 20.0,
+    card: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The GPU, such as H100, where the log or the server does not tell."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which SGLang flag to change, from a log, a server or a run.
+
+    Example: batchrun advise out/summarize
+    """
+    from batchrunner.advise.advise import advise as judge  # noqa: PLC0415
+    from batchrunner.engines.logs.thresholds import Thresholds  # noqa: PLC0415
+
+    found = judge(source, Thresholds().with_values(thresholds or []), span_s=span, card=card)
+    show(found.as_dict() if as_json else found.lines())

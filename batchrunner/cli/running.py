@@ -1,0 +1,268 @@
+"""Commands that send rows: run, batch, slurm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from batchrunner.cli.options import (
+    JobArgument,
+    JsonOption,
+    LimitOption,
+    NoPythonOption,
+    QuietOption,
+    SetOption,
+    with_limit,
+)
+from batchrunner.core.console import show, tell
+from batchrunner.core.errors import BatchrunError
+
+
+@contextlib.contextmanager
+def _telling_report(*, quiet: bool) -> Iterator[None]:
+    """Print the report of a run that could not go on: it is worth knowing, whatever ended it."""
+    try:
+        yield
+    except BatchrunError as error:
+        if error.report is not None and not quiet:
+            tell("\n".join(error.report.lines()))
+        raise
+
+
+def run(
+    job: JobArgument,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    fresh: Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")] = False,
+    retry_failed: Annotated[bool, typer.Option(help="Send failed rows again.")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Do one of N fixed shares of the rows, such as 3/16 (0/16 to 15/16); "
+            "`slurm` takes the number of the array task.",
+        ),
+    ] = None,
+    join: Annotated[
+        bool,
+        typer.Option(
+            "--join", help="Share the rows with all other starts that say --join; each takes what is left."
+        ),
+    ] = False,
+    no_python: NoPythonOption = False,
+    quiet: QuietOption = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show all log lines on a terminal, not only the first three."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a job, or resume it; `batchrun JOB.yaml` is short for it.
+
+    Example: batchrun jobs/summarize.yaml --set engine.model=Qwen/Qwen3-8B --set input.limit=1000
+    """
+    from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
+
+    log_to_stderr(quiet=quiet, details=verbose or as_json)
+    with _telling_report(quiet=quiet or as_json):
+        done = run_in_foreground(
+            job,
+            with_limit(overrides, limit),
+            fresh=fresh,
+            retry_failed=retry_failed,
+            shard=shard,
+            join=join,
+            no_python=no_python,
+            quiet=quiet,
+            as_json=as_json,
+        )
+    if as_json:
+        show(done.as_dict())
+    elif not quiet or done.exit_code:
+        tell("\n".join(done.lines()))
+    if not as_json and not quiet:
+        show([done.results])
+    raise typer.Exit(done.exit_code)
+
+
+def batch(
+    requests: Annotated[
+        str, typer.Argument(metavar="REQUESTS", help="The batch file, in OpenAI's format; also .gz or .zst.")
+    ],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="RESULTS", help="The file to write when all lines are done."),
+    ],
+    errors: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Where failed lines go; without it they are in RESULTS too."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Start a server for this model; `simulated` invents answers."),
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Use the server at this address; may be repeated for replicas."),
+    ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(metavar="BASE.yaml", help="Use the engine, limits and order of this job."),
+    ] = None,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    skip_bad_lines: Annotated[
+        bool,
+        typer.Option("--skip-bad-lines", help="Let lines that are no requests fail, and send the others."),
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard RESULTS.run and start again.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Send failed lines again.")] = False,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Share the lines with all other starts that say --join."),
+    ] = False,
+    quiet: QuietOption = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all log lines on a terminal too.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer the requests of a batch file in OpenAI's format (also vLLM's run-batch); run it again to resume.
+
+    The run's directory is RESULTS.run.
+
+    Example: batchrun batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
+    """
+    from batchrunner.runner.batch import prepare_batch, run_batch  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
+
+    log_to_stderr(quiet=quiet, details=verbose or as_json)
+    files, made = prepare_batch(
+        requests,
+        output,
+        errors,
+        model=model,
+        urls=url or [],
+        base=job,
+        lenient=skip_bad_lines,
+        overrides=with_limit(overrides, limit),
+        fresh=fresh,
+    )
+    with _telling_report(quiet=quiet or as_json):
+        done = run_batch(
+            files, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json
+        )
+    if as_json:
+        show(done.as_dict())
+    elif not quiet or done.report.exit_code:
+        tell("\n".join(done.lines()))
+    if not as_json and not quiet and done.is_published:
+        show([str(files.results)])
+    raise typer.Exit(done.report.exit_code)
+
+
+def slurm(
+    job: JobArgument,
+    array: Annotated[
+        str,
+        typer.Option(
+            metavar="RANGE", help="Numbers of the tasks, such as 0-15 or 1,3,7; 0-15%4 runs four at once."
+        ),
+    ],
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Partition; unless given, Slurm's default.")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Account; unless given, Slurm's default.")
+    ] = None,
+    gpus_per_task: Annotated[
+        str | None, typer.Option(metavar="N", help="GPUs of each task, such as 1; none unless given.")
+    ] = None,
+    cpus_per_task: Annotated[
+        str | None, typer.Option(metavar="N", help="Cores of each task; 8 for each GPU unless given.")
+    ] = None,
+    mem: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of each task, such as 200G; 64G for each GPU unless given."
+        ),
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Time limit of each task, such as 4:00:00; it is requeued if rows are left."
+        ),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Another option of sbatch, such as qos=high; may be repeated."
+        ),
+    ] = None,
+    no_python: NoPythonOption = False,
+    grace: Annotated[
+        int, typer.Option(metavar="SECONDS", help="Time before the limit at which a task stops sending rows.")
+    ] = 120,
+    preamble: Annotated[
+        str,
+        typer.Option(metavar="TEXT|FILE", help="Shell lines that come first, such as 'module load cuda'."),
+    ] = "",
+    static: Annotated[
+        bool,
+        typer.Option(
+            "--static", help="Each task does a fixed share, by its number, instead of what is left."
+        ),
+    ] = False,
+    submit: Annotated[
+        bool,
+        typer.Option("--submit", help="Submit the script, and a job that merges and reports after it."),
+    ] = False,
+    merge: Annotated[bool, typer.Option(help="Whether --submit submits that job too.")] = True,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Where to write the script; standard output unless given."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a job as the script of a Slurm array, or submit it.
+
+    Example: batchrun slurm jobs/summarize.yaml --array 0-15 --gpus-per-task 1 --time 4:00:00 --submit
+    """
+    from batchrunner.runner.cluster import slurm as to_slurm  # noqa: PLC0415 - the command starts fast
+
+    planned = to_slurm.plan_array(
+        job,
+        overrides=with_limit(overrides, limit),
+        no_python=no_python,
+        preamble=preamble,
+        array=array,
+        partition=partition,
+        account=account,
+        gpus_per_task=gpus_per_task,
+        cpus_per_task=cpus_per_task,
+        mem=mem,
+        time=time,
+        sbatch=sbatch or [],
+        grace_s=grace,
+        static=static,
+    )
+    script = planned.script()
+    if output is not None:
+        to_slurm.save(planned, output)
+    if output is not None or submit:
+        to_slurm.make_logs(planned)
+    submitted = to_slurm.submit(planned, merge=merge) if submit else []
+    if as_json:
+        logs = str(planned.logs)
+        show(
+            {"script": script, "file": output, "run": str(planned.run), "logs": logs, "submitted": submitted}
+        )
+    elif submit or output is None:
+        show(submitted or [script])
