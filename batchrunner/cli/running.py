@@ -130,9 +130,9 @@ def batch(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer the requests of a batch file in OpenAI's format (also vLLM's run-batch); run it again to resume.
+    """Answer the requests of a batch file in OpenAI's format.
 
-    The run's directory is RESULTS.run.
+    vLLM's run-batch has the same format. The run's directory is RESULTS.run. Run it again to resume.
 
     Example: batchrun batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
     """
