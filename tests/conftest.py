@@ -49,8 +49,15 @@ INSTANT = {"kind": "simulated", "step_s": 0}
 
 
 def pytest_configure() -> None:
-    """Let SIGINT interrupt, as in a terminal: a shell has it ignored in what it starts in the background."""
+    """Prepare this process, which those that the tests start take after.
+
+    SIGINT interrupts, as in a terminal: a shell has it ignored in what it starts in the background. Bytecode
+    is kept: without it each of the workers compiles all tests, and each command that a test starts the
+    package.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from graphlib import TopologicalSorter
@@ -26,13 +27,18 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
     if "cpu_shim" not in path.parts
 }
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax trees of the package's files."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
 
 
 def imports_of(path: Path) -> set[str]:
     """Return the modules of the package that a file imports anywhere, for types too."""
     found = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -83,20 +89,20 @@ def test_no_circle_of_imports(folder: Path) -> None:
 def test_class_names_are_unique() -> None:
     """Who searches for a class finds one."""
     classes = Counter(
-        node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in classes.items() if count > 1] == []
 
 
 def test_every_module_has_a_docstring() -> None:
     """A file begins with a docstring that says what it is for."""
-    assert [name for name, path in FILES.items() if not ast.get_docstring(TREES[path])] == []
+    assert [name for name, path in FILES.items() if not ast.get_docstring(trees()[path])] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS_WITHIN, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_every_folder_says_what_it_is_for(folder: Path) -> None:
     """A folder's __init__.py has a docstring of 12 lines at most."""
-    text = ast.get_docstring(TREES[folder / "__init__.py"]) or ""
+    text = ast.get_docstring(trees()[folder / "__init__.py"]) or ""
     assert 1 <= len(text.splitlines()) <= 12
     assert not text.startswith("TODO")
 

@@ -6,6 +6,7 @@ On the page a message is a line of its own that ends with `<br>`; `…` stands f
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,6 @@ from batchrunner.core import errors
 
 PACKAGE = Path(batchrunner.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
-TREES = {
-    path.relative_to(PACKAGE.parent): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if "cpu_shim" not in path.parts
-}
 ERRORS = {
     name
     for name, value in vars(errors).items()
@@ -29,6 +25,16 @@ ERRORS = {
 SHOWN_BY = {"info", "warning", "error", "drain", "failure_message"}
 """Methods whose first argument a user reads: of a log, of a run's control, of a launched program."""
 ON_THE_PAGE = re.compile(r"^[- ] (`+) ?(.+?) ?\1<br>$", re.MULTILINE)
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax trees of the package's files."""
+    return {
+        path.relative_to(PACKAGE.parent): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if "cpu_shim" not in path.parts
+    }
 
 
 def forms(text: ast.expr) -> list[str]:
@@ -72,7 +78,7 @@ def is_shown(call: ast.Call, path: Path) -> bool:
 
 def messages() -> Iterator[tuple[str, str]]:
     """Yield each message and its place, unless it has less than two words of its own."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and call.args and is_shown(call, path):
                 for form in forms_of(call):
@@ -101,7 +107,7 @@ def test_the_page_has_no_message_that_is_gone() -> None:
     """Each piece of a message on the page is in the package's code."""
     texts = [
         form
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, (ast.Constant, ast.JoinedStr))
         for form in forms(node)

@@ -27,7 +27,7 @@ from docs.tools.reference.pages import FOLDER, pages
 from tests.conftest import ROOT, batchrun, job_of, report_of, write_job
 from tests.support.tuned import tuned
 from tests.support.tuning_lab import Lab, chat_rows
-from tests.test_layout import TREES
+from tests.test_layout import trees
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +100,7 @@ def test_each_option_is_explained(name: str) -> None:
 
 def calls_of_write() -> list[ast.Call]:
     """Return the calls in the package that write an event."""
-    calls = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    calls = (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Call))
     return [
         call
         for call in calls
@@ -218,7 +218,7 @@ def test_each_environment_variable_is_explained() -> None:
     """Each text in the package that is spelled like an environment variable is on the page."""
     texts = {
         node.value
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
