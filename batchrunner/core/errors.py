@@ -55,7 +55,7 @@ class OutputError(BatchrunError):
     """The output path cannot hold results: it is a file, not writable, or on a full disk."""
 
     exit_code = 2
-    advice = "give another output path, or make this one writable"
+    advice = "give a path that can be written, or that of a run where one is read"
 
 
 class TaskHeldError(OutputError):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_fixed
 
-from batchrunner.output.files import cannot_write
+from batchrunner.output.files import cannot_write, is_for_good
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class DiskWait:
     async def write(self, path: Path, write: Callable[[], None]) -> None:
         """Call `write`, which writes `path`, in a thread until it succeeds; raises StorageError at the end.
 
-        Only an OSError is followed by another try.
+        Only an OSError that may pass is followed by another try.
         """
         failed_at: float | None = None
 
@@ -55,7 +55,9 @@ class DiskWait:
                 log.warning("%s: %s: the run pauses until it can be written", path, why)
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(OSError),
+            retry=retry_if_exception(
+                lambda failure: isinstance(failure, OSError) and not is_for_good(failure)
+            ),
             wait=wait_fixed(PAUSE_S),
             stop=gives_up,
             before_sleep=note_failure,
@@ -67,3 +69,7 @@ class DiskWait:
             raise cannot_write(path, failure) from None
         if failed_at is not None:
             log.warning("%s: written after %.0f s", path, time.monotonic() - failed_at)
+
+
+def _may_pass(failure: BaseException) -> bool:
+    return isinstance(failure, OSError) and not is_for_good(failure)

@@ -127,5 +127,12 @@ def cannot_write(path: Path, failure: OSError) -> StorageError:
     """Return the StorageError for a failed write of `path`."""
     return StorageError(
         f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",
-        hint="make room and run the same command again",
+        hint="allow larger files (ulimit -f) and run the same command again"
+        if is_for_good(failure)
+        else "make room and run the same command again",
     )
+
+
+def is_for_good(failure: BaseException) -> bool:
+    """Tell whether a failed write fails again however long one waits: the file is larger than any may be."""
+    return isinstance(failure, OSError) and failure.errno == errno.EFBIG

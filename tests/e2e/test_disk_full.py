@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -111,3 +112,23 @@ def mounted_read_only(place: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=PATIENCE_S)
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+from batchrunner.cli import main
+main()
+"""
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    """No wait makes room for a file that is larger than any may be: the run ends, and says what to do."""
+    job = job_of(tmp_path, rows=3000)
+    file = str(write_job(job, tmp_path))
+    command = [sys.executable, "-c", LIMITED, "30000", file, "-q"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+    told(ended.stderr.splitlines()[-1], "what is on disk is kept", "allow larger files (ulimit -f)")
+    assert batchrun(file, "-q").exit_code == 0
+    assert [row["row"] for row in results_of(job)] == list(range(3000))
