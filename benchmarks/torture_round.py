@@ -233,7 +233,7 @@ class Round:
                     running.append(self._spawn(job_file, kill=kills > 0))
             for each in running:
                 if time.monotonic() > each.dies_at:
-                    each.process.kill()
+                    os.kill(each.process.pid, signal.SIGKILL)  # its own `kill` asks for its exit status
         last = self._spawn(job_file, kill=False).process.wait(LONGEST_START_S)  # what the last dead have left
         if last:
             raise SystemExit(f"exit {last} in {self.folder}")
