@@ -186,6 +186,16 @@ def test_chunks_of_other_types(server: FakeSGLang) -> None:
     assert streamed.select(options["columns"]).equals(listed.select(options["columns"]))
 
 
+def nested(levels: int | None) -> list[Any]:
+    """Return a list in so many others; with None, one that contains itself."""
+    value: list[Any] = []
+    if levels is None:
+        value += [value, {"again": value}]
+    for _ in range(levels or 0):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -199,6 +209,14 @@ def test_chunks_of_other_types(server: FakeSGLang) -> None:
         (
             lambda: batchrunner.generate([{"a": "x", "b": 1}, {"b": "y"}], engine=INSTANT),
             "column 'b', rows 0 to 1: ",
+        ),
+        (
+            lambda: batchrunner.generate([{"a": "x", "b": nested(50)}], engine=INSTANT),
+            "column 'b', row 0: has more than 49 levels, or contains itself",
+        ),
+        (
+            lambda: batchrunner.generate([{"a": "x"}, {"b": nested(None)}], engine=INSTANT),
+            "column 'b', row 1: has more than 49 levels, or contains itself",
         ),
         (lambda: batchrunner.generate([{1: "a"}], engine=INSTANT), "a column has the name 1: give a text"),
         (lambda: batchrunner.generate({"text": ["a"]}, engine=INSTANT), "got dict"),

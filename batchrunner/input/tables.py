@@ -17,6 +17,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError
 from batchrunner.input.files import find_files, first_line
+from batchrunner.input.formats.values import has_more_levels
 from batchrunner.output.files import writing
 
 TEXT = "text"
@@ -25,6 +26,8 @@ CHUNK_ROWS, CHUNK_BYTES = 1024, 16 << 20
 """Most rows of an iterator that are converted together, and the bytes of their texts."""
 _INDEX = "__index_level_"
 """Beginning of the name of a column that pandas makes of an index."""
+MOST_LEVELS = 49
+"""Most levels of a value: Parquet has two for each list, and 100 in all."""
 _WANTED = (
     "rows: give texts, mappings, a table or data frame (pyarrow, pandas, polars, duckdb, datasets), "
     "or the path of files"
@@ -288,8 +291,16 @@ def batches_of_rows(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa.Re
 
 
 def _column_of(name: str, rows: Sequence[Mapping[str, Any]], first: int) -> pa.Array:
+    values = [row.get(name) for row in rows]
+    for number, value in enumerate(values, first):
+        if has_more_levels(value, MOST_LEVELS):
+            raise InputError(
+                f"rows: cannot be made a table: column {name!r}, row {number}: "
+                f"has more than {MOST_LEVELS} levels, or contains itself",
+                hint="give it as JSON text",
+            )
     try:
-        return pa.array([row.get(name) for row in rows])
+        return pa.array(values)
     except Exception as failure:  # noqa: BLE001 - values of any kind: a number over 64 bits, for example
         raise InputError(
             f"rows: cannot be made a table: {type(failure).__name__}: column {name!r}, "

@@ -15,7 +15,7 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError
 from batchrunner.input.formats.shapes import Shape, arrow_type, merge_into, merged
 from batchrunner.input.formats.text import Lines
-from batchrunner.input.formats.values import TYPES, BlockRows, Column, column_of, text_of
+from batchrunner.input.formats.values import TYPES, BlockRows, Column, column_of, has_more_levels, text_of
 from batchrunner.output.columns import arrow_array
 
 MOST_COLUMNS = 10_000
@@ -105,15 +105,6 @@ def _object_in(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
         value = orjson.loads(line.strip())
     except orjson.JSONDecodeError as failure:
         return None, f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
-    if line.count(b"[") + line.count(b"{") > DEEPEST and _is_too_deep(value):
+    if line.count(b"[") + line.count(b"{") > DEEPEST and has_more_levels(value, DEEPEST + 1):
         return None, f"nested deeper than {DEEPEST}"
     return (value, None) if isinstance(value, dict) else (None, "not a JSON object")
-
-
-def _is_too_deep(value: object) -> bool:
-    """Tell whether a value has more than DEEPEST levels; looks at one level after the other."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        inside = [each for each in level if isinstance(each, (dict, list))]
-        level = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
-    return any(isinstance(each, (dict, list)) for each in level)
