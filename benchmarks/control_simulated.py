@@ -331,7 +331,7 @@ def table_of(found: list[tuple[Case, dict[str, Any]]]) -> list[dict[str, Any]]:
     return table
 
 
-def report(found: list[tuple[Case, dict[str, Any]]], took_s: float) -> None:
+def report(found: list[tuple[Case, dict[str, Any]]], took_s: float, name: str) -> None:
     table = table_of(found)
     controlled = [row for row in table if row["window"] is None]
     long = [row for row in controlled if not row["brief"]]
@@ -350,7 +350,7 @@ def report(found: list[tuple[Case, dict[str, Any]]], took_s: float) -> None:
         "goal": {"ratio_at_least": GOAL, "met": worst >= GOAL}, "took_s": round(took_s, 1),
         "max_running": MAX_RUNNING, "kv_tokens": KV_TOKENS, "cases": table,
     }  # fmt: skip
-    save("control_simulated", line, figures, ("batchrunner",))
+    save(name, line, figures, ("batchrunner",))
 
 
 def report_largest(found: list[tuple[Case, dict[str, Any]]]) -> None:
@@ -366,6 +366,8 @@ def main() -> None:
     parser.add_argument("--late", type=float, nargs="+", default=[0.1, 1.0, 4.0], metavar="SECONDS")
     parser.add_argument("--one", help="run one case, given as JSON, and print what came out")
     parser.add_argument("--largest", action="store_true", help="1 million and 10 million rows instead")
+    parser.add_argument("--workload", action="append", default=[], choices=list(WORKLOADS))
+    parser.add_argument("--save-as", default="control_simulated", metavar="NAME")
     large, fixed = "what more than 8 replicas run", "take fixed windows from an earlier result"
     parser.add_argument("--large", nargs="+", default=list(WORKLOADS)[:3], metavar="WORKLOAD", help=large)
     parser.add_argument("--fixed-from", type=Path, metavar="FILE", help=fixed)
@@ -378,6 +380,7 @@ def main() -> None:
     cases = [Case("chat", count, rows, None, 1.0) for count, rows in LARGEST]
     if not args.largest:
         cases = grid(args.rows, args.replicas, args.late, args.large)
+        cases = [case for case in cases if case.workload in (args.workload or WORKLOADS)]
     known = fixed_of(args.fixed_from) if args.fixed_from else {}
     began = time.perf_counter()
     with ProcessPoolExecutor(args.processes) as pool:
@@ -387,7 +390,7 @@ def main() -> None:
     if args.largest:
         report_largest(found)
     else:
-        report(found, time.perf_counter() - began)
+        report(found, time.perf_counter() - began, args.save_as)
 
 
 if __name__ == "__main__":
