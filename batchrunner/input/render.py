@@ -213,6 +213,15 @@ def _integers(column: pa.Array) -> list[int]:
     return numbers.tolist()
 
 
+def carried_of(ref: RowRef) -> dict[str, Any]:
+    """Return the carried columns of a row; a value that Python cannot represent is None."""
+    found = {}
+    for at, name in enumerate(ref.carried.schema.names):
+        (value,) = values_of(ref.carried.column(at).slice(ref.position, 1))
+        found[name] = None if isinstance(value, UnreadableValue) else value
+    return found
+
+
 def _value_of(item: pa.Scalar[Any]) -> Any:
     try:
         return item.as_py()

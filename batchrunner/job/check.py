@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
-from batchrunner.job.fields import Spec
+from batchrunner.job.fields import PythonFunction, Spec
 from batchrunner.job.sampling import check_regex
 
 OnLength: TypeAlias = Literal["keep", "fail", "continue"]
@@ -25,6 +25,10 @@ class CheckSpec(Spec):
     expression: str | None = None
     """Jinja2 expression that must be true, over `output` (the text), `parsed` (its JSON, else null),
     `reasoning`, `finish_reason`, and the columns of the row."""
+    python: PythonFunction | None = None
+    """Python function that judges an answer, as `module:function`. It is called with the answer, a text, or
+    with the answer and the row, a dict of `input.columns`, and returns true, false, or a text that says what
+    is wrong. It runs in processes of its own."""
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
     """Most answers of a row that are checked, the first included; then the row fails, with the last one. By
     default 3, and 1 where the job has no section `check`."""
@@ -50,7 +54,8 @@ class CheckSpec(Spec):
     @property
     def has_condition(self) -> bool:
         """Whether the section itself says what an answer must be."""
-        return bool(self.json_) or self.regex is not None or self.expression is not None
+        given = (self.regex, self.expression, self.python)
+        return bool(self.json_) or any(condition is not None for condition in given)
 
     @property
     def first_temperature(self) -> float | None:

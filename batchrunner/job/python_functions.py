@@ -9,7 +9,7 @@ from batchrunner.job.fields import PythonFunction
 from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
 from batchrunner.job.spec import Job
 
-PROMPT, PARSE = "prompt.python", "parse"
+PROMPT, PARSE, CHECK = "prompt.python", "parse", "check.python"
 """Places of functions in a job, by which the pool knows them."""
 
 
@@ -24,6 +24,8 @@ def open_functions(job: Job) -> HookPool | None:
     if job.parsing is not None:
         columns = tuple(job.parsing.columns.items())
         functions.append(_function(PARSE, "parse", job.parsing.python, columns))
+    if job.check.python is not None:
+        functions.append(_function(CHECK, "check", job.check.python))
     if not functions:
         return None
     limits = job.limits

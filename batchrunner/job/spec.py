@@ -150,8 +150,8 @@ class LimitsSpec(Spec):
     render: Duration = 5.0
     """CPU time in which the templates of a row are rendered. A row that takes more fails."""
     python: Duration = 30.0
-    """Time of one call of a Python function (`prompt.python`, `parse`). A row whose call takes longer
-    fails."""
+    """Time of one call of a Python function (`prompt.python`, `parse`, `check.python`). A row whose call
+    takes longer fails."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
     """Memory in GiB that each process of the Python functions may take, beyond what it has when its modules
     are imported. A row whose call needs more fails."""
@@ -302,7 +302,7 @@ class Job(Spec):
             and check.json_ is not False
             and not (check.has_condition or fails_cut or has_schema)
         ):
-            raise WrongValueError("check: nothing is checked", hint="give json, regex or expression")
+            raise WrongValueError("check: nothing is checked", hint="give json, regex, expression or python")
         first = check.first_temperature
         if first is not None and isinstance(sampled, float) and sampled != first:
             raise WrongValueError(

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
+from batchrunner.core.hooks.functions import name_of
 from batchrunner.core.types import InputFile
 from batchrunner.job.answers import EarlierAnswers
 from batchrunner.job.spec import Job
@@ -58,6 +59,7 @@ def _conditions(job: Job) -> dict[str, Any]:
         "json": check.json_,
         "regex": check.regex,
         "expression": check.expression,
+        "python": None if check.python is None else name_of(check.python),
         "on_length": job.on_length,
     }
     return {name: value for name, value in given.items() if value is not None}

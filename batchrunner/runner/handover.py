@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.types import LEFT_OUT, Outcome, RowRef
+from batchrunner.core.types import LEFT_OUT, Outcome
 from batchrunner.input.dataset import RowBatch
-from batchrunner.input.render import UnreadableValue, rows_of, values_of
+from batchrunner.input.render import UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import SAMPLE
 from batchrunner.output.columns import ResultRow, answer_value, result_rows
@@ -123,14 +123,6 @@ def rows_given(outcome: Outcome, plan: AnswerPlan) -> list[dict[str, Any]]:
     return [_row_given(row, carried, plan) for row in rows]
 
 
-def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the carried columns of a row."""
-    return {
-        name: _value_at(ref.carried.column(at), ref.position)
-        for at, name in enumerate(ref.carried.schema.names)
-    }
-
-
 def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dict[str, Any]:
     outcome, sample = row
     completion = outcome.completion
@@ -164,9 +156,3 @@ def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
         {name: None if isinstance(value, UnreadableValue) else value for name, value in row.items()}
         for row in rows
     ]
-
-
-def _value_at(column: Any, position: int) -> Any:
-    """Return a value of a carried column; None where Python cannot represent it."""
-    (value,) = values_of(column.slice(position, 1))
-    return None if isinstance(value, UnreadableValue) else value

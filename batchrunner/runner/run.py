@@ -87,6 +87,7 @@ async def build_run(
     sending = build_sending(
         job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
         control, display, prepared.answers, prepared.dataset.schema.names, began=began,
+        functions=prepared.functions,
     )  # fmt: skip
     _log_start(attempt, windows, events)
     display.begin(

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import EngineInfo, Outcome, PromptKind
 from batchrunner.dispatch.bundles.sender import bundle_senders
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.dispatch.checks.examiner import AnswerExaminer
+from batchrunner.dispatch.checks.python_check import python_check
 from batchrunner.dispatch.checks.totals import CheckTotals
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges
@@ -127,18 +129,23 @@ def build_sending(
     columns: Sequence[str],
     *,
     began: float,
+    functions: HookPool | None = None,
 ) -> Sending:
     """Return what sends `rows`, with prompts of a kind, to an open engine, and their outcomes to `results`.
 
     Without a `kind` prompts may be of any. `answers` says what is asked of them, and `columns` are those of
-    the rows. `done` are rows of earlier attempts. Raises CannotTokenizeError if the job needs client-side
-    tokenization and it is not possible.
+    the rows. `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
+    CannotTokenizeError if the job needs client-side tokenization and it is not possible.
     """
     tokenizer = make_tokenizer(job, kind, engine, info, events)
     limits, gauges, slots = windows.limits, windows.gauges, windows.slots
 
     # rows: source → reorder → tokenise → queue → slot → engine → count → store
-    reorderer = _reorderer(job, info, windows.first)
+    judge = python_check(functions)
+    alike = job.dedupe and not (
+        judge is not None and judge.takes_row
+    )  # a row may be judged by what it carries
+    reorderer = _reorderer(job, info, windows.first, dedupe=alike)
     backlog = Backlog(rows, reorderer, slots, results)
     primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
     feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results, keeps_prompts=job.check.feedback)
@@ -151,7 +158,7 @@ def build_sending(
     examiner = None
     if answers.checks:
         checker = AnswerChecker(job, answers, columns)
-        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, checks)
+        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, checks, judge)
     dispatcher = Dispatcher(
         backlog, slots, senders, retries, feedback, examiner, by_affinity=info.keeps_together
     )
@@ -182,11 +189,11 @@ def build_sending(
     )
 
 
-def _reorderer(job: Job, info: EngineInfo, schedulers: Sequence[Decision]) -> Reorderer:
+def _reorderer(job: Job, info: EngineInfo, schedulers: Sequence[Decision], *, dedupe: bool) -> Reorderer:
     reorders = job.order != "input"
     return Reorderer(
         ReuseDistance(info, len(schedulers)) if reorders and info.caches_prefixes else None,
         OutputLengths() if reorders else None,
-        dedupe=job.dedupe,
+        dedupe=dedupe,
         caches=len(schedulers),
     )

@@ -65,7 +65,7 @@ async def send_stream(
             results = parsing(GivenResults(handover, counter, answers), functions)
             sending = build_sending(
                 job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
-                answers, rows.names, began=began,
+                answers, rows.names, began=began, functions=functions,
             )  # fmt: skip
             await _send(sending, rows, control)
         if control.reason is not None:

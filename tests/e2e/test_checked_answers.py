@@ -421,7 +421,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "regex": ({"check": {"regex": "("}}, "not a regular expression"),
     "expression": ({"check": {"expression": "output >"}}, "check.expression"),
     "column": ({"check": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
-    "nothing": ({"check": {"tries": 2}}, "check: nothing is checked: give json, regex or expression"),
+    "nothing": ({"check": {"tries": 2}}, "check: nothing is checked: give json, regex, expression or python"),
     "tries": ({"check": {"regex": "x", "tries": 0}}, "check.tries"),
     "temperature": (
         {"check": {"regex": "x", "temperature": [0.5]}, "sampling": {"temperature": 0}},

@@ -13,6 +13,7 @@ from batchrunner.dispatch.checks.asking import (
     with_more_tokens,
 )
 from batchrunner.dispatch.checks.checker import AnswerChecker
+from batchrunner.dispatch.checks.python_check import PythonCheck
 from batchrunner.dispatch.checks.totals import CheckTotals
 from batchrunner.dispatch.pending_row import Asking, PendingRow
 from batchrunner.dispatch.tokenizers import RowTokenizer
@@ -43,13 +44,16 @@ class AnswerExaminer:
         check: CheckSpec,
         tokenizer: RowTokenizer,
         totals: CheckTotals,
+        python: PythonCheck | None = None,
     ) -> None:
+        """Take the parts; `python` is the condition that a Python function is."""
         self._checker = checker
         self._check = check
         self._tries = plan.tries
         self._continues = plan.on_length == "continue"
         self._tokenizer = tokenizer
         self._totals = totals
+        self._python = python
 
     async def examine(self, row: PendingRow, completion: Completion) -> Verdict:
         """Look at an answer of a row, and count it; what is asked next is tokenised where prompts are."""
@@ -57,6 +61,9 @@ class AnswerExaminer:
         whole = completion if asking.begun is None else joined(asking.begun, completion)
         checked = self._checker.look_at(row.request, whole)
         asking.last = checked.completion
+        if checked.complaint is None and self._python is not None:
+            complaint = await self._python.complaint(row.request.ref, checked.completion)
+            checked = checked._replace(complaint=complaint)
         if checked.complaint is None:
             self._totals.ended(checked.completion, asks=asking.asks, good=True)
             return Verdict(checked.completion, None)

@@ -71,6 +71,7 @@ EXAMPLES = {
     "check.json": "true",
     "check.regex": "'^(yes|no)$'",
     "check.expression": "parsed.score <= 10 and output | length < 500",
+    "check.python": "hooks:is_good",
     "check.tries": "5",
     "check.temperature": "[0, 0.4, 0.8]",
     "check.feedback": "true",

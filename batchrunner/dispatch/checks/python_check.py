@@ -1,0 +1,40 @@
+"""The job's `check.python`: a Python function that judges answers, in a process of its own."""
+
+from __future__ import annotations
+
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.types import Completion, RowRef
+from batchrunner.input.render import carried_of
+from batchrunner.job.python_functions import CHECK
+
+
+class PythonCheck:
+    """Asks the function what is wrong with an answer."""
+
+    def __init__(self, functions: HookPool) -> None:
+        self._functions = functions
+        self._name = functions.facts[CHECK].name
+        self.takes_row = functions.facts[CHECK].takes_row
+        """Whether the answers to equal prompts may be judged in different ways."""
+
+    async def complaint(self, ref: RowRef, completion: Completion) -> str | None:
+        """Say what is wrong with an answer, in a sentence; None for nothing. Raises HookLostError.
+
+        A function that fails with an answer says so by that.
+        """
+        row = (carried_of(ref),) if self.takes_row else ()
+        for number, text in enumerate(completion.texts):
+            try:
+                found: bool | str = await self._functions.call(CHECK, text, *row)
+            except RowRefusedError as failure:
+                found = str(failure)
+            if found is not True:
+                said = found or f"{CHECK} {self._name} does not take the answer"
+                return said if len(completion.texts) == 1 else f"sample {number}: {said}"
+        return None
+
+
+def python_check(functions: HookPool | None) -> PythonCheck | None:
+    """Return the check of a job; None where it has none."""
+    return PythonCheck(functions) if functions is not None and CHECK in functions.facts else None

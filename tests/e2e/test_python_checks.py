@@ -1,0 +1,140 @@
+"""Answers that a Python function of the job judges."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.support.functions import write_module
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+
+def check_of(**given: Any) -> dict[str, Any]:
+    """Return the part `check` of a job, with the function `hooks:judge`."""
+    return {"python": "hooks:judge", "temperature": 0.5, **given}
+
+
+def test_a_function_judges_answers(tmp_path: Path, server: FakeSGLang) -> None:
+    """True is good, false is not, a text says why not, an exception too; the last answer is kept."""
+    write_module(
+        tmp_path,
+        """
+        def judge(answer):
+            number = int(answer.split()[-1])
+            if number == 1:
+                return False
+            if number == 2:
+                return "two is too few"
+            if number == 3:
+                raise KeyError("three")
+            return None if number == 4 else True
+        """,
+    )
+    job = job_of(tmp_path, server, rows=8, check=check_of(tries=2), limits={"max_failed_rows": 4})
+    done = batchrun(write_job(job, tmp_path))
+    assert done.exit_code == 0, done.stderr
+    rows = results_of(job)
+    assert {row["row"]: row["error"] for row in rows if row["error"]} == {
+        1: "check.python hooks:judge does not take the answer",
+        2: "two is too few",
+        3: "check.python: hooks.py:9: KeyError: 'three'",
+        4: "check.python: hooks:judge: returned None: return True, False, or a text that says what is wrong",
+    }
+    assert all(row["output"].endswith(f"to row {row['row']}") for row in rows)
+    assert sorted(server.prompts) == sorted(f"row {n}" for n in (*range(8), 1, 2, 3, 4))
+    assert report_of(job)["rows_failed"] == 4
+
+
+def test_a_better_answer_is_taken(tmp_path: Path, server: FakeSGLang) -> None:
+    """A row is asked again until the function is content, and then parsed."""
+    write_module(
+        tmp_path,
+        f"""
+        from pathlib import Path
+        from typing import TypedDict
+
+        SEEN = Path({str(tmp_path / "seen")!r})
+
+        class Size(TypedDict):
+            size: int
+
+        def judge(answer):
+            with SEEN.open("a") as file:
+                file.write(answer + "\\n")
+            return SEEN.read_text().count(answer + "\\n") > 1 or "once more"
+
+        def parse(answer) -> Size:
+            return {{"size": len(answer)}}
+        """,
+    )
+    limits = {"python_processes": 1}
+    job = job_of(tmp_path, server, rows=3, check=check_of(tries=3), parse="hooks:parse", limits=limits)
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert len(server.sent) == 6
+    assert [row["size"] for row in results_of(job)] == [len("answer 0 to row 0")] * 3
+
+
+def test_equal_prompts_are_judged_by_their_rows(tmp_path: Path, server: FakeSGLang) -> None:
+    """The carried columns say what the answer should be: an equal prompt may have another good answer."""
+    write_module(
+        tmp_path,
+        """
+        def judge(answer, row):
+            return row["gold"] in answer or f"{row['gold']} is wanted"
+        """,
+    )
+    table = pa.table({"text": ["same"] * 4, "gold": ["same", "other", "same", "another"]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    job = job_of(
+        tmp_path,
+        server,
+        check=check_of(tries=1, temperature=None),
+        sampling={"temperature": 0},
+        input={"columns": ["gold"]},
+        limits={"max_failed_rows": 2},
+    )
+    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    assert [row["error"] for row in results_of(job)] == [None, "other is wanted", None, "another is wanted"]
+
+
+def test_a_judge_is_checked_and_refused_like_other_functions(tmp_path: Path, server: FakeSGLang) -> None:
+    """Before the start, and by --no-python."""
+    write_module(tmp_path, "def judge(): pass")
+    file = write_job(job_of(tmp_path, server, check=check_of()), tmp_path)
+    wrong = batchrun("check", file)
+    assert wrong.exit_code == 2
+    assert "check.python: hooks:judge takes (): it is called with one argument, the answer" in wrong.stderr
+    refused = batchrun(file, "--no-python")
+    assert refused.exit_code == 2
+    assert "check.python is hooks:judge, a Python function that the job would run" in refused.stderr
+
+
+def test_another_judge_is_another_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its name is compared at a resume, its file only told."""
+    write_module(tmp_path, "def judge(answer): return True\ndef other(answer): return True")
+    file = write_job(job_of(tmp_path, server, rows=4, check=check_of()), tmp_path)
+    assert batchrun(file, "--limit", "2").exit_code == 0
+    assert batchrun(file, "--set", "check.python=hooks:other").exit_code == 2
+    write_module(tmp_path, "def judge(answer): return answer != ''")
+    assert "check.python: hooks:judge changed since the last start" in batchrun(file).stderr
+
+
+def test_a_program_gives_its_judge(server: FakeSGLang) -> None:
+    """`generate` takes the function itself."""
+    table = batchrunner.generate(
+        ["Ada", "Bob"],
+        check={"python": lambda answer: "Ada" in answer or "who?", "tries": 1},
+        engine=server.url,
+    )
+    assert table.column("error").to_pylist() == [None, "who?"]
