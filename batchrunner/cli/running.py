@@ -112,7 +112,12 @@ def batch(
         str | None,
         typer.Option(metavar="BASE.yaml", help="Use the engine, limits and order of this job."),
     ] = None,
-    overrides: SetOption = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="A.B=VALUE", help="Override a field, such as engine.tp=2; may be repeated."
+        ),
+    ] = None,
     limit: LimitOption = None,
     skip_bad_lines: Annotated[
         bool,
@@ -126,7 +131,8 @@ def batch(
     ] = False,
     quiet: QuietOption = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show all log lines on a terminal too.")
+        bool,
+        typer.Option("--verbose", "-v", help="Show all log lines on a terminal, not only the first three."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
