@@ -17,6 +17,7 @@ import batchrunner
 from batchrunner.core import errors
 from tests.conftest import ROOT, batchrun, eventually, job_of, write_job
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.server_thread import PATIENCE_S
 
 CLASSES = [
     value
@@ -101,7 +102,12 @@ def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -
     )
     environ = {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env=environ
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env=environ,
     )
     found = json.loads(done.stdout)
     assert done.returncode == found["exit_code"] == code
@@ -124,7 +130,7 @@ def test_a_run_that_ctrl_c_ends(tmp_path: Path, server: FakeSGLang) -> None:
             if "once more stops now" in line:
                 break
         process.send_signal(signal.SIGINT)
-        shown, _ = process.communicate(timeout=120)
+        shown, _ = process.communicate(timeout=PATIENCE_S)
     found = json.loads(shown)
     assert process.returncode == found["exit_code"] == 130
     assert (found["rows_ok"], found["rows_left"]) == (0, 10)
