@@ -58,18 +58,18 @@ def test_a_kill_loses_a_second_at_most(tmp_path: Path, server: FakeSGLang) -> No
 def test_rows_that_trickle_in(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that ends after a quiet while is durable as soon as any other, and not only with its part."""
     monkeypatch.setattr(TIMING, "part", 3600.0)
-    monkeypatch.setattr(TIMING, "longest_retry", 0.1)
     ready = 4
-    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < ready else "busy 503"
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < ready else "hold"
     job = job_of(tmp_path, server, rows=40, window=4)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(batchrunner.run, job)
         try:
             for ready in (4, 8, 12):
+                server.ask_again()
                 eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ready)  # noqa: B023
             assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
         finally:
-            ready = 40
+            server.answer_held()
         assert running.result().rows_ok == 40
 
 
