@@ -94,7 +94,7 @@ def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -
     """An unforeseen error and a Ctrl-C are JSON too, also while the command has other work than a run."""
     script = (
         "import os, signal, sys, time, batchrunner.cli, batchrunner.runner.check as check\n"
-        f"def fails(*_): {event}\n"
+        f"def fails(*_, **__): {event}\n"
         "check.check = fails\n"
         "sys.argv = ['batchrun', 'check', 'job.yaml', '--json']\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

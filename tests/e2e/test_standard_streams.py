@@ -68,7 +68,7 @@ def test_an_error_that_nobody_foresaw(tmp_path: Path) -> None:
     """It is one line that says where its traceback lies; the exit code is 1."""
     code = (
         "import sys, batchrunner.cli, batchrunner.runner.check as check\n"
-        "def fails(*_): raise LookupError('no such\\nthing')\n"
+        "def fails(*_, **__): raise LookupError('no such\\nthing')\n"
         "check.check = fails\n"
         "sys.argv = ['batchrun', 'check', 'job.yaml']\n"
         "batchrunner.cli.main()\n"
