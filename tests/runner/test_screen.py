@@ -116,6 +116,17 @@ def test_the_line_of_the_engine(columns: int) -> None:
     assert not COLOUR.search(engine_line(replace(BUSY, rows_failed=0), columns, colours=True))
 
 
+def test_the_line_names_the_corners() -> None:
+    """Beside the token usage; of several schedulers, it says how many are there."""
+    held = replace(BUSY, by_scheduler={LOAD.scheduler: {"window": 10, "corner": "held"}})
+    assert "KV 87% · server holds back · " in engine_line(held, 120, colours=False)
+    many = tuple(replace(LOAD, scheduler=str(i)) for i in range(4))
+    states = {"0": {"corner": "full"}, "1": {"corner": "filling"}, "2": {"corner": "filling"}, "3": {}}
+    line = engine_line(replace(BUSY, loads=many, by_scheduler=states), 160, colours=False)
+    assert "KV pool fills up (2 of 4), KV pool full (1 of 4)" in line
+    assert "KV pool" not in engine_line(BUSY, 120, colours=False)
+
+
 @pytest.mark.parametrize(
     ("environ", "colours"),
     [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],

@@ -160,6 +160,8 @@ class FakeSGLang(ServerThread):
         self.metrics: Callable[[], str] | None = None
         """What /metrics answers; None for a server without --enable-metrics."""
         self.most_in_flight = 0
+        self.used_tokens = 0
+        """Tokens of the KV pool that are in use, of 20,000."""
         self.load: Callable[[], bytes] | None = None
         """What /v1/loads answers in place of the load."""
         self.internal_state: Literal["refuses", "takes", "takes on each rank", "nonsense"] = "refuses"
@@ -315,10 +317,10 @@ class FakeSGLang(ServerThread):
             "dp_rank": 0,
             "num_running_reqs": min(requests, self.max_running),
             "num_waiting_reqs": max(0, requests - self.max_running),
-            "num_used_tokens": 0,
+            "num_used_tokens": self.used_tokens,
             "max_total_num_tokens": 20000,
             "max_running_requests": self.max_running,
-            "token_usage": 0.0,
+            "token_usage": self.used_tokens / 20000,
         }
         return self._locked(request) or web.json_response({"version": "0.5.23", "loads": [load]})
 
