@@ -79,6 +79,8 @@ class AskedColumns(NamedTuple):
     """Likeliest tokens for each position."""
     of_tokens: bool
     """Whether the answer must have token ids or probabilities."""
+    only_reasoning: bool = False
+    """Whether reasoning is all, as in most chats."""
 
 
 class Request(NamedTuple):

@@ -67,7 +67,9 @@ class AnswerPlan:
         if not names:
             return None
         of_tokens = not names.isdisjoint({*OF_TOKENS, "output_ids", IDS_TO_CONTINUE})
-        return AskedColumns(frozenset(names), self.top_logprobs, of_tokens)
+        return AskedColumns(
+            frozenset(names), self.top_logprobs, of_tokens, only_reasoning=names == {REASONING}
+        )
 
 
 def plan_answers(

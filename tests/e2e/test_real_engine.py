@@ -297,21 +297,25 @@ def test_whole_answers(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
         assert [t["token"] for t in one["logprobs"]] == [t["token"] for t in other["logprobs"]]
 
 
-def test_whole_answers_of_chats(smollm: batchrunner.OpenEngine) -> None:
+def test_whole_answers_of_chats(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """The chat endpoint brings them too; several outputs are a row each."""
-    table = batchrunner.generate(
-        ["Say hello."],
-        prompt={
-            "messages": [{"role": "user", "content": "{{ text }}"}],
-            "chat_template_kwargs": {"tools": None},
+    pq.write_table(pa.table({"text": ["Say hello."]}), tmp_path / "texts.parquet")
+    job = {
+        "input": {"path": str(tmp_path / "texts.parquet")},
+        "prompt": {"user": "{{ text }}"},
+        "tokenize": "server",
+        "sampling": {"max_new_tokens": 5, "n": 2, "temperature": 0.8},
+        "output": {
+            "path": str(tmp_path / "run"),
+            "columns": ["output_ids", "logprobs", "top_logprobs"],
+            "explode": True,
         },
-        engine=smollm,
-        sampling={"max_new_tokens": 5, "n": 2, "temperature": 0.8},
-        answers=["output_ids", "logprobs", "top_logprobs", "reasoning"],
-        explode=True,
-    )  # fmt: skip
-    assert table["sample"].to_pylist() == [0, 1]
-    for row in table.to_pylist():
+        "engine": smollm.spec.model_dump(exclude_unset=True),
+    }
+    batchrunner.run(job, engine=smollm)
+    rows = pq.read_table(tmp_path / "run" / "parts").to_pylist()
+    assert [(row["sample"], row["error"]) for row in rows] == [(0, None), (1, None)]
+    for row in rows:
         assert [token["id"] for token in row["logprobs"]] == row["output_ids"]
         assert len(row["top_logprobs"][0]) == 5
         assert row["reasoning"] is None

@@ -88,7 +88,7 @@ class AnswerExaminer:
         again: Request | Outcome | None = None
         if asking.rejected < self._tries:
             again = next_try(asking.first, self._check, asking.rejected)
-            if self._check.feedback and row.unencoded is not None:
+            if self._check.feedback and row.unencoded is not None and row.unencoded.kind == "messages":
                 told = next_try(row.unencoded, self._check, asking.rejected)
                 (again,) = await self._tokenizer.tokenize([with_complaint(told, answer, complaint)])
         if not isinstance(again, Request):

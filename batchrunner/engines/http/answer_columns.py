@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,9 @@ from batchrunner.job.output import IDS_TO_CONTINUE
 
 BEGIN, END = "<think>", "</think>"
 """What models write around their reasoning, unless their template writes the first."""
+TAGS = "think>"
+"""What both have in common: a text without it has no reasoning."""
+NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
 """The end of reasoning whose beginning the template wrote: a line of its own, since an answer may name it."""
 

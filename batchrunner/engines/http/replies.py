@@ -4,7 +4,7 @@ Whatever bytes come, reading them ends in a completion or in a RequestError of t
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,8 +18,15 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.types import Completion, Request
-from batchrunner.engines.http.answer_columns import Thoughts, columns_of_choices, columns_of_samples, part
+from batchrunner.core.types import NO_COLUMNS, Completion, Request
+from batchrunner.engines.http.answer_columns import (
+    NO_REASONING,
+    TAGS,
+    Thoughts,
+    columns_of_choices,
+    columns_of_samples,
+    part,
+)
 from batchrunner.engines.http.reply_shapes import (
     ChatReply,
     Choice,
@@ -39,6 +46,7 @@ from batchrunner.engines.http.reply_shapes import (
     read_tokens,
 )
 from batchrunner.input.tokenize.detokenizer import Detokenizer
+from batchrunner.job.output import REASONING
 
 ERROR_CHARACTERS = 500
 """Most characters of an error message in a result row."""
@@ -201,6 +209,8 @@ def _from_generate(
     _check(completion)
     if request.asks is None:
         return completion
+    if request.asks.only_reasoning and len(samples) == 1 and TAGS not in completion.texts[0]:
+        return completion._replace(columns=NO_REASONING)
     thoughts = _thoughts(request, completion.texts)
     columns = columns_of_samples(request.asks, samples, thoughts)
     return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
@@ -222,22 +232,28 @@ def _from_chat(request: Request, reply: ChatReply | FullChatReply) -> Completion
         prompt_tokens = usage.prompt_tokens
     if cached_tokens is None and usage.prompt_tokens_details is not None:
         cached_tokens = usage.prompt_tokens_details.cached_tokens
+    asks, texts = request.asks, [choice.message.content or "" for choice in choices]
+    columns: Mapping[str, list[Any]] = NO_COLUMNS
+    is_parted = asks is None or (asks.only_reasoning and len(texts) == 1 and TAGS not in texts[0])
+    if asks is not None and is_parted:  # nearly always so: the general way takes twice the time for a reply
+        columns = {REASONING: [choices[0].message.reasoning_content or None]}
     completion = Completion(
-        texts=[choice.message.content or "" for choice in choices],
+        texts=texts,
         finish_reasons=[choice.finish_reason for choice in choices],
         completion_tokens=counts,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         retractions=sum(meta.num_retractions or 0 for meta in metas),
         weights=_weights(first),
+        columns=columns,
     )
     # reasoning that was cut off before the answer is no empty answer, and neither is a call of a tool
     _check(completion, has_more=any(choice.message.has_more for choice in choices))
-    if request.asks is None:
+    if asks is None or is_parted:
         return completion
     thoughts = _thoughts(request, completion.texts)
     ids = reply.sglext.output_ids if isinstance(reply, FullChatReply) and reply.sglext else None
-    columns = columns_of_choices(request.asks, choices, thoughts, ids)
+    columns = columns_of_choices(asks, choices, thoughts, ids)
     return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
 
 
