@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import pyarrow as pa
 
@@ -38,6 +38,38 @@ def test_no_rows_have_the_same_columns(server: FakeSGLang) -> None:
         engine=server.url,
     )
     assert found.schema.names[-1] == "size"
+
+
+class Inner(TypedDict):
+    word: str
+
+
+class Sizes(TypedDict):
+    size: int
+    words: list[Inner]
+
+
+class Row(TypedDict):
+    text: str
+
+
+def test_annotations_of_a_program(server: FakeSGLang) -> None:
+    """They are read in the program, where their names are known, also as texts."""
+
+    def ask(row: Row) -> str:
+        return f"{sorted(row)} {row['text']}"
+
+    def parse(answer: str) -> Sizes | None:
+        if "Bob" in answer:
+            return None
+        return {"size": len(answer), "words": [{"word": word} for word in answer.split()[-2:]]}
+
+    rows = pa.table({"id": [1, 2], "text": ["Ada", "Bob"]})
+    table = batchrunner.generate(rows, prompt=ask, parse=parse, engine=server.url)
+    assert sorted(server.prompts) == ["['text'] Ada", "['text'] Bob"]
+    assert table.column("size").to_pylist() == [len("answer 0 to ['text'] Ada"), None]
+    assert table.column("words").to_pylist() == [[{"word": "['text']"}, {"word": "Ada"}], None]
+    assert table.column("error").null_count == 2
 
 
 async def test_a_stream_takes_functions(server: FakeSGLang) -> None:

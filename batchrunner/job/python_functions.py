@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.hooks.annotations import Annotated, AnnotationError, annotations_of
 from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind, HookSetup, name_of, pickled
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.job.fields import PythonFunction
@@ -50,11 +51,19 @@ def _function(
     where: str, kind: HookKind, function: PythonFunction, columns: tuple[tuple[str, str], ...] = ()
 ) -> HookFunction:
     name = name_of(function)
+    if isinstance(function, str):
+        return HookFunction(where, kind, name, function, columns)
     try:
-        target = function if isinstance(function, str) else pickled(function)
+        target = pickled(function)
     except ValueError as failure:
         raise JobError(f"{where}: {name} {failure}") from None
-    return HookFunction(where, kind, name, target, columns)
+    try:
+        known = annotations_of(function)
+    except AnnotationError as failure:
+        if kind == "parse" and not columns:
+            raise JobError(f"{where}: {name} {failure}") from None
+        known = Annotated()
+    return HookFunction(where, kind, name, target, columns or known.columns, known.may_be_none, known.reads)
 
 
 def _check_columns(job: Job, facts: HookFacts) -> None:

@@ -75,6 +75,24 @@ def test_rows_are_sent_as_tokens(server: FakeSGLang, model: Path, tmp_path: Path
     assert server.sent[0].body["sampling_params"] == {"max_new_tokens": 1024, "temperature": 0.6, "top_k": 5}
 
 
+def test_prompts_of_several_kinds_are_sent_as_tokens(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+    """What a Python function makes of a row tells how it becomes tokens: by the chat template, or without."""
+
+    def prompt(row: dict[str, Any]) -> Any:
+        kinds = [row["text"], [{"role": "user", "content": row["text"]}], [5, 6, 7]]
+        return kinds[row["id"] % 3]
+
+    job = job_of(tmp_path, server, rows=6, prompt={"python": prompt})
+    assert batchrunner.run(job).rows_ok == 6
+    assert {sent.path for sent in server.sent} == {"/generate"}
+    bodies = [sent.body for sent in server.sent]
+    texts = sorted(sent_text(model, body) for body in bodies if body["input_ids"] != [5, 6, 7])
+    chats = [f"{START}user\nrow {n}{END}\n{START}assistant\n" for n in (1, 4)]
+    assert texts == sorted([*chats, "<s>row 0", "<s>row 3"])
+    assert sum(body["input_ids"] == [5, 6, 7] for body in bodies) == 2
+    assert where_of(job).count(("client", None)) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

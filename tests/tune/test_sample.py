@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,20 @@ def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     job = job_of(tmp_path, rows=rows, prompt={"user": "Tell me a story."}, sampling={"temperature": 1})
     sample = write_sample(prepare(load_job(job, environ={})), tmp_path / "tune")
     assert sample.rows == min(rows, 512)
+    report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
+    assert report.rows_ok == sample.rows
+
+
+@pytest.mark.parametrize("rows", [10, 600])
+def test_prompts_of_a_python_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """The sample has all columns, which the function may read, and a job on it sends its rows."""
+    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
+    prompt = {"python": lambda row: f"{row['text']} is number {row['id']}"}
+    job = job_of(tmp_path, rows=rows, prompt=prompt)
+    with contextlib.closing(prepare(load_job(job, environ={}))) as prepared:
+        sample = write_sample(prepared, tmp_path / "tune")
+    assert sample.rows == {10: 10, 600: 9 * BLOCK_ROWS}[rows]
+    assert pq.read_schema(sample.path).names == ["id", "text"]
     report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
     assert report.rows_ok == sample.rows
 

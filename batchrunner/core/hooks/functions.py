@@ -23,7 +23,11 @@ class HookFunction(NamedTuple):
     target: str | bytes
     """`module:function`, or a function that a program gave, as cloudpickle writes it."""
     columns: tuple[tuple[str, ColumnKind], ...] = ()
-    """Columns that the job names for what it returns."""
+    """Columns of what it returns, where the job names them, or a program gives the function."""
+    may_be_none: bool = False
+    """Whether a function that a program gives may return None."""
+    reads: tuple[str, ...] | None = None
+    """Columns of a row that a function reads which a program gives; None where it does not say."""
 
 
 class HookFacts(NamedTuple):

@@ -8,14 +8,13 @@ import pickle
 import sys
 import sysconfig
 import traceback
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from batchrunner.core.hooks.column_types import Columns, NoColumnError, allows_none, columns_of
-from batchrunner.core.hooks.functions import HookFacts, HookFunction
+from batchrunner.core.hooks.annotations import Annotated, AnnotationError, annotations_of
+from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind
 from batchrunner.core.hooks.returned import CheckConversion, Conversion, ParseConversion, PromptConversion
 
 _OURS = str(Path(__file__).parent)
@@ -89,12 +88,13 @@ def _load(function: HookFunction, directories: Sequence[str]) -> LoadedFunction:
         raise HookLoadError(why) from None
     try:
         takes_row = _takes_row(found, function.kind)
-        columns, conversion = _conversion(found, function)
-        reads = _columns_read(found) if function.kind == "prompt" else None
+        annotated = _annotations(found, function)
+        conversion = _conversion(annotated, function.kind)
     except HookLoadError as failure:
         raise HookLoadError(f"{function.where}: {function.name} {failure}") from None
     digest = _digest_of_files(files) if files else _digest_of_code(found)
-    facts = HookFacts(function.where, function.name, digest, columns, takes_row, reads)
+    columns = annotated.columns if function.kind == "parse" else ()
+    facts = HookFacts(function.where, function.name, digest, columns, takes_row, annotated.reads)
     return LoadedFunction(facts, found, conversion)
 
 
@@ -179,40 +179,30 @@ def _takes_row(function: Any, kind: str) -> bool:
     return takes_row
 
 
-def _conversion(function: Any, spec: HookFunction) -> tuple[Columns, Conversion]:
-    if spec.kind == "prompt":
-        return (), PromptConversion()
-    if spec.kind == "check":
-        return (), CheckConversion()
-    annotation = _hints(function).get("return")
-    columns: Columns | None = spec.columns
+def _annotations(function: Any, spec: HookFunction) -> Annotated:
+    """Return what is known of what a function takes and returns; raises HookLoadError.
+
+    A program has read the annotations of a function that it gives: their names are not known here.
+    """
+    if spec.kind == "check" or isinstance(spec.target, bytes):
+        return Annotated(spec.columns, spec.may_be_none, spec.reads)
     try:
-        columns = columns or columns_of(annotation)
-    except NoColumnError as failure:
-        raise HookLoadError(f"returns a column {failure}: name the columns in parse.columns") from None
-    if not columns:
+        found = annotations_of(function)
+    except AnnotationError as failure:
+        if spec.kind == "prompt" or spec.columns:  # nothing of it is needed
+            return Annotated(spec.columns)
+        raise HookLoadError(str(failure)) from None
+    return found._replace(columns=spec.columns or found.columns)
+
+
+def _conversion(annotated: Annotated, kind: HookKind) -> Conversion:
+    if kind == "prompt":
+        return PromptConversion()
+    if kind == "check":
+        return CheckConversion()
+    if not annotated.columns:
         raise HookLoadError(
             "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "
             "annotation, or name them in parse.columns"
         )
-    return columns, ParseConversion(columns, may_be_none=allows_none(annotation))
-
-
-def _columns_read(function: Any) -> tuple[str, ...] | None:
-    """Return the columns of a row by the annotation of the first argument: the keys of a TypedDict."""
-    hints = _hints(function)
-    first = next((name for name in hints if name != "return"), None)
-    kind = hints[first] if first else None
-    is_typed_dict = isinstance(kind, type) and issubclass(kind, dict) and hasattr(kind, "__required_keys__")
-    return tuple(typing.get_type_hints(kind)) if is_typed_dict else None
-
-
-def _hints(function: Any) -> dict[str, Any]:
-    inner = getattr(function, "func", function)
-    if isinstance(inner, type):
-        return {"return": inner}
-    inner = inner if inspect.isroutine(inner) else type(inner).__call__
-    try:
-        return typing.get_type_hints(inner, include_extras=True)
-    except Exception as failure:  # noqa: BLE001 - names in annotations may lead anywhere
-        raise HookLoadError(f"has an annotation that cannot be read: {failure}") from None
+    return ParseConversion(annotated.columns, may_be_none=annotated.may_be_none)
