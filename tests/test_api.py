@@ -302,6 +302,12 @@ MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
 """A table with a type that Parquet does not have."""
 
 
+def within_itself() -> dict[str, Any]:
+    job: dict[str, Any] = {}
+    job["input"] = job
+    return job
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -316,6 +322,9 @@ MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
         (lambda: batchrunner.run(None), "job: give a path, a mapping or a Job"),  # type: ignore[arg-type]
         (lambda: batchrunner.run({}, overrides={"a": 1}), "overrides: give a list of texts"),  # type: ignore[arg-type]
         (lambda: batchrunner.run({}, overrides="a=1"), "overrides: give a list of texts"),
+        (lambda: batchrunner.run({}, overrides=[5]), "overrides: give a list of texts"),  # type: ignore[list-item]
+        (lambda: batchrunner.run({}, overrides=5), "overrides: give a list of texts"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run(within_itself()), "job: a value is nested too deeply"),
         (lambda: batchrunner.run({}, engine=INSTANT), "engine: give one that `open_engine` opened"),  # type: ignore[arg-type]
         (lambda: batchrunner.run("."), "is a directory"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -15,6 +16,7 @@ from batchrunner.job.fields import Duration, Spec, UserPath, user_paths
 def _checked_url(url: str) -> str:
     if not re.match(r"https?://[^/]+", url):
         raise ValueError(f"an address starts with http:// or https:// (got {url!r})")
+    _ = urlsplit(url).port  # raises ValueError for a host or a port that cannot be
     if "@" in url.split("/")[2]:
         raise WrongValueError(
             "an address has no user and password in it", hint="name the key's variable in api_key_env"

@@ -6,7 +6,7 @@ Precedence, lowest first: the file, environment variables (`BATCHRUN__ENGINE__MO
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -47,8 +47,7 @@ def load_job(
     stands for the source in errors. With `no_python` a job that runs Python functions is refused. Raises
     JobError, one line that says where the job is wrong, and how.
     """
-    if isinstance(overrides, (str, Mapping)):
-        raise JobError("overrides", hint='give a list of texts, such as ["input.limit=100"]')
+    overrides = _checked(overrides)
     if isinstance(source, Job) and not overrides:
         return source
     tree, own_name = _tree_of(source)
@@ -92,6 +91,15 @@ def read_job_file(source: str) -> dict[str, Any]:
     return _tree_of(source)[0]
 
 
+def _checked(overrides: object) -> list[str]:
+    """Return overrides as a list; raises JobError where they are no texts."""
+    if isinstance(overrides, Iterable) and not isinstance(overrides, (str, Mapping)):
+        given = list(overrides)
+        if all(isinstance(each, str) for each in given):
+            return given
+    raise JobError("overrides", hint='give a list of texts, such as ["input.limit=100"]')
+
+
 def _steps_of(key: str) -> list[str]:
     """Return the path of a variable, engine.model for BATCHRUN__ENGINE__MODEL; user-given names keep case."""
     steps = key[len(ENV_PREFIX) :].split("__")
@@ -105,7 +113,7 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
         case Job():
             return source.model_dump(exclude_unset=True), "job"
         case Mapping():
-            return _deep_copy(source), "job"
+            return _copy_of(source, "job"), "job"
         case "-":
             return _tree_in(read_standard_input(), "standard input"), "standard input"
         case str() | Path():
@@ -122,7 +130,7 @@ def parse_engine(source: EngineLike) -> EngineSpec:
     """
     if isinstance(source, BaseModel):
         return source
-    tree = _deep_copy(source) if isinstance(source, Mapping) else _engine_of_short_form(source)
+    tree = _copy_of(source, "engine") if isinstance(source, Mapping) else _engine_of_short_form(source)
     adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
     return _validated(adapter, tree, "engine")
 
@@ -197,6 +205,15 @@ def _value_of(text: str, where: str) -> Any:
         return text
     is_null = text.strip().lower() in {"", "~", "null"}
     return text if value is None and not is_null else value
+
+
+def _copy_of(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a mapping; raises JobError for one that contains itself."""
+    try:
+        copied: dict[str, Any] = _deep_copy(given)
+    except RecursionError:
+        raise JobError(f"{name}: a value is nested too deeply") from None
+    return copied
 
 
 def _deep_copy(value: Any) -> Any:
