@@ -342,12 +342,15 @@ class Job(Spec):
             raise WrongValueError(
                 f"sampling.{name}: each line of a batch file has parameters of its own", hint="leave it out"
             )
-        if self.parse is not None:
-            raise WrongValueError("parse: a batch file has whole answers", hint="leave it out")
-        if self.output.asked or self.output.explode:
-            raise WrongValueError(
-                "output.columns, output.explode: a batch file has whole answers", hint="leave them out"
-            )
+        of_texts = {
+            "parse": self.parse is not None,
+            "check": self.has_check,
+            "on_length": self.on_length is not None,
+            "output.columns": bool(self.output.asked),
+            "output.explode": self.output.explode,
+        }
+        for name in (name for name, is_given in of_texts.items() if is_given):
+            raise WrongValueError(f"{name}: the answers of a batch file stay whole", hint="leave it out")
         if self.tokenize == "client":
             raise WrongValueError(
                 "tokenize: the server tokenizes the requests of a batch file", hint="leave it out"

@@ -367,6 +367,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
             ["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "sampling.n=2"],
             "parameters of its own",
         ),
+        (["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "on_length=fail"], "stay whole"),
         (["empty.jsonl", "-o", "out.jsonl", "--model", "simulated"], "empty"),
     ],
 )
