@@ -30,10 +30,13 @@ _GPU_OPTIONS = {"gpus-per-task", "gpus-per-node", "gpus", "G", "gres"}
 _PLAIN = re.compile(r"[\w./:,=@%+-]+")
 
 _BODY = """
+trap 'early=USR1' USR1  # until the task has begun
+trap 'early=TERM; ended=1' TERM
 {command} &
 task=$!
 trap 'kill -USR1 "$task"' USR1  # time is nearly up: rows in flight get {drain_s} s to end
 trap 'kill -TERM "$task"; ended=1' TERM  # scancel, preemption, the time limit itself
+if [ -n "$early" ]; then kill "-$early" "$task"; fi
 while kill -0 "$task" 2>/dev/null; do wait "$task"; done  # a signal ends a `wait` before the task's end
 wait "$task"
 status=$?

@@ -150,6 +150,20 @@ def test_signals_reach_the_task(
     assert [line for path in tmp_path.glob("requeued") for line in path.read_text().splitlines()] == requeued
 
 
+def test_a_signal_while_the_task_begins(tmp_path: Path) -> None:
+    """It ends the task as any other does, and not the script alone."""
+    program = stand_in(tmp_path, "program", "while true; do sleep 0.02; done")
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/requeued')
+    preamble = tmp_path / "preamble.sh"
+    signalled = "trap '[[ $BASH_COMMAND == task=* ]] && kill -USR1 $$' DEBUG"
+    preamble.write_text(f"export PATH={tmp_path}:$PATH\nbatchrun=({program})\n{signalled}\n")
+    script = script_of(tmp_path, "--array", "3", "--preamble", preamble)
+    environ = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    done = subprocess.run(["bash", "-c", script], check=False, env=environ, timeout=PATIENCE_S)
+    assert done.returncode == 138
+    assert (tmp_path / "requeued").read_text() == "requeue 7_3\n"
+
+
 def _has_lines(path: Path, number: int) -> bool:
     return len(path.read_text().splitlines()) == number
 
