@@ -303,6 +303,45 @@ def test_a_cut_answer_goes_on(tmp_path: Path, server: FakeSGLang, kind: str) -> 
     assert report_of(job)["checks"]["continued"] == 2
 
 
+def test_the_rest_of_an_answer_has_no_least_length(tmp_path: Path, server: FakeSGLang) -> None:
+    """The answer so far is as long as `min_new_tokens` says."""
+    server.script = lambda sent: says(sent, "x ", "length" if len(server.sent) < 3 else "stop")
+    sampling = {"max_new_tokens": 4, "min_new_tokens": 3}
+    batchrunner.run(job_of(tmp_path, server, rows=1, on_length="continue", sampling=sampling))
+    assert [sampling_of(sent).get("min_new_tokens") for sent in server.sent] == [3, None, None]
+
+
+def test_the_prompt_of_an_answer_that_went_on(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its probabilities are those of the row's prompt, without the answer so far."""
+    server.script = lambda sent: says(sent, " x", "length" if len(server.sent) == 1 else "stop")
+    output = {"columns": ["prompt_logprobs", "logprobs"]}
+    job = job_of(tmp_path, server, rows=1, on_length="continue", output=output)
+    batchrunner.run(job)
+    (row,) = results_of(job)
+    assert [token["token"] for token in row["prompt_logprobs"]] == ["row", "0"]
+    assert [token["token"] for token in row["logprobs"]] == ["x", "x"]
+
+
+@pytest.mark.parametrize(
+    "parts", [["first ", "then\n</think>\nwhole"], ["first ", "then\n</think>\nha", "then\n</think>\nwhole"]]
+)
+def test_reasoning_that_was_cut_goes_on(tmp_path: Path, server: FakeSGLang, parts: list[str]) -> None:
+    """Where the chat template begins it, only its end tells that it was reasoning."""
+
+    def script(sent: Sent) -> Body:
+        number = len(server.sent)
+        return says(sent, parts[number - 1], "length" if number < len(parts) else "stop")
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=1, prompt=CHAT, on_length="continue")
+    assert batchrunner.run(job).exit_code == 0
+    (row,) = results_of(job)
+    assert (row["reasoning"], row["output"]) == ("first then", "whole")
+    assert [sent.body["messages"][1:] for sent in server.sent[1:]] == [
+        [{"role": "assistant", "content": "first "}]
+    ] * (len(parts) - 1)
+
+
 def test_an_answer_that_does_not_end(tmp_path: Path, server: FakeSGLang) -> None:
     """It goes on three times, and then fails with all that there is."""
     server.script = lambda sent: says(sent, "x ", "length")

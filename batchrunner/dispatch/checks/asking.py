@@ -5,6 +5,7 @@ from typing import Any
 from batchrunner.core.types import Completion, Request
 from batchrunner.job.check import CheckSpec
 from batchrunner.job.output import IDS_TO_CONTINUE, REASONING
+from batchrunner.output.columns import OF_THE_PROMPT
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 SEED_STEP = 1_000_003
@@ -47,11 +48,14 @@ def with_more_tokens(request: Request, times: int) -> Request | None:
 def continued(request: Request, answer: Completion) -> Request | None:
     """Return the request for the rest of an answer that was cut; None where it can only be asked for anew.
 
-    A grammar would begin anew with the rest, and reasoning that was cut is no beginning of an answer.
+    A grammar would begin anew with the rest, and reasoning that was cut is no beginning of an answer. What
+    came has `min_new_tokens` already.
     """
     thoughts = answer.columns.get(REASONING)
     if any(request.sampling.get(name) for name in _GRAMMARS) or (thoughts and thoughts[0]):
         return None
+    sampling = {name: value for name, value in request.sampling.items() if name != "min_new_tokens"}
+    request = request._replace(sampling=sampling)
     text = answer.texts[0]
     if request.kind == "text":
         return request._replace(prompt=request.prompt + text)
@@ -69,10 +73,18 @@ def continued(request: Request, answer: Completion) -> Request | None:
 
 
 def joined(first: Completion, rest: Completion) -> Completion:
-    """Return an answer and its continuation as one."""
+    """Return an answer and its continuation as one.
+
+    Where the rest ends reasoning, all that came before was reasoning too: its beginning may be in the prompt.
+    """
+    begun, thoughts = first.texts[0], rest.columns.get(REASONING)
     columns = {name: _joined(first.columns.get(name), values) for name, values in rest.columns.items()}
+    columns |= {name: first.columns[name] for name in OF_THE_PROMPT if name in first.columns}
+    if thoughts and thoughts[0]:
+        columns[REASONING] = [begun + thoughts[0]]
+        begun = ""
     return rest._replace(
-        texts=[first.texts[0] + rest.texts[0]],
+        texts=[begun + rest.texts[0]],
         completion_tokens=[first.output_tokens + rest.output_tokens],
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,

@@ -74,9 +74,10 @@ class AnswerExaminer:
         return await self._reject(row, asking, checked.completion, checked.complaint)
 
     def _go_on(self, asking: Asking, longer: Request, part: Completion, whole: Completion) -> Verdict:
-        """Ask for the rest of an answer that was cut, or for all of it with more tokens."""
+        """Ask for the rest of an answer that was cut, or for its last part anew with more tokens."""
         rest = continued(longer, part)
-        asking.begun = None if rest is None else whole
+        if rest is not None:
+            asking.begun = whole
         self._totals.again(is_first=asking.asks == 1, continues=True)
         asking.continued += 1
         return Verdict(whole, None, longer if rest is None else rest)
