@@ -136,7 +136,8 @@ class RowCounts:
         sent_samples = samples.filter(pc.greater(samples.column("attempts"), 0))
         self.output_tokens += pc.sum(each_sample(sent_samples.column("completion_tokens"))).as_py() or 0
         for found in pc.value_counts(each_sample(ok_samples.column("finish_reason"))).to_pylist():
-            self._count_reason(found["values"] or UNKNOWN, found["counts"])
+            is_left_out = found["values"] == LEFT_OUT  # such a row has no samples
+            self._count_reason(found["values"] or UNKNOWN, left_out if is_left_out else found["counts"])
 
     def _count_reason(self, reason: str, count: int) -> None:
         """Count a finish reason; a server that makes up ever new ones does not fill the memory."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchrunner.report.totals import report_of_all
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -577,3 +578,6 @@ def test_a_row_that_is_left_out_among_several_samples(tmp_path: Path, explode: b
         outputs = row["output"]
         assert row["length"] == (len(outputs) if explode else [len(output) for output in outputs])
     assert report_of(job)["rows_left_out"] == 1
+    sampled = report_of(job)["finish_reasons"]
+    assert sampled["left_out"] == 1
+    assert report_of_all(job["output"]["path"]).finish_reasons == sampled
