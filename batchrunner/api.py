@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.engines.registry import make_engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.render import Renderer
@@ -263,4 +264,5 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
     with closing(functions) if functions else nullcontext():
         renderer = Renderer(dataset, job.input, job.prompt, job.sampling, functions=functions)
         plan = plan_answers(job, functions=functions)
+        AnswerChecker(job, plan, dataset.schema.names)  # raises what is wrong with the checks
     return schema_of_run(renderer.carried_schema, plan, {}).empty_table()

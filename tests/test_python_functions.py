@@ -6,8 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import pyarrow as pa
+import pytest
 
 import batchrunner
+from batchrunner.core.errors import JobError
 from tests.support.functions import children_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,15 @@ def test_no_rows_have_the_same_columns(server: FakeSGLang) -> None:
         engine=server.url,
     )
     assert found.schema.names[-1] == "size"
+
+
+def test_checks_of_no_rows_are_checked() -> None:
+    """What is wrong with a check does not wait for the first rows."""
+    nothing = pa.table({"text": pa.array([], pa.string())})
+    wrong = {"expression": "score > 1"}, {"json": {"type": "strin"}}
+    for check, told in zip(wrong, ("unknown column 'score'", "not a JSON Schema"), strict=True):
+        with pytest.raises(JobError, match=told):
+            batchrunner.generate(nothing, engine="simulated", check=check)
 
 
 class Inner(TypedDict):
