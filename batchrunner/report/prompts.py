@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 SHOWN = 400
 """Characters of a prompt that are shown."""
+_OF_ANSWERS = {"parse", "check", "on_length"}
+"""Parts of a job that no prompt depends on; they may name a function of a program, which no file has."""
 
 
 def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
@@ -26,7 +28,7 @@ def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     try:
-        job = load_job(facts["job"], environ={})
+        job = load_job({k: v for k, v in facts["job"].items() if k not in _OF_ANSWERS}, environ={})
         if job.prompt.python is not None:  # nothing in a run directory is to be run
             return found
         first = 0

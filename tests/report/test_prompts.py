@@ -45,6 +45,14 @@ def test_the_page_shows_prompts_beside_answers(tmp_path: Path, prompt: dict[str,
     assert "its prompt" not in page_of(tmp_path / "run").text
 
 
+def test_prompts_are_shown_where_a_program_parses_answers(tmp_path: Path) -> None:
+    """A function that no file has is needed for the answers only."""
+    write_rows(tmp_path / "input.parquet", 3)
+    job = job_of(tmp_path, parse={"python": lambda text: {"size": len(text)}, "columns": {"size": "int32"}})
+    batchrunner.run(job)
+    assert "its prompt row 1" in page_of(tmp_path / "run").text
+
+
 def test_the_examples_are_shown_with_prompts(tmp_path: Path) -> None:
     """`make run` and `make demo` end with three rows, each with its prompt and its answer."""
     write_rows(tmp_path / "input.parquet", 3, title=["A", "B", "C"])
