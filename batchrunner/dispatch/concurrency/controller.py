@@ -182,7 +182,7 @@ class Controller:
     @property
     def corner(self) -> Corner | None:
         """Corner that the scheduler is in; None where it is in none, or not long enough."""
-        return None if self.state == "tail" else self._corners.told
+        return None if self.state == "tail" else self._corners.shown
 
     def take_news(self) -> list[CornerChange]:
         """Remove and return the corners that the scheduler came into, oldest first."""

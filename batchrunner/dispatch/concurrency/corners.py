@@ -10,7 +10,8 @@
 
 `filling.py` says when the pool fills, and how many rows it has room for.
 
-A corner is told (event log, display) once it has lasted TOLD_AFTER_S; `held` begins after HELD_AFTER_S.
+A corner is told (event log, display) once it has lasted TOLD_AFTER_S; `held` begins after HELD_AFTER_S. A
+scheduler with a queue and an unused pool is in no corner before that, nor is one whose window is not in use.
 """
 
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ class CornerWatch:
     def __init__(self, scheduler: str, band: QueueBand) -> None:
         self.now: Corner | None = None
         """Corner of the newest sample; None where it is in none, or has not what it could have."""
-        self.told: Corner | None = None
-        """Corner that has lasted long enough to be told."""
+        self.shown: Corner | None = None
+        """Corner that has lasted long enough to be told; None once it has been in none for as long."""
+        self._told: Corner | None = None
         self._scheduler = scheduler
         self._band = band
         self._filling = Filling()
@@ -67,9 +69,11 @@ class CornerWatch:
         if corner != self.now:
             self.now, self._since = corner, now
         lasts = corner is Corner.HELD or now - self._since >= TOLD_AFTER_S
-        if corner is None or not lasts or corner is self.told:
+        if lasts:
+            self.shown = corner
+        if corner is None or not lasts or corner is self._told:
             return None
-        self.told = corner
+        self._told = corner
         return CornerChange(
             self._scheduler, corner, seen.queue, round(seen.usage, 4), self._why(corner, seen)
         )
