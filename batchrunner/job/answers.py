@@ -84,7 +84,7 @@ def plan_answers(
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
     given = job.sampling.json_schema
     has_schema = given is not None or isinstance(job.check.json_, dict)
-    by_itself = has_schema and (earlier is None or earlier.checks_json)
+    by_itself = has_schema and (earlier is None or earlier.checks_json or job.has_check)
     checks_json = by_itself if job.check.json_ is None else bool(job.check.json_)
     names = {*job.output.asked}
     if earlier is not None:

@@ -407,7 +407,7 @@ def test_joined_tasks_check_too(tmp_path: Path, server: FakeSGLang) -> None:
 def test_a_run_that_began_without_the_check_of_schemas(tmp_path: Path, server: FakeSGLang) -> None:
     """It goes on as it began; begun anew, its answers are checked."""
     server.script = script("no JSON")
-    job = schema_job(tmp_path, server, rows=2, input={"limit": 1}, check={"json": False})
+    job = schema_job(tmp_path, server, rows=3, input={"limit": 1}, check={"json": False})
     assert batchrunner.run(job).exit_code == 0
     run = tmp_path / "run"
     facts = json.loads((run / "run.json").read_text())
@@ -418,6 +418,10 @@ def test_a_run_that_began_without_the_check_of_schemas(tmp_path: Path, server: F
     del job["check"]
     assert batchrunner.run(job, overrides=["input.limit=2"]).exit_code == 0
     assert "parsed" not in pq.read_table(batchrun_merge(run)).column_names
+    # a job that now says how often rows are asked wants its answers checked
+    asking = {**job, "input": {**job["input"], "limit": 3}, "check": {"tries": 2}}
+    report = batchrunner.run(asking)
+    assert (report.rows_ok, report.rows_failed, report.checks["asked_again"]) == (2, 1, 1)
     assert batchrunner.run(job, fresh=True).exit_code == 3
 
 
