@@ -4,6 +4,8 @@ from typing import Any
 
 import orjson
 
+from batchrunner.core.json_pointer import part_at
+
 MOST_DEPTH = 16
 _WORD = "simulated"
 
@@ -55,8 +57,7 @@ def _of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
 
 
 def _referred(reference: Any, root: Any) -> Any:
-    found = root
-    for step in str(reference).removeprefix("#").strip("/").split("/"):
-        if step:
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
+    try:
+        return part_at(root, str(reference))
+    except LookupError:
+        return None

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import orjson
 import pyarrow as pa
 
+from batchrunner.core.json_pointer import part_at
+
 MOST_DEPTH = 32
 """Levels of a schema that become types; what lies deeper stays JSON text."""
 MOST_PARTS = 5000
@@ -147,9 +149,10 @@ class _Shapes:
         reference = schema["$ref"]
         if not isinstance(reference, str) or reference in self._open or not reference.startswith("#/"):
             return TextShape()
-        found = self._root
-        for step in reference[2:].split("/"):
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        try:
+            found = part_at(self._root, reference)
+        except LookupError:
+            return TextShape()
         self._open.add(reference)
         shape = self.of(found, depth + 1)
         self._open.discard(reference)

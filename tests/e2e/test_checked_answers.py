@@ -149,6 +149,8 @@ def test_a_cut_answer_with_a_schema_fails(tmp_path: Path, server: FakeSGLang) ->
             {"v": 1, "n": '{"v":2}'},
             "struct<v: int64, n: string>",
         ),
+        ({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "integer"}}}, "5", 5, "int64"),
+        ({"$ref": "#/$defs/a/anyOf/0", "$defs": {"a": {"anyOf": [{"type": "integer"}]}}}, "5", 5, "int64"),
         (True, "1", "1", None),
     ],
 )  # fmt: skip

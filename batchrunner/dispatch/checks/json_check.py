@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.json_pointer import part_at
 from batchrunner.dispatch.checks.patterns import Pattern
 from batchrunner.output.json_shape import JsonShape, ShapeError, TextShape, shape_of
 
@@ -129,15 +130,10 @@ def _unresolved(part: Any, root: Mapping[str, Any], depth: int) -> str | None:
 def _leads_somewhere(reference: str, root: Mapping[str, Any]) -> bool:
     if not reference.startswith("#/"):
         return reference.startswith("#")
-    found: Any = root
-    for step in reference[2:].split("/"):
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
-        else:
-            return False
+    try:
+        part_at(root, reference)
+    except LookupError:
+        return False
     return True
 
 
