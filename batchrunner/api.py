@@ -14,8 +14,9 @@ from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.engines.registry import make_engine
 from batchrunner.input.dataset import Dataset
+from batchrunner.input.parquet_copy import write_parquet
 from batchrunner.input.render import Renderer
-from batchrunner.input.tables import Data, Row, default_prompt, paths_of, write_parquet
+from batchrunner.input.tables import Data, Row, default_prompt, paths_of
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import job_of_call
 from batchrunner.job.check import OnLength

@@ -13,7 +13,8 @@ from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.prompt_types import is_text
-from batchrunner.input.render import Renderer, UnreadableValue, rows_of
+from batchrunner.input.render import Renderer
+from batchrunner.input.row_values import UnreadableValue, rows_of
 from batchrunner.input.templates import Predicate
 from batchrunner.job.spec import Job
 

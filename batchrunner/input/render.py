@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -21,19 +18,13 @@ from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import RowBatch
-from batchrunner.input.messages import (
-    WANTED as MESSAGES_WANTED,
-)
-from batchrunner.input.messages import (
-    MessagesColumn,
-    MessageTemplates,
-    from_list,
-    holds_messages,
-)
+from batchrunner.input.messages import WANTED as MESSAGES_WANTED
+from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
 from batchrunner.input.python_prompts import PythonPrompts
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.request_bodies import RequestBodies
+from batchrunner.input.row_values import Row, UnreadableValue, rows_of
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.sampling import FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec, PromptSpec
@@ -43,14 +34,6 @@ _NUMBERS = {
     *_WHOLE, "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 }  # fmt: skip
 """Names of sampling parameters by the type of their values."""
-_CODES = {
-    pa.int8(): "b", pa.int16(): "h", pa.int32(): "i", pa.int64(): "q",
-    pa.uint8(): "B", pa.uint16(): "H", pa.uint32(): "I", pa.uint64(): "Q",
-}  # fmt: skip
-"""Codes of Python's `array` by Arrow's types."""
-
-Row = dict[str, Any]
-"""Values of a row by column."""
 
 
 class Renderer:
@@ -171,62 +154,6 @@ def _sendable(name: str, value: Any) -> Any:
     if not value.is_integer():
         raise RowRefusedError(f"sampling.{name}: {value} is not a whole number")
     return int(value)  # pandas turns a column of whole numbers with a null into floats
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableValue:
-    """Stands for a value that Python cannot represent (bad UTF-8, a date out of range)."""
-
-    reason: str
-
-
-def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row]:
-    """Return the rows of a batch as Python values of these columns, see `values_of`."""
-    columns = [values_of(batch.data.column(name)) for name in names]
-    if not columns:
-        return [{} for _ in batch.rows]
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def values_of(column: pa.Array) -> list[Any]:
-    """Return a column as Python values; one that Python cannot represent becomes an UnreadableValue."""
-    if (pt.is_list(column.type) or pt.is_large_list(column.type)) and pt.is_integer(column.type.value_type):
-        ends = _integers(column.offsets)
-        values = column.values.slice(ends[0], ends[-1] - ends[0])
-        if not column.null_count and not values.null_count:  # token ids: many times faster than `to_pylist`
-            numbers = _integers(values)
-            return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)]
-    try:
-        return list(column.to_pylist())
-    except (ValueError, OverflowError, pa.ArrowException):  # UnicodeDecodeError is a ValueError
-        return [_value_of(item) for item in column]
-
-
-def _integers(column: pa.Array) -> list[int]:
-    """Return a column of integers without nulls."""
-    data, width = column.buffers()[1], column.type.bit_width // 8
-    if data is None:
-        return []
-    stored = memoryview(data)[column.offset * width : (column.offset + len(column)) * width]
-    numbers = array(_CODES[column.type])
-    numbers.frombytes(stored)
-    return numbers.tolist()
-
-
-def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the carried columns of a row; a value that Python cannot represent is None."""
-    found = {}
-    for at, name in enumerate(ref.carried.schema.names):
-        (value,) = values_of(ref.carried.column(at).slice(ref.position, 1))
-        found[name] = None if isinstance(value, UnreadableValue) else value
-    return found
-
-
-def _value_of(item: pa.Scalar[Any]) -> Any:
-    try:
-        return item.as_py()
-    except (ValueError, OverflowError, pa.ArrowException) as failure:
-        return UnreadableValue(f"unreadable value: {failure}")
 
 
 PromptSource = tuple[PromptKind | None, Callable[[Row], Any], list[str]]

@@ -9,7 +9,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.types import LEFT_OUT, Outcome
 from batchrunner.input.dataset import RowBatch
-from batchrunner.input.render import UnreadableValue, carried_of, rows_of
+from batchrunner.input.row_values import UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import SAMPLE
 from batchrunner.output.columns import ResultRow, answer_value, result_rows

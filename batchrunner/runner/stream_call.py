@@ -18,7 +18,8 @@ from batchrunner.core.types import EngineInfo, PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
-from batchrunner.input.tables import rows_known, write_parquet
+from batchrunner.input.parquet_copy import write_parquet
+from batchrunner.input.tables import rows_known
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.output.files import make_directory, writing

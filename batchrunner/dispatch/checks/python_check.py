@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Completion, RowRef
-from batchrunner.input.render import carried_of
+from batchrunner.input.row_values import carried_of
 from batchrunner.job.python_functions import CHECK
 
 
