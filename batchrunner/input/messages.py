@@ -12,7 +12,7 @@ import pyarrow.types as pt
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.input.render_limit import RenderLimit
 from batchrunner.input.templates import Template
-from batchrunner.job.spec import MessageTemplate
+from batchrunner.job.prompt import MessageTemplate
 
 ASSISTANT = "assistant"
 ROLES = {

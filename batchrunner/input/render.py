@@ -26,8 +26,9 @@ from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.request_bodies import RequestBodies
 from batchrunner.input.row_values import Row, UnreadableValue, rows_of
 from batchrunner.input.templates import Predicate, Template, is_template
+from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import FromColumn, SamplingSpec
-from batchrunner.job.spec import InputSpec, PromptSpec
+from batchrunner.job.spec import InputSpec
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
 _NUMBERS = {

@@ -1,0 +1,86 @@
+"""The `prompt` part of a job: how a row becomes a prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from batchrunner.job.fields import PythonFunction, Spec
+
+
+class MessageTemplate(Spec):
+    """A message of each prompt."""
+
+    role: Literal["system", "user", "assistant"]
+    """Who speaks."""
+    content: str
+    """Jinja2 template of what is said, over the columns of a row."""
+
+
+class PromptSpec(Spec):
+    """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `batch`."""
+
+    system: str | None = None
+    """Jinja2 template of the system message, over the columns of a row."""
+    user: str | None = None
+    """Jinja2 template of the user message, over the columns of a row. The model's chat template is
+    applied."""
+    messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
+    """Column with the messages: a list of {role, content}, ShareGPT's {from, value}, or such a list as JSON.
+    Or a list of messages, each with a `role` and a Jinja2 template as `content`, such as examples before the
+    question; an assistant's message at its end is the beginning of the answer. The model's chat template is
+    applied."""
+    continue_: Annotated[bool | None, Field(alias="continue")] = None
+    """Whether the model goes on with a message of the assistant at the end of a conversation in a column;
+    without it such a message is left out. The output is what comes after it."""
+    text: str | None = None
+    """Column with the whole prompt, or a Jinja2 template of it. No chat template is applied."""
+    input_ids: str | None = None
+    """Column with the prompt as a list of token ids."""
+    python: PythonFunction | None = None
+    """Python function that makes the prompt, as `module:function`. It is called with the row, a dict, and
+    returns messages (a list of {role, content}), a text (no chat template is applied), a list of token ids,
+    or None to leave the row out. It may be called more than once for a row. It runs in processes of its
+    own."""
+    batch: Literal["strict", "lenient"] | None = None
+    """The input is one batch file in OpenAI's format, as `batchrun batch` has it. Its rows have the columns
+    `custom_id`, `url` and `body`, each row is sent as it stands, and the results have a last column,
+    `response`, with the whole answers as JSON. `strict`: a line that is no request keeps the run from
+    beginning. `lenient`: it fails, and the other lines are sent."""
+    truncate: Literal["head", "tail", "middle"] | None = None
+    """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
+    middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
+    tools, names, other roles or a `structural_tag` are not truncated."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether a last message of the assistant is the beginning of the answer."""
+        return isinstance(self.messages, list) or self.python is not None or self.continue_ is True
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are messages, or may be."""
+        return self.user is not None or self.messages is not None or self.python is not None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> PromptSpec:
+        kinds = ("user", "messages", "text", "input_ids", "python", "batch")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")
+        if given == ["batch"] and self.truncate is not None:
+            raise ValueError("`truncate` has no effect on `batch`: its requests go as they are")
+        if given != ["user"] and self.system is not None:
+            raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
+        if self.continue_ is not None and not isinstance(self.messages, str):
+            raise ValueError("`continue` goes with a column of `messages`")
+        if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
+            raise ValueError("`messages` has no message that the assistant could answer")
+        if given[0] in {"text", "input_ids", "batch"} and self.chat_template_kwargs is not None:
+            raise ValueError(
+                f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
+            )
+        return self
