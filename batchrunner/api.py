@@ -152,6 +152,7 @@ def generate(
     Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
     what an iterator of `rows` raises.
     """
+    display = make_displays(progress=progress, on_progress=on_progress)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
         spec = engine.spec if isinstance(engine, OpenEngine) else parse_engine(engine)
@@ -175,7 +176,6 @@ def generate(
         )
         if not dataset.total_rows:
             return _no_results(job, dataset)
-        display = make_displays(progress=progress, on_progress=on_progress)
         report = _run(job, engine if isinstance(engine, OpenEngine) else None, page=False, display=display)
         if report.rows_left:
             raise BatchrunError(

@@ -1,12 +1,14 @@
 """What the library shows of a run: a bar (`progress=True`), and calls of the program (`on_progress`)."""
 
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.runner.progress import Display
@@ -141,7 +143,30 @@ class Displays:
             display.close()
 
 
+def _not_a_listener(given: object) -> str | None:
+    """Return why an object cannot be called with a Progress; None where it can."""
+    if not callable(given):
+        return "is no function"
+    if inspect.iscoroutinefunction(given):
+        return "is an asynchronous function"
+    try:
+        inspect.signature(given).bind(None)
+    except TypeError:
+        return "does not take one argument"
+    except ValueError:  # some functions written in C do not tell their arguments
+        return None
+    return None
+
+
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> Displays:
-    """Return what shows a run to a program that asks for a bar, calls, both or neither."""
+    """Return what shows a run to a program that asks for a bar, calls, both or neither.
+
+    Raises JobError where `on_progress` cannot be called with a Progress.
+    """
+    if on_progress is not None and (problem := _not_a_listener(on_progress)):
+        raise JobError(
+            f"on_progress: {on_progress!r} {problem}",
+            hint="give a plain function of one argument, a batchrunner.Progress",
+        )
     calls = [ProgressCalls(on_progress)] if on_progress is not None else []
     return Displays([*([AutoBar()] if progress else []), *calls])

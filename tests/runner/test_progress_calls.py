@@ -86,3 +86,21 @@ def test_a_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, progress: b
     shown = capfd.readouterr()
     assert shown.out == ""
     assert ("10/10" in shown.err) == progress
+
+
+async def _asynchronous(progress: batchrunner.Progress) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("given", [5, "print", [], lambda: None, lambda a, b: (a, b), _asynchronous])
+async def test_what_cannot_be_called_is_refused_before_the_run(tmp_path: Path, given: Any) -> None:
+    """A listener that no call could reach is a JobError in every function that takes one; nothing is sent."""
+    with pytest.raises(batchrunner.JobError, match=r"^on_progress: .* a plain function of one argument"):
+        batchrunner.run(job_of(tmp_path), on_progress=given)
+    with pytest.raises(batchrunner.JobError, match=r"^on_progress: "):
+        await batchrunner.arun(job_of(tmp_path), on_progress=given)
+    with pytest.raises(batchrunner.JobError, match=r"^on_progress: "):
+        batchrunner.generate([], engine="simulated", on_progress=given)
+    with pytest.raises(batchrunner.JobError, match=r"^on_progress: "):
+        batchrunner.stream(["a"], engine="simulated", on_progress=given)
+    assert not (tmp_path / "run").exists()
