@@ -54,7 +54,7 @@ def check(
 ) -> None:
     """Validate a job and show its first three prompts; send nothing.
 
-    The first 1,000 rows are rendered, to count those that cannot be sent.
+    The first 1,000 rows are rendered, to count those that cannot be sent. If none can, the exit code is 3.
 
     Example: batchrun check jobs/summarize.yaml
     """
@@ -64,6 +64,7 @@ def check(
     log_to_stderr(quiet=False, details=False)  # what the job's Python functions print
     found = check_job(job, with_limit(overrides, limit), no_python=no_python)
     show(found.as_dict() if as_json else found.lines())
+    raise typer.Exit(found.exit_code)
 
 
 def tune(

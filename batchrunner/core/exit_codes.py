@@ -8,7 +8,8 @@ EXIT_MEANINGS = {
     "resume.",
     EXIT_WRONG: "The job, its input or the command is wrong; one line says what and where, and nothing was "
     "sent.",
-    EXIT_FAILED_ROWS: "Done, but more rows failed than `limits.max_failed_rows` tolerates.",
+    EXIT_FAILED_ROWS: "Done, but more rows failed than `limits.max_failed_rows` tolerates; after `check`, "
+    "none of the rows that it rendered can be sent.",
     EXIT_INTERRUPTED: "Ctrl-C (SIGINT). Rows in flight end first; a second Ctrl-C stops at once. Run it "
     "again to resume.",
     EXIT_TIME_UP: "SIGUSR1: a time limit is near. Rows in flight have `limits.drain` to end. Run it again to "

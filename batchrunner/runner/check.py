@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
@@ -74,12 +75,18 @@ class Check:
         lines += cause_lines(self.not_sendable, "cannot be sent")
         return [*lines, f"{self._verdict()}; nothing was sent"]
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command: 3 where none of the rendered rows can be sent, as for a run of them."""
+        return EXIT_FAILED_ROWS if 0 < self.rows_looked_at == self.rows_not_sendable else EXIT_DONE
+
     def _verdict(self) -> str:
-        bad = sum(prompt["error"] is not None for prompt in self.prompts)
-        of_first = f"{bad} of the first {len(self.prompts)} rows cannot be sent" if bad else ""
-        of_more = f"{self.rows_not_sendable} of the first {self.rows_looked_at} rows cannot be sent"
-        more = of_more if self.rows_not_sendable and self.rows_looked_at > len(self.prompts) else ""
-        return ", ".join(filter(None, [of_first, more])) or "the job is fine"
+        if not self.rows_not_sendable:
+            return "the job is fine"
+        if self.exit_code:
+            rows = f"the first {self.rows_looked_at} rows" if self.rows_looked_at > 1 else "the rows"
+            return f"none of {rows} can be sent: correct the prompt or the data"
+        return f"{self.rows_not_sendable} of the first {self.rows_looked_at} rows cannot be sent"
 
 
 def check(job: str, overrides: Sequence[str], *, no_python: bool = False) -> Check:
