@@ -109,9 +109,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the lines at the end of a run."""
-        whole = f" ({self.rows_cut} cut at max_new_tokens)" if self.rows_cut else ""
-        if self.rows_left_out:
-            whole += f" ({self.rows_left_out} left out by prompt.python)"
+        of_these = [f"{self.rows_cut} cut at max_new_tokens"] if self.rows_cut else []
+        of_these += [f"{self.rows_left_out} left out by prompt.python"] if self.rows_left_out else []
+        whole = f" ({', '.join(of_these)})" if of_these else ""
         done = f"{self.rows_ok} of {self.rows_total} rows ok{whole}, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
         again = f": {GO_ON}" if self.exit_code and not says_next_step(self.reason) else ""
@@ -134,7 +134,7 @@ class Report:
         lines += self._engine_lines()
         lines += self._check_lines()
         cut = self.finish_reasons.get("length", 0)
-        if cut:
+        if cut > self.rows_cut:  # several outputs of a row
             lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
         lines.append(f"results: {self.results}")

@@ -103,11 +103,20 @@ def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeS
     result = batchrun(write_job(job, tmp_path))
     assert f"10 of 10 rows ok ({cut} cut at max_new_tokens), 0 failed" in result.stderr
     assert report_of(job)["rows_cut"] == cut
+    assert result.stderr.count("cut at max_new_tokens") == (1 if samples == 1 else 2)  # rows, then outputs
     run = tmp_path / "run"
     assert f"{cut} cut at max_new_tokens" in batchrun("status", run).stdout
     assert json.loads(batchrun("status", run, "--json").stdout)["rows_cut"] == cut
     assert f"({cut} cut at max_new_tokens)" in batchrun("merge", run).stderr
     assert f"Cut {cut} of these rows" in page_of(run).text
+
+
+def test_what_became_of_the_rows_stands_in_one_pair_of_brackets(tmp_path: Path) -> None:
+    """Rows that were cut and rows that were left out are both parts of the rows that are ok."""
+    (tmp_path / "few.py").write_text("def prompt(row):\n    return row['text'] if row['id'] % 2 else None\n")
+    job = job_of(tmp_path, rows=4, prompt={"python": "few:prompt"}, sampling={"max_new_tokens": 1})
+    said = batchrun(write_job(job, tmp_path)).stderr
+    assert "done: 4 of 4 rows ok (2 cut at max_new_tokens, 2 left out by prompt.python), 0 failed" in said
 
 
 @pytest.mark.page
