@@ -37,7 +37,7 @@ def init(
     """
     from batchrunner.input.new_job import new_job, save  # noqa: PLC0415
 
-    made = new_job(data, engine)
+    made = new_job(data, engine, output if output != "-" else "job.yaml")
     if output != "-":
         save(made, output)
         tell(made.next_steps(output))

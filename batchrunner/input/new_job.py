@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pyarrow as pa
@@ -63,11 +64,14 @@ class NewJob:
 
     def next_steps(self, path: str) -> str:
         """Return what a person does next."""
-        return f"wrote {path}: the prompt is the column {self.prompt!r}; next: batchrun check {path}"
+        return f"wrote {path}: the prompt is the column {self.prompt!r}; next: batchrun check {quote(path)}"
 
 
-def new_job(path: str, engine: str) -> NewJob:
-    """Return a job for the data at `path`, with an engine of a kind; raises JobError or InputError."""
+def new_job(path: str, engine: str, file: str) -> NewJob:
+    """Return a job for the data at `path`, with an engine of a kind; raises JobError or InputError.
+
+    `file` is the name that the commands in its first lines give to the job.
+    """
     if engine not in ENGINES:
         raise JobError(
             f"--engine {engine}", hint="give server or simulated; change the job for the other kinds"
@@ -82,10 +86,11 @@ def new_job(path: str, engine: str) -> NewJob:
     hint = "" if carried else ": name those that tell rows apart"
     known = {field.name: str(field.type) for field in dataset.schema}
     columns = "".join(f"#   {_scalar(name)}: {' '.join(kind.split())}\n" for name, kind in known.items())
+    job = quote(file) if file.isprintable() else "JOB.yaml"
     text = (
         "# A job for batchrunner, made by `batchrun init`. Change what you like, then:\n"
-        "#   batchrun check FILE   validates it and shows three prompts; sends nothing\n"
-        "#   batchrun FILE         runs it; the same command resumes\n"
+        f"#   batchrun check {job}   validates it and shows three prompts; sends nothing\n"
+        f"#   batchrun {job}         runs it; the same command resumes\n"
         f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}\n"
         f"input:\n  path: {_scalar(path)}\n"
         f"  columns: [{', '.join(map(_scalar, carried))}]   # copied into the results{hint}\n"

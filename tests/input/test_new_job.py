@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,17 @@ def test_no_column_tells_rows_apart() -> None:
         pq.write_table(pa.table(columns), "data.parquet")
         made = batchrun("init", "data.parquet", "-o", "-")
         assert (told in made.stdout) is is_told
+
+
+@pytest.mark.parametrize("name", ["grade.yaml", "my jobs.yaml", "two\nlines.yaml"])
+def test_its_first_lines_are_commands_to_copy(name: str) -> None:
+    """The commands in the comment name the job that was written, as a shell takes it."""
+    pq.write_table(pa.table({"text": ["a"]}), "data.parquet")
+    said = batchrun("init", "data.parquet", "--engine", "simulated", "-o", name).stderr
+    head = Path(name).read_text().splitlines()[:3]
+    words = [shlex.split(line.removeprefix("#"))[:3] for line in head[1:]]
+    named = name if name.isprintable() else "JOB.yaml"
+    assert (words[0], words[1][:2]) == (["batchrun", "check", named], ["batchrun", named])
+    assert shlex.split(said)[-3:] == ["batchrun", "check", name]
+    assert yaml.safe_load(Path(name).read_text())["input"]["path"] == "data.parquet"
+    assert "#   batchrun check job.yaml  " in batchrun("init", "data.parquet", "-o", "-").stdout
