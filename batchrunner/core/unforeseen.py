@@ -7,11 +7,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from batchrunner.core.errors import BatchrunError
+from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
 from batchrunner.core.versions import SOURCE_TREE, installed_version
 
 
 def unforeseen(failure: BaseException) -> BatchrunError:
-    """Write the traceback of an error to a new file; return the error for the user, which says where."""
+    """Write the traceback of an error to a new file; return the error for the user, which says where.
+
+    The limit on open files, which may end a command anywhere, is named without one.
+    """
+    if limit := too_many_files(failure):
+        return BatchrunError(limit, hint=RAISE_LIMIT)
     what = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
     try:
         path = _write(failure)

@@ -12,6 +12,7 @@ import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.file_format import ENDINGS, known_format
+from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""
@@ -162,6 +163,8 @@ def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa
 
 def first_line(failure: BaseException) -> str:
     """Return the first line of an error's text; Arrow may add a stack trace below it."""
+    if limit := too_many_files(failure):
+        return f"{limit}: {RAISE_LIMIT}"
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 

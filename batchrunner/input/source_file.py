@@ -12,6 +12,7 @@ import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.core.file_format import COMPRESSIONS, FileFormat, format_of, known_format
+from batchrunner.core.open_files import too_many_files
 from batchrunner.input.files import first_line, read_errors
 from batchrunner.input.formats.arrow import ArrowContent
 from batchrunner.input.formats.base import READ_BUFFER_BYTES, Content, OpenContent
@@ -72,7 +73,8 @@ class SourceFile:
         except InputError:
             raise
         except self.read_errors as failure:
-            raise InputError(f"{path}: not a readable {kind} file: {first_line(failure)}") from None
+            wrong = "cannot be opened" if too_many_files(failure) else f"not a readable {kind} file"
+            raise InputError(f"{path}: {wrong}: {first_line(failure)}") from None
         self.row_groups = self.content.row_groups
         self.rows: int = sum(self.row_groups)
 

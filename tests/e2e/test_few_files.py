@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+import batchrunner
+from batchrunner.input.dataset import Dataset
 from tests.conftest import INSTANT, job_of, report_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
@@ -77,3 +81,32 @@ def test_the_page_of_many_parts(tmp_path: Path) -> None:
         assert "no report.html" not in ended.stderr
         assert ">Prompts <small>tokens" in page.read_text()  # of the parts
     assert len(list((tmp_path / "run" / "parts").iterdir())) > 64
+
+
+def test_a_limit_that_is_too_low_is_named(tmp_path: Path) -> None:
+    """Where files run out before the first row, one line names the limit."""
+    job = job_of(tmp_path, rows=2)
+    command = [sys.executable, "-c", LIMITED, "10", "10", str(write_job(job, tmp_path))]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode in {1, 2}, ended.stderr
+    assert "too many open files: this process may open 10: raise the limit" in ended.stderr
+    assert "unforeseen" not in ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_the_limit_is_no_fault_of_the_input(tmp_path: Path, kind: str) -> None:
+    """An input file that cannot be opened for want of files is not called unreadable."""
+    (tmp_path / "in.csv").write_text("text\na\n")
+    job_of(tmp_path, rows=1)
+    path = {"csv": "in.csv", "parquet": "input.parquet"}[kind]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(batchrunner.InputError) as refused:
+            Dataset(str(tmp_path / path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    told = f"{path}: cannot be opened: too many open files: this process may open {free}: raise the limit"
+    assert told in str(refused.value)
