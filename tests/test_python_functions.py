@@ -45,7 +45,7 @@ def test_no_rows_have_the_same_columns(server: FakeSGLang) -> None:
 def test_checks_of_no_rows_are_checked() -> None:
     """What is wrong with a check does not wait for the first rows."""
     nothing = pa.table({"text": pa.array([], pa.string())})
-    wrong = {"expression": "score > 1"}, {"json": {"type": "strin"}}
+    wrong: tuple[dict[str, Any], ...] = {"expression": "score > 1"}, {"json": {"type": "strin"}}
     for check, told in zip(wrong, ("unknown column 'score'", "not a JSON Schema"), strict=True):
         with pytest.raises(JobError, match=told):
             batchrunner.generate(nothing, engine="simulated", check=check)

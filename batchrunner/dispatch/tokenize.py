@@ -26,6 +26,7 @@ from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
 from batchrunner.job.output import OF_TOKENS
+from batchrunner.job.sampling import GRAMMARS
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
@@ -49,10 +50,7 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 (`get_default_sampling_params`)."""
 
 
-_NEEDS_TOKENIZER = (
-    *("stop", "stop_regex", "min_new_tokens", "spaces_between_special_tokens"),
-    *("json_schema", "regex", "ebnf", "structural_tag"),
-)
+_NEEDS_TOKENIZER = ("stop", "stop_regex", "min_new_tokens", "spaces_between_special_tokens", *GRAMMARS)
 """Sampling parameters for which a server needs its tokenizer (`raise_if_tokenizer_required`, grammars)."""
 
 

@@ -29,7 +29,7 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.simulated_json import made_up
 from batchrunner.input.request_bodies import fields_of, prompt_of
 from batchrunner.job.engine import SimulatedEngine
-from batchrunner.job.output import RESPONSE
+from batchrunner.job.output import CUT, RESPONSE
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
@@ -184,7 +184,7 @@ def _length(sampling: dict[str, Any], sample: int, limit_tokens: int) -> tuple[i
     most = min(DEFAULT_MAX_NEW_TOKENS if asked is None else asked, limit_tokens)
     wished = max(_LENGTHS_TOKENS[sample % _QUANTILES], sampling.get("min_new_tokens") or 0)
     if wished > most or sampling.get("ignore_eos"):
-        return most, "length"
+        return most, CUT
     return wished, "stop"
 
 

@@ -27,7 +27,7 @@ from batchrunner.input.request_bodies import RequestBodies
 from batchrunner.input.row_values import Row, UnreadableValue, rows_of
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.prompt import PromptSpec
-from batchrunner.job.sampling import FromColumn, SamplingSpec
+from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
@@ -83,7 +83,7 @@ class Renderer:
         names |= {*self._for_check}
         self._used = sorted(names)
         self._carried = list(source.columns)
-        self._carried_names = [source.rename.get(name, name) for name in source.columns]
+        self._carried_names = source.carried_names
         self._problems = dataset.problems
         self.columns = sorted({*self._used, *self._carried, *self._problems})
         for name in self._used:
@@ -253,7 +253,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 _COLUMN_TYPES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
     (_is_number, _NUMBERS, "numbers"),
-    (is_text, {"json_schema", "regex", "ebnf", "structural_tag", "lora_path"}, "texts"),
+    (is_text, {*GRAMMARS, "lora_path"}, "texts"),
     (
         lambda kind: is_text(kind) or (is_list(kind) and is_text(kind.value_type)),
         {"stop", "stop_regex"},

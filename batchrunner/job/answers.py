@@ -92,7 +92,7 @@ def plan_answers(
     else:
         names |= {REASONING} if job.prompt.is_chat else set()
         names |= {PARSED} if has_schema else set()
-    names -= {job.input.rename.get(name, name) for name in job.input.columns}
+    names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
     on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
     return AnswerPlan(

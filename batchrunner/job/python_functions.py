@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from batchrunner.core.errors import JobError
-from batchrunner.core.hooks.annotations import Annotated, AnnotationError, annotations_of
+from batchrunner.core.hooks.annotations import AnnotationError, Annotations, annotations_of
 from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind, HookSetup, name_of, pickled
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.job.fields import PythonFunction
@@ -62,21 +62,20 @@ def _function(
     except AnnotationError as failure:
         if kind == "parse" and not columns:
             raise JobError(f"{where}: {name} {failure}") from None
-        known = Annotated()
+        known = Annotations()
     return HookFunction(where, kind, name, target, columns or known.columns, known.may_be_none, known.reads)
 
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError where a column has a name that results have already."""
     taken = {*RESULT_COLUMNS, *job.output.asked, *([SAMPLE] if job.output.explode else [])}
-    carried = {job.input.rename.get(name, name) for name in job.input.columns}
     for name, _ in facts.columns:
         if name in taken:
             raise JobError(
                 f"parse: a result has a column {name!r} of its own",
                 hint=f"let {facts.name} name its own otherwise",
             )
-        if name in carried:
+        if name in job.input.carried_names:
             raise JobError(
                 f"parse: {name!r} is a column of input.columns",
                 hint=f"let {facts.name} name its own otherwise, or carry yours under another name: "

@@ -22,6 +22,8 @@ class FromColumn(Spec):
 
 Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Parameters that bind an output to a grammar; an output has one of them at most."""
 
 
 class SamplingSpec(Spec):
@@ -97,9 +99,7 @@ class SamplingSpec(Spec):
 
     @model_validator(mode="after")
     def _one_grammar(self) -> SamplingSpec:
-        given = [
-            k for k in ("json_schema", "regex", "ebnf", "structural_tag") if getattr(self, k) is not None
-        ]
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             raise WrongValueError("an output has one grammar", hint=f"give one of {', '.join(given)}")
         return self

@@ -42,6 +42,11 @@ class InputSpec(Spec):
     limit: Annotated[int, Field(ge=1)] | None = None
     """Number of rows to send, counted after `filter`; by default all."""
 
+    @property
+    def carried_names(self) -> list[str]:
+        """Names of the copied columns in the results, in the order of `columns`."""
+        return [self.rename.get(name, name) for name in self.columns]
+
 
 ParsedType: TypeAlias = ColumnType | Literal["json"]
 
@@ -285,7 +290,7 @@ class Job(Spec):
 
     @model_validator(mode="after")
     def _result_names(self) -> Job:
-        carried = {self.input.rename.get(name, name): name for name in self.input.columns}
+        carried = dict(zip(self.input.carried_names, self.input.columns, strict=True))
         for name in self.input.rename:
             if name not in self.input.columns:
                 raise ValueError(f"input.rename names {name!r}, which is not in input.columns")

@@ -140,12 +140,10 @@ def build_sending(
     tokenizer = make_tokenizer(job, kind, engine, info, events)
     limits, gauges, slots = windows.limits, windows.gauges, windows.slots
 
-    # rows: source → reorder → tokenise → queue → slot → engine → count → store
+    # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count and store (`results`)
     judge = python_check(functions)
-    alike = job.dedupe and not (
-        judge is not None and judge.takes_row
-    )  # a row may be judged by what it carries
-    reorderer = _reorderer(job, info, windows.first, dedupe=alike)
+    judged_by_row = judge is not None and judge.takes_row  # then equal rows may need unlike answers
+    reorderer = _reorderer(job, info, windows.first, dedupe=job.dedupe and not judged_by_row)
     backlog = Backlog(rows, reorderer, slots, results)
     primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
     feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results, keeps_prompts=job.check.feedback)

@@ -11,7 +11,7 @@ class AnnotationError(Exception):
     """Annotations that cannot be used; the message follows the name of the function."""
 
 
-class Annotated(NamedTuple):
+class Annotations(NamedTuple):
     """What the annotations of a function say."""
 
     columns: Columns = ()
@@ -22,7 +22,7 @@ class Annotated(NamedTuple):
     """Columns of its first argument; None where it does not say."""
 
 
-def annotations_of(function: Any) -> Annotated:
+def annotations_of(function: Any) -> Annotations:
     """Read the annotations of a function; raises AnnotationError."""
     try:
         hints = _hints(function)
@@ -38,7 +38,7 @@ def annotations_of(function: Any) -> Annotated:
         isinstance(first, type) and issubclass(first, dict) and hasattr(first, "__required_keys__")
     )
     reads = tuple(typing.get_type_hints(first)) if is_typed_dict else None
-    return Annotated(columns, allows_none(returned), reads)
+    return Annotations(columns, allows_none(returned), reads)
 
 
 def _hints(function: Any) -> dict[str, Any]:

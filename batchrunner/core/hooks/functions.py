@@ -25,9 +25,9 @@ class HookFunction(NamedTuple):
     columns: tuple[tuple[str, ColumnKind], ...] = ()
     """Columns of what it returns, where the job names them, or a program gives the function."""
     may_be_none: bool = False
-    """Whether a function that a program gives may return None."""
+    """Whether it may return None, for a function that a program gives."""
     reads: tuple[str, ...] | None = None
-    """Columns of a row that a function reads which a program gives; None where it does not say."""
+    """Columns of a row that it reads, for a function that a program gives; None where it does not say."""
 
 
 class HookFacts(NamedTuple):

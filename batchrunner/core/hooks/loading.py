@@ -10,10 +10,10 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-from batchrunner.core.hooks.annotations import Annotated, AnnotationError, annotations_of
+from batchrunner.core.hooks.annotations import AnnotationError, Annotations, annotations_of
 from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind
 from batchrunner.core.hooks.returned import CheckConversion, Conversion, ParseConversion, PromptConversion
 
@@ -46,19 +46,14 @@ def failure_text(where: str, failure: BaseException) -> str:
         said = " ".join(str(failure).split())
     except Exception:  # noqa: BLE001 - an exception of the user's may be unable to say anything
         said = ""
-    at = _place_of(failure.__traceback__)
-    text = f"{where}: {at}{type(failure).__name__}" + (f": {said}" if said else "")
+    text = f"{where}: {place_of(failure)}{type(failure).__name__}" + (f": {said}" if said else "")
     return text if len(text) <= _LONGEST_ERROR else f"{text[: _LONGEST_ERROR - 1]}…"
 
 
 def place_of(failure: BaseException) -> str:
     """Return the file and line of the user's own code that raised an exception, with a colon and a space."""
-    return _place_of(failure.__traceback__)
-
-
-def _place_of(raised_at: TracebackType | None) -> str:
     found = ""
-    for frame, line in traceback.walk_tb(raised_at):
+    for frame, line in traceback.walk_tb(failure.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith(_OURS) and (not found or not file.startswith(_INSTALLED)):
             found = f"{_short(file)}:{line}: "
@@ -179,23 +174,23 @@ def _takes_row(function: Any, kind: str) -> bool:
     return takes_row
 
 
-def _annotations(function: Any, spec: HookFunction) -> Annotated:
+def _annotations(function: Any, spec: HookFunction) -> Annotations:
     """Return what is known of what a function takes and returns; raises HookLoadError.
 
     A program has read the annotations of a function that it gives: their names are not known here.
     """
     if spec.kind == "check" or isinstance(spec.target, bytes):
-        return Annotated(spec.columns, spec.may_be_none, spec.reads)
+        return Annotations(spec.columns, spec.may_be_none, spec.reads)
     try:
         found = annotations_of(function)
     except AnnotationError as failure:
         if spec.kind == "prompt" or spec.columns:  # nothing of it is needed
-            return Annotated(spec.columns)
+            return Annotations(spec.columns)
         raise HookLoadError(str(failure)) from None
     return found._replace(columns=spec.columns or found.columns)
 
 
-def _conversion(annotated: Annotated, kind: HookKind) -> Conversion:
+def _conversion(annotated: Annotations, kind: HookKind) -> Conversion:
     if kind == "prompt":
         return PromptConversion()
     if kind == "check":

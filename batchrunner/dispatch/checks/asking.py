@@ -5,9 +5,9 @@ from typing import Any
 from batchrunner.core.types import Completion, Request
 from batchrunner.job.check import CheckSpec
 from batchrunner.job.output import IDS_TO_CONTINUE, REASONING
+from batchrunner.job.sampling import GRAMMARS
 from batchrunner.output.columns import OF_THE_PROMPT
 
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 SEED_STEP = 1_000_003
 """Difference between the seeds of two tries of a row."""
 MOST_SEED = (1 << 31) - 1
@@ -52,7 +52,7 @@ def continued(request: Request, answer: Completion) -> Request | None:
     came has `min_new_tokens` already.
     """
     thoughts = answer.columns.get(REASONING)
-    if any(request.sampling.get(name) for name in _GRAMMARS) or (thoughts and thoughts[0]):
+    if any(request.sampling.get(name) for name in GRAMMARS) or (thoughts and thoughts[0]):
         return None
     sampling = {name: value for name, value in request.sampling.items() if name != "min_new_tokens"}
     request = request._replace(sampling=sampling)

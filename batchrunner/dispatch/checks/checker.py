@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from batchrunner.core.types import Completion, Request
@@ -40,31 +40,32 @@ class AnswerChecker:
         if self._wants_json or self._adds_parsed or reads_parsed:
             where = "check.json" if isinstance(job.check.json_, dict) else "sampling.json_schema"
             self._json = JsonCheck(plan.schema, by_row=plan.schema_by_row, where=where)
-        self._may_be_text = plan.schema_by_row
+        self._schema_by_row = plan.schema_by_row
         self._pattern = None if job.check.regex is None else Pattern(job.check.regex)
         self._regex = job.check.regex
 
     def look_at(self, request: Request, completion: Completion) -> Checked:
-        """Check an answer; of several samples each must be good."""
-        complaints: list[str | None] = []
+        """Check an answer; of several samples each must be good, and the first complaint is told."""
+        first: str | None = None
         fitted: list[Any] = []
         for number, text in enumerate(completion.texts):
             parsed = self._parsed(request, text)
             fitted.append(parsed.fitted)
-            complaints.append(self._complaint(request, completion, number, parsed))
+            complaint = self._complaint(request, completion, number, parsed)
+            if first is None and complaint is not None:
+                first = of_sample(complaint, number, completion)
         if self._adds_parsed:
             completion = completion._replace(columns={**completion.columns, PARSED: fitted})
         is_cut = CUT in completion.finish_reasons
-        return Checked(completion, _first(complaints), is_cut)
+        return Checked(completion, first, is_cut)
 
     def _parsed(self, request: Request, text: str) -> ParsedText:
         if self._json is None:
             return ParsedText(None, None, None)
         own = request.sampling.get("json_schema")
         found = self._json.parse(text, own)
-        if not self._wants_json or (self._may_be_text and own is None):
-            return found._replace(complaint=None)
-        return found
+        must_be_json = self._wants_json and (own is not None or not self._schema_by_row)
+        return found if must_be_json else found._replace(complaint=None)
 
     def _complaint(
         self, request: Request, completion: Completion, number: int, parsed: ParsedText
@@ -88,9 +89,6 @@ class AnswerChecker:
         return None
 
 
-def _first(complaints: Sequence[str | None]) -> str | None:
-    """Return the first complaint; of several samples it says which one."""
-    for number, complaint in enumerate(complaints):
-        if complaint is not None:
-            return complaint if len(complaints) == 1 else f"sample {number}: {complaint}"
-    return None
+def of_sample(complaint: str, number: int, completion: Completion) -> str:
+    """Return a complaint about sample `number` of an answer; it names the sample where there are several."""
+    return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Completion, RowRef
+from batchrunner.dispatch.checks.checker import of_sample
 from batchrunner.input.row_values import carried_of
 from batchrunner.job.python_functions import CHECK
 
@@ -31,7 +32,7 @@ class PythonCheck:
                 found = str(failure)
             if found is not True:
                 said = found or f"{CHECK} {self._name} does not take the answer"
-                return said if len(completion.texts) == 1 else f"sample {number}: {said}"
+                return of_sample(said, number, completion)
         return None
 
 
