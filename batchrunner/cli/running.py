@@ -15,6 +15,7 @@ from batchrunner.cli.options import (
     NoPythonOption,
     QuietOption,
     SetOption,
+    VerboseOption,
     with_limit,
 )
 from batchrunner.core.console import show, tell
@@ -54,10 +55,7 @@ def run(
     ] = False,
     no_python: NoPythonOption = False,
     quiet: QuietOption = False,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show all log lines on a terminal, not only the first three."),
-    ] = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a job, or resume it; `batchrun JOB.yaml` is short for it.
@@ -130,10 +128,7 @@ def batch(
         typer.Option("--join", help="Share the lines with all other starts that say --join."),
     ] = False,
     quiet: QuietOption = False,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show all log lines on a terminal, not only the first three."),
-    ] = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer the requests of a batch file in OpenAI's format.

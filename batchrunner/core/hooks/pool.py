@@ -36,7 +36,7 @@ _FIRST_CHUNK_ROWS = 8
 _STOP_LOOK_S = 0.2
 _MOST_STARTS = 3
 """Starts of a process without one result, after which its first row counts as the cause."""
-Row = tuple[Any, ...]
+Arguments = tuple[Any, ...]
 """Arguments of a call."""
 
 
@@ -46,7 +46,7 @@ class _Chunk:
 
     number: int
     """Index of the function."""
-    rows: Sequence[Row]
+    rows: Sequence[Arguments]
     results: Future[list[HookResult]] = field(default_factory=Future)
 
 
@@ -81,7 +81,7 @@ class HookPool:
             raise
 
     def call_many(
-        self, where: str, rows: Sequence[Row], is_stopped: Callable[[], object] = lambda: False
+        self, where: str, rows: Sequence[Arguments], is_stopped: Callable[[], object] = lambda: False
     ) -> list[HookResult]:
         """Call a function with each row; blocks. Returns the results in order.
 
@@ -135,7 +135,7 @@ class HookPool:
                     chunk.results.cancel()
         self._output.close()
 
-    def _submit_gathered(self, where: str, rows: Sequence[Row]) -> Future[list[HookResult]]:
+    def _submit_gathered(self, where: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
         chunk = _Chunk(self._numbers[where], rows)
         self._hand_out([chunk])
         return chunk.results
@@ -224,7 +224,7 @@ class _Worker:
         except BaseException as failure:  # noqa: BLE001 - who waits for it must not wait for ever
             chunk.results.set_exception(failure)
 
-    def _results(self, number: int, rows: Sequence[Row]) -> list[HookResult]:
+    def _results(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
         """Return a result for each row, whatever becomes of the process at one of them."""
         function = self._setup.functions[number]
         results: list[HookResult] = []
@@ -280,18 +280,18 @@ class _Gatherer:
         self,
         loop: asyncio.AbstractEventLoop,
         most: int,
-        submit: Callable[[str, Sequence[Row]], Future[list[HookResult]]],
+        submit: Callable[[str, Sequence[Arguments]], Future[list[HookResult]]],
         where: str,
     ) -> None:
         self.loop = loop
         self._most = most
         self._submit = submit
         self._where = where
-        self._waiting: list[tuple[Row, asyncio.Future[HookResult]]] = []
+        self._waiting: list[tuple[Arguments, asyncio.Future[HookResult]]] = []
         self._on_the_way = 0
         self._is_called = False
 
-    async def call(self, row: Row) -> HookResult:
+    async def call(self, row: Arguments) -> HookResult:
         """Return what a call came to."""
         answer: asyncio.Future[HookResult] = self.loop.create_future()
         self._waiting.append((row, answer))

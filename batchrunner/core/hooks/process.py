@@ -20,9 +20,8 @@ from batchrunner.core.timing import TIMING
 
 _TICK_S = 0.2
 """Pause between two looks at the call that a silent process is at, in seconds."""
-
-
 _END_LOOK_S = 0.005
+"""Pause between two looks whether a silent process has ended, in seconds."""
 
 
 class HookStartError(Exception):
