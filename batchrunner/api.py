@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.engines.registry import make_engine
 from batchrunner.input.dataset import Dataset
@@ -153,8 +153,7 @@ def generate(
     what an iterator of `rows` raises.
     """
     display = make_displays(progress=progress, on_progress=on_progress)
-    with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
-        source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
+    with _rows_and_run() as (source, out):
         spec = engine.spec if isinstance(engine, OpenEngine) else parse_engine(engine)
         paths = paths_of(rows)
         if paths is None:
@@ -241,6 +240,25 @@ def stream(
     display = make_displays(progress=progress, on_progress=on_progress)
     call = StreamCall(rows, paths_of(rows), make_job, opened.loop if opened else None, display)
     return call.in_memory() if output is None else call.in_run_directory(Path(output))
+
+
+@contextmanager
+def _rows_and_run() -> Iterator[tuple[Path, Path]]:
+    """Give the paths of a file for the rows of a call and of its run directory, which are deleted.
+
+    An InputError about the file says "rows": the program knows no such file.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
+        source = Path(scratch) / "input.parquet"
+        try:
+            yield source, Path(scratch) / "run"
+        except InputError as failure:
+            if str(source) not in failure.message:
+                raise
+            hint = None if failure.hint == failure.advice else failure.hint
+            renamed = type(failure)(failure.message.replace(str(source), "rows"), hint=hint)
+            renamed.report = failure.report
+            raise renamed from None
 
 
 def _run(job: Job, engine: OpenEngine | None, **options: Any) -> Report:

@@ -303,3 +303,16 @@ def test_wrong_engines_are_explained(engine: Any, told: str) -> None:
     with pytest.raises(JobError, match=re.escape(told)) as caught:
         batchrunner.generate(["a"], engine=engine)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_column_that_is_given_twice_names_no_file_of_ours() -> None:
+    """The rows came from the program: where a column of theirs cannot be told, the error says "rows"."""
+    table = pa.Table.from_arrays(
+        [pa.array(["a"]), pa.array(["b"]), pa.array([1])], names=["text", "text", "n"]
+    )
+    for call in ({"prompt": "{{ text }}"}, {"prompt": "{{ n }}", "columns": ["text"]}):
+        with pytest.raises(
+            batchrunner.InputError, match=r"^rows: has 2 columns 'text': (prompt|input)\.\w+ can"
+        ):
+            batchrunner.generate(table, engine="simulated", **call)
+    assert batchrunner.generate(table, prompt="{{ n }}", engine="simulated").num_rows == 1
