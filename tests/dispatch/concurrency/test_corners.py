@@ -159,3 +159,18 @@ def test_the_tail_has_no_corner() -> None:
     scheduler.tells(20, queue=150, usage=0.95)
     scheduler.controller.drain()
     assert scheduler.controller.corner is None
+
+
+@pytest.mark.parametrize(("usage", "in_use"), [(0.88, True), (0.9, False)])
+def test_a_corner_ends(usage: float, *, in_use: bool) -> None:
+    """A scheduler that has been in no corner for a while is shown in none; it is back in one without news."""
+    scheduler = Scheduler()
+    scheduler.tells(20, queue=150, usage=0.9)
+    assert scheduler.controller.corner is Corner.GOOD
+    scheduler.tells(1, queue=150, usage=usage, in_use=in_use)
+    assert scheduler.controller.corner is Corner.GOOD
+    scheduler.tells(TOLD_AFTER_S, queue=150, usage=usage, in_use=in_use)
+    assert scheduler.controller.corner is None
+    scheduler.tells(TOLD_AFTER_S + 1, queue=150, usage=0.9)
+    assert scheduler.controller.corner is Corner.GOOD
+    assert scheduler.news == [Corner.GOOD]
