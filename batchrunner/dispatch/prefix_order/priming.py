@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask
 from batchrunner.dispatch.tokenizers import RowTokenizer
 from batchrunner.engines.base import Engine
+from batchrunner.input.request_bodies import with_one_token
 
 MOST_S = 30.0
 """Longest wait for a round of primes, in seconds: they save a prefill pass or two."""
@@ -32,7 +33,7 @@ class PrefixPrimer:
         by_round = attrgetter("round")
         for _, group in groupby(sorted(tasks, key=by_round), key=by_round):
             some = list(group)
-            probes = [task.row.request._replace(sampling=ONE_TOKEN) for task in some]
+            probes = [_probe(task.row.request) for task in some]
             sent = [
                 self._engine.generate(probe._replace(affinity=key), route)
                 for task, probe in zip(some, await self._tokenizer.tokenize(probes), strict=True)
@@ -55,3 +56,11 @@ class PrefixPrimer:
         if row.group.route is None:
             row.group.route = routes[row.request.ref.row % len(routes)]
         yield row.affinity, row.group.route
+
+
+def _probe(request: Request) -> Request:
+    """Return a request for one token of the answer, of which nothing else is read."""
+    prompt = request.prompt
+    if isinstance(prompt, RequestBody):
+        prompt = with_one_token(prompt)
+    return request._replace(prompt=prompt, sampling=ONE_TOKEN, asks=None)
