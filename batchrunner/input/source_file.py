@@ -73,8 +73,9 @@ class SourceFile:
         except InputError:
             raise
         except self.read_errors as failure:
-            wrong = "cannot be opened" if too_many_files(failure) else f"not a readable {kind} file"
-            raise InputError(f"{path}: {wrong}: {first_line(failure)}") from None
+            if too_many_files(failure):
+                raise InputError(f"{path}: cannot be opened: {first_line(failure)}") from None
+            raise InputError(f"{path}: not a readable {kind} file: {first_line(failure)}") from None
         self.row_groups = self.content.row_groups
         self.rows: int = sum(self.row_groups)
 

@@ -126,13 +126,13 @@ def writing(path: Path) -> Iterator[None]:
 
 def cannot_write(path: Path, failure: OSError) -> StorageError:
     """Return the StorageError for a failed write of `path`."""
-    hint = "make room and run the same command again"
-    if is_for_good(failure):
-        hint = "allow larger files (ulimit -f) and run the same command again"
-    limit = too_many_files(failure)
+    if limit := too_many_files(failure):
+        return StorageError(f"{path}: cannot be written: {limit}; what is on disk is kept", hint=RAISE_LIMIT)
     return StorageError(
-        f"{path}: cannot be written: {limit or failure.strerror or failure}; what is on disk is kept",
-        hint=RAISE_LIMIT if limit else hint,
+        f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",
+        hint="allow larger files (ulimit -f) and run the same command again"
+        if is_for_good(failure)
+        else "make room and run the same command again",
     )
 
 
