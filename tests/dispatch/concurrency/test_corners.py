@@ -165,12 +165,14 @@ def test_the_tail_has_no_corner() -> None:
 def test_a_corner_ends(usage: float, *, in_use: bool) -> None:
     """A scheduler that has been in no corner for a while is shown in none; it is back in one without news."""
     scheduler = Scheduler()
-    scheduler.tells(20, queue=150, usage=0.9)
-    assert scheduler.controller.corner is Corner.GOOD
-    scheduler.tells(1, queue=150, usage=usage, in_use=in_use)
-    assert scheduler.controller.corner is Corner.GOOD
-    scheduler.tells(TOLD_AFTER_S, queue=150, usage=usage, in_use=in_use)
-    assert scheduler.controller.corner is None
-    scheduler.tells(TOLD_AFTER_S + 1, queue=150, usage=0.9)
-    assert scheduler.controller.corner is Corner.GOOD
+    shown = []
+    for seconds, now_usage, is_used in (
+        (20, 0.9, True),
+        (1, usage, in_use),
+        (TOLD_AFTER_S, usage, in_use),
+        (TOLD_AFTER_S + 1, 0.9, True),
+    ):
+        scheduler.tells(seconds, queue=150, usage=now_usage, in_use=is_used)
+        shown.append(scheduler.controller.corner)
+    assert shown == [Corner.GOOD, Corner.GOOD, None, Corner.GOOD]
     assert scheduler.news == [Corner.GOOD]
