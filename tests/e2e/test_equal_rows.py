@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ import pytest
 
 import batchrunner
 from batchrunner.dispatch.tokenize import PromptTokenizer
-from tests.conftest import eventually, job_of, results_of, started, write_job
+from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,3 +179,12 @@ def test_a_task_leaves_rows_to_those_that_come_later(tmp_path: Path, server: Fak
         server.wait_for(8)
         taken = list((tmp_path / "run" / "leases").glob("*.0"))
         assert 0 < len(taken) < 24  # of 64
+
+
+def test_equal_rows_are_a_reason_to_sort_by_the_first_temperature(tmp_path: Path) -> None:
+    """It may stand in `check.temperature`: rows are sent once where first tries are greedy."""
+    texts = [f"{row % 2048} is one" for row in range(4096)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, check={"regex": "x", "temperature": [0, 0.5]})
+    order = json.loads(batchrun("check", write_job(job, tmp_path), "--json").stdout)["order"]
+    assert (order["input_equal"], order["sorted_equal"]) == (0.0, 0.5)

@@ -130,6 +130,17 @@ def test_passes_are_counted_by_our_own_interval(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("short_trials")
+def test_trials_sample_like_first_tries(tmp_path: Path) -> None:
+    """The temperature of a row's first try may stand in `check`, which trials leave out."""
+    said = "self.reply(400, {\"message\": f\"temperature {body['sampling_params'].get('temperature')}\"})"
+    script = LIMITED.replace('self.answer("to " + body["text"])', said)
+    engine = launchable(tmp_path, script, ROOM="20") | {"args": {"max-running-requests": 2}}
+    check = {"regex": "x", "temperature": [0.25, 0.9]}
+    result = batchrun("tune", write_job(job_of(tmp_path, engine, rows=40, check=check), tmp_path))
+    assert "temperature 0.25" in result.output
+
+
+@pytest.mark.usefixtures("short_trials")
 def test_rows_that_all_fail(tmp_path: Path) -> None:
     """Where the engine refuses each row there is no speed: one line says so, with what the engine said."""
     script = LIMITED.replace('self.answer("to " + body["text"])', "self.reply(400, REFUSED)")

@@ -70,7 +70,7 @@ def decide_by_sample(
         for stretch in stretches(rows, job_input.dataset.row_group_ends())
     ]
     job = job_input.job
-    return decide(sample, len(rows), dedupe=job.dedupe and job.sampling.temperature == 0)
+    return decide(sample, len(rows), dedupe=job.dedupe and job.first_sampling.temperature == 0)
 
 
 def decide(sample: Sequence[Sequence[bytes]], rows: int, *, dedupe: bool = False) -> OrderDecision:
