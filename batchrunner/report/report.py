@@ -150,7 +150,7 @@ class Report:
             f"{checks['rows_mended']} then had a good answer, {checks['rows_failed']} failed; "
             f"{checks['output_tokens']:,} output tokens were rejected"
         )
-        return [told, *cause_lines(checks["causes"], "answers rejected")]
+        return [told, *cause_lines(checks["causes"], "answers rejected", "times")]
 
     def _engine_lines(self) -> list[str]:
         """Describe the engine's failures, and the arguments that were changed after them."""
@@ -168,17 +168,17 @@ def says_next_step(reason: str) -> bool:
     return any(step in reason for step in ("--fresh", "--retry-failed", "again"))
 
 
-def cause_lines(groups: Sequence[Mapping[str, Any]], what: str) -> list[str]:
+def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "rows") -> list[str]:
     """Return the commonest causes of what went wrong with rows, each with its count and an example.
 
-    `groups` are those of `Failures.summary`.
+    `groups` are those of `Failures.summary`, which count what `unit` says.
     """
     lines = [
-        f"{what}: {group['rows']} rows: {group['example']} (row {group['example_row']})"
+        f"{what}: {group['rows']} {unit}: {group['example']} (row {group['example_row']})"
         for group in groups[:CAUSES_SHOWN]
     ]
     if rest := groups[CAUSES_SHOWN:]:
-        lines.append(f"{what}: {sum(group['rows'] for group in rest)} rows: {len(rest)} more reasons")
+        lines.append(f"{what}: {sum(group['rows'] for group in rest)} {unit}: {len(rest)} more reasons")
     return lines
 
 

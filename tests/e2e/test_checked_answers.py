@@ -376,7 +376,10 @@ def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: Fa
 def test_failed_answers_are_retried(tmp_path: Path, server: FakeSGLang) -> None:
     server.script = script("bad")
     job = job_of(tmp_path, server, rows=4, check={"regex": "good", "tries": 2})
-    assert batchrunner.run(job).rows_failed == 4
+    report = batchrunner.run(job)
+    assert report.rows_failed == 4
+    told = [line for line in report.lines() if line.startswith(("answers rejected", "failed"))]
+    assert [line.partition(": the")[0] for line in told] == ["answers rejected: 8 times", "failed: 4 rows"]
     server.script = script("good")
     assert batchrunner.run(job, retry_failed=True).rows_ok == 4
     assert [row["output"] for row in results_of(job)] == ["good"] * 4
