@@ -143,6 +143,7 @@ SOUGHT = {
     "use from pandas": "how-to/python.html",
     "polars": "how-to/python.html",
     "odd column names": "how-to/prompts.html",
+    "column with a space": "how-to/prompts.html",
     "NA in CSV": "how-to/data.html#csv",
     "S3": "how-to/data.html#object-stores",
     "docker": "start/install.html#container",

@@ -113,7 +113,9 @@ def batch(
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="A.B=VALUE", help="Override a field, such as engine.tp=2; may be repeated."
+            "--set",
+            metavar="A.B=VALUE",
+            help="Override a field, such as input.limit=100; may be repeated.",
         ),
     ] = None,
     limit: LimitOption = None,
