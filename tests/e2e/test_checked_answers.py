@@ -179,11 +179,27 @@ def test_a_schema_of_each_row(tmp_path: Path, server: FakeSGLang) -> None:
     assert [row["error"] is None for row in rows] == [True, False, True, False]
 
 
+SLOW, LONG = r"^(?!z)(a|aa)+$", "a" * 50 + "!"
+"""An expression that needs a look-ahead, and an answer for which it tries all ways to part the letters."""
 ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "json": ({"json": True}, "no", '{"a": 1}', "the answer is not JSON"),
     "schema": ({"json": SCHEMA}, "{}", '{"kind": "a"}', "the answer does not satisfy its schema"),
     "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of check.regex '^\\d+$'"),
     "lookahead": ({"regex": r"^(?!no)"}, "no", "yes", "the answer has no match of check.regex"),
+    "slow regex": ({"regex": SLOW}, LONG, "aa", "check.regex"),
+    "slow pattern": ({"json": {"pattern": SLOW}}, f'"{LONG}"', '"aa"', "the answer cannot be checked"),
+    "slow keys": (
+        {"json": {"patternProperties": {SLOW: True}, "additionalProperties": False}}, f'{{"{LONG}": 1}}',
+        '{"aa": 1}', "the answer cannot be checked",
+    ),
+    "keys": (
+        {"json": {"patternProperties": {"^a": True}, "additionalProperties": {"type": "string"}}},
+        '{"a": 1, "b": 1}', '{"a": 1, "b": "x"}', "the answer does not satisfy its schema: ['b']",
+    ),
+    "other keys": (
+        {"json": {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False}},
+        '{"a": 1, "b": 1}', '{"a": 1}', "the answer does not satisfy its schema: additional",
+    ),
     "expression": (
         {"expression": "output | length > id + 1 and finish_reason == 'stop'"}, "x", "xx",
         "check.expression is not true: output | length > id + 1",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from batchrunner.core.types import Completion, Request
 from batchrunner.dispatch.checks.json_check import JsonCheck, ParsedText
-from batchrunner.dispatch.checks.patterns import Pattern
+from batchrunner.dispatch.checks.patterns import LONGEST_S, Pattern, PatternTimeoutError
 from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import CUT, PARSED, REASONING
@@ -75,8 +75,12 @@ class AnswerChecker:
             return "the answer was cut at max_new_tokens"
         if parsed.complaint is not None:
             return parsed.complaint
-        if self._pattern is not None and not self._pattern.is_in(text):
-            return f"the answer has no match of check.regex {self._regex!r}"
+        if self._pattern is not None:
+            try:
+                if not self._pattern.is_in(text):
+                    return f"the answer has no match of check.regex {self._regex!r}"
+            except PatternTimeoutError:
+                return f"check.regex {self._regex!r} takes more than {LONGEST_S:g} s on the answer"
         if self._expression is not None:
             thoughts = completion.columns.get(REASONING)
             answer = {

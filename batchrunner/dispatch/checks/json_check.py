@@ -61,9 +61,8 @@ class JsonCheck:
             return ParsedText(value, None, f"the answer cannot be checked against its schema ({name})")
         if wrong is not None:
             at = "".join(f"[{step!r}]" for step in wrong.absolute_path)
-            return ParsedText(
-                value, None, f"the answer does not satisfy its schema: {at} {_short(wrong.message)}"
-            )
+            told = f"{at} {_short(wrong.message)}".lstrip()
+            return ParsedText(value, None, f"the answer does not satisfy its schema: {told}")
         try:
             return ParsedText(value, self._shape.fit(value), None)
         except ShapeError as failure:
@@ -92,15 +91,44 @@ def _validator(schema: Mapping[str, Any], where: str) -> Any:
     if problem is not None:
         raise JobError(f"{where}: not a JSON Schema that answers can be checked against: {problem}")
     base = validator_for(schema, default=Draft202012Validator)
-    return extend(base, {"pattern": _check_pattern})(schema, registry=Registry())
+    own = {
+        "pattern": _check_pattern,
+        "patternProperties": _check_pattern_properties,
+        "additionalProperties": _check_additional_properties,
+    }
+    return extend(base, own)(schema, registry=Registry())
 
 
 def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Any:
-    """Check the keyword `pattern` in a time that grows with the text only, where that can be."""
+    """Check the keyword `pattern` in a bounded time, as the two below do; jsonschema uses Python's `re`."""
     from jsonschema.exceptions import ValidationError  # noqa: PLC0415
 
     if isinstance(value, str) and not Pattern(pattern).is_in(value):
         yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+def _check_pattern_properties(validator: Any, patterns: Mapping[str, Any], value: Any, _: Any) -> Any:
+    """Check the keyword `patternProperties`."""
+    if isinstance(value, dict):
+        for pattern, schema in patterns.items():
+            for key in filter(Pattern(pattern).is_in, value):
+                yield from validator.descend(value[key], schema, path=key, schema_path=pattern)
+
+
+def _check_additional_properties(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:
+    """Check the keyword `additionalProperties`."""
+    from jsonschema.exceptions import ValidationError  # noqa: PLC0415
+
+    if not isinstance(value, dict):
+        return
+    patterns = [Pattern(pattern) for pattern in schema.get("patternProperties", ())]
+    named = schema.get("properties", {})
+    further = [key for key in value if key not in named and not any(each.is_in(key) for each in patterns)]
+    if wanted is False and further:
+        yield ValidationError(f"additional properties are not allowed ({', '.join(map(repr, further))})")
+    if isinstance(wanted, dict):
+        for key in further:
+            yield from validator.descend(value[key], wanted, path=key)
 
 
 @lru_cache(KEPT_SCHEMAS)

@@ -1,17 +1,23 @@
-"""Regular expressions over answers, in a time that grows with the text only."""
+"""Regular expressions over answers, in a time that is bounded, whatever the answer."""
 
-import re
 from functools import lru_cache
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+LONGEST_S = 0.2
+"""Seconds after which a search is given up: rows wait for it."""
+
+
+class PatternTimeoutError(Exception):
+    """A search that took too long."""
 
 
 class Pattern:
     """A regular expression.
 
     Arrow's dialect (RE2) never takes long, whatever the text. It has no lookaround and no backreferences:
-    Python's dialect is used for an expression that needs these.
+    Python's dialect is used for an expression that needs these, with a time limit.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -19,11 +25,16 @@ class Pattern:
         self._is_linear = _is_linear(pattern)
 
     def is_in(self, text: str) -> bool:
-        """Tell whether a text contains a match."""
+        """Tell whether a text contains a match; raises PatternTimeoutError after LONGEST_S seconds."""
         if self._is_linear:
             given = pa.scalar(text.encode("utf-8", "replace").decode(), pa.string())
             return bool(pc.match_substring_regex(given, self._pattern).as_py())
-        return re.search(self._pattern, text) is not None
+        import regex  # noqa: PLC0415 - only for such expressions; `re` has no time limit
+
+        try:
+            return regex.search(self._pattern, text, timeout=LONGEST_S) is not None
+        except TimeoutError:
+            raise PatternTimeoutError from None
 
 
 @lru_cache(1024)
