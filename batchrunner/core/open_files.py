@@ -11,11 +11,12 @@ def too_many_files(failure: BaseException) -> str | None:
 
     Errors that were raised while another one was handled count as that one.
     """
-    seen: BaseException | None = failure
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno == errno.EMFILE:
-            return (
-                f"too many open files: this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
-            )
-        seen = seen.__cause__ or seen.__context__
+    at: BaseException | None = failure
+    seen: set[int] = set()  # the chain may be a circle
+    while at is not None and id(at) not in seen:
+        if isinstance(at, OSError) and at.errno == errno.EMFILE:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"too many open files: this process may open {most}"
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
     return None
