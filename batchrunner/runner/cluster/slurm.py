@@ -36,7 +36,7 @@ trap 'early=TERM; ended=1' TERM
 task=$!
 trap 'kill -USR1 "$task"' USR1  # time is nearly up: rows in flight get {drain_s} s to end
 trap 'kill -TERM "$task"; ended=1' TERM  # scancel, preemption, the time limit itself
-if [ -n "$early" ]; then kill "-$early" "$task"; fi
+if [ -n "$early" ]; then sleep 2; kill "-$early" "$task"; fi  # a process that just begins may miss it
 while kill -0 "$task" 2>/dev/null; do wait "$task"; done  # a signal ends a `wait` before the task's end
 wait "$task"
 status=$?

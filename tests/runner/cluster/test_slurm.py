@@ -152,7 +152,7 @@ def test_signals_reach_the_task(
 
 def test_a_signal_while_the_task_begins(tmp_path: Path) -> None:
     """It ends the task as any other does, and not the script alone."""
-    program = stand_in(tmp_path, "program", "while true; do sleep 0.02; done")
+    program = stand_in(tmp_path, "program", f"exec sleep {PATIENCE_S}")
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/requeued')
     preamble = tmp_path / "preamble.sh"
     signalled = "trap '[[ $BASH_COMMAND == task=* ]] && kill -USR1 $$' DEBUG"
