@@ -103,7 +103,7 @@ BAD = {
     '{"kind": "a", "sco': "the answer is not JSON: ",
     "": "the answer is not JSON: ",
     '{"kind": "c"}': "the answer does not satisfy its schema: ['kind'] 'c' is not one of ['a', 'b']",
-    "{}": "the answer does not satisfy its schema:  'kind' is a required property",
+    "{}": "the answer does not satisfy its schema: 'kind' is a required property",
     "[" * 5000: "the answer is not JSON: ",
 }
 

@@ -79,9 +79,10 @@ def test_killed_by_the_kernel_in_mid_run(tmp_path: Path) -> None:
     ):
         eventually(lambda: rows_done(tmp_path) >= 16 or process.poll() is not None, START_S)
         eventually(lambda: group.squeeze(16 << 20) or process.poll() is not None, START_S)
+        group.set_limit(8 << 30)
         _, errors = process.communicate(timeout=START_S)
     assert process.returncode == 0, errors[-4000:]
-    assert "killed by the kernel for want of memory: max-total-tokens 100000 -> 50000" in errors
+    assert "killed by the kernel for want of memory: max-total-tokens 100000 -> 50000" in errors, errors[-4000:]
     assert whole(job, 120)
     assert report_of(job)["rows_resumed"] == 0
     healed = [told for told in report_of(job)["incidents"] if told["what"] == "healed"]

@@ -35,9 +35,14 @@ class MemoryCgroup:
         (self.path / self.limit).write_text(str(limit_bytes))
 
     def squeeze(self, room_bytes: int) -> bool:
-        """Leave so much more than is in use now; tell whether the kernel has killed. To be called often."""
-        with contextlib.suppress(OSError):  # v1 refuses a limit below what is in use by then
-            self.set_limit(int((self.path / self.usage).read_text()) + room_bytes)
+        """Leave so much more than the least in use until now; tell whether the kernel has killed.
+
+        To be called often. The limit never grows: it would follow what is in use.
+        """
+        limit = int((self.path / self.usage).read_text()) + room_bytes
+        if limit < int((self.path / self.limit).read_text()):
+            with contextlib.suppress(OSError):  # v1 refuses a limit below what is in use by then
+                self.set_limit(limit)
         return self.kills > 0
 
     def command(self, *command: object) -> list[str]:
