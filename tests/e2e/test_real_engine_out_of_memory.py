@@ -82,7 +82,9 @@ def test_killed_by_the_kernel_in_mid_run(tmp_path: Path) -> None:
         group.set_limit(8 << 30)
         _, errors = process.communicate(timeout=START_S)
     assert process.returncode == 0, errors[-4000:]
-    assert "killed by the kernel for want of memory: max-total-tokens 100000 -> 50000" in errors, errors[-4000:]
+    assert "killed by the kernel for want of memory: max-total-tokens 100000 -> 50000" in errors, errors[
+        -4000:
+    ]
     assert whole(job, 120)
     assert report_of(job)["rows_resumed"] == 0
     healed = [told for told in report_of(job)["incidents"] if told["what"] == "healed"]
