@@ -18,7 +18,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="A.B=VALUE",
-        help="Override a field, such as sampling.temperature=0; may be repeated.",
+        help="Override a field, such as input.limit=100; may be repeated.",
     ),
 ]
 LimitOption = Annotated[

@@ -110,14 +110,7 @@ def batch(
         str | None,
         typer.Option(metavar="BASE.yaml", help="Use the engine, limits and order of this job."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="A.B=VALUE",
-            help="Override a field, such as input.limit=100; may be repeated.",
-        ),
-    ] = None,
+    overrides: SetOption = None,
     limit: LimitOption = None,
     skip_bad_lines: Annotated[
         bool,
