@@ -260,9 +260,10 @@ class Started:
         raise AssertionError(f"no {text!r} in {''.join(self.lines)}")
 
     def end(self) -> int:
-        """Wait for the end; return the exit status."""
+        """Wait for the end; return the exit status. A test that fails shows what the command said."""
         assert self.process.stderr is not None
         self.lines += self.process.stderr.readlines()
+        print("".join(self.lines))  # noqa: T201
         return self.process.wait(PATIENCE_S)
 
 
