@@ -1,12 +1,9 @@
 """The HTTP client of one SGLang server, or of several replicas of one model, behind a gateway or not."""
 
-import asyncio
 import dataclasses
-import logging
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -23,35 +20,24 @@ from batchrunner.engines.base import Engine, IncidentQueue, PlacedRequest, RowAn
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.body_replies import completion_of_body
 from batchrunner.engines.http.bundles import BundlePoster
-from batchrunner.engines.http.connections import SocketFactory, loopback_sources, open_connections
+from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
-from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier
-from batchrunner.engines.http.model_guard import GuardedConnector, Model, ModelGuard, common_model, model_in
-from batchrunner.engines.http.poster import CONNECT_TIMEOUT_S, RowPoster, content_of
+from batchrunner.engines.http.failures import DeathVerdicts
+from batchrunner.engines.http.load_poller import LoadPoller
+from batchrunner.engines.http.model_guard import Model, ModelGuard, common_model, model_in
+from batchrunner.engines.http.poster import RowPoster, content_of
 from batchrunner.engines.http.questions import OPEN_TIMEOUT_S, ModelOfServer, ModelsOfWorkers, ServerQuestions
 from batchrunner.engines.http.server_info import describe
-from batchrunner.engines.http.status import (
-    LOADS,
-    METRICS,
-    MODEL_INFO,
-    NOT_REACHED,
-    NOT_SGLANG,
-    ServerStatus,
-)
+from batchrunner.engines.http.sessions import LOOPBACK, HttpSessions
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.engines.model_names import ModelNames
 from batchrunner.input.request_bodies import with_model
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 
-log = logging.getLogger(__name__)
-
-KEEPALIVE_S = 3.0
-"""Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _JSON = {"Content-Type": "application/json"}
 _NO_SUCH_PATH = {404, 405}
-_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """With sglang_router's policy `manual` requests with the same value go to the same replica."""
@@ -78,21 +64,17 @@ class SGLangClient:
         """Take a `detokenizer` if the replicas have no tokenizer, and `verdicts` if we started them."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
-        self.replicas: list[str] = []
-        """URLs of the servers that are polled."""
-        self.failures = FailureClassifier(self, verdicts)
-        self._detokenizer = detokenizer
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout_s = request_timeout_s
         self.guard = ModelGuard()
-        self._session: aiohttp.ClientSession | None = None
-        self._status_session: aiohttp.ClientSession | None = None
-        self._question_session: aiohttp.ClientSession | None = None
+        self._poller = LoadPoller(self.guard, verdicts)
+        self.failures = self._poller.failures
+        self._detokenizer = detokenizer
+        self._api_key = api_key
+        self._timeout_s = request_timeout_s
+        self._sessions: HttpSessions | None = None
         self._poster: RowPoster | None = None
         self._bundles: BundlePoster | None = None
         self._gateway: str | None = None
         self._checks_answers = False
-        self._load_path: str | None = None
         self._vocabulary: int | None = None
         self._names: ModelNames | None = None
 
@@ -113,13 +95,17 @@ class SGLangClient:
         if gateway:
             # A gateway has one address. If it is on this machine, the client connects from as many loopback
             # addresses as the gateway has replicas: then both sides have the same number of ports.
-            near = urlsplit(gateway).hostname in _LOOPBACK
+            near = urlsplit(gateway).hostname in LOOPBACK
             addresses = len(urls) if near else 1
         connections, limited_by = open_connections(addresses, servers=len(urls), through_gateway=near)
-        questions = self._connect(loopback_sources(addresses) if gateway and addresses > 1 else None)
+        sources = loopback_sources(addresses) if gateway and addresses > 1 else None
+        sessions = self._sessions = HttpSessions(
+            [*urls, gateway or urls[0]], api_key=self._api_key, guard=self.guard, sources=sources
+        )
+        questions = self._use(sessions)
         models = [await questions.model_info(url) for url in urls]
         servers = [await questions.server_info(url) for url in urls]
-        source = await self._find_load_path(urls[0])
+        source = await self._poller.begin(sessions.status, GATEWAY_ROUTE if gateway else None)
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
         model = common_model([*map(model_in, models, servers)])
@@ -140,7 +126,12 @@ class SGLangClient:
 
     def replace_replicas(self, urls: Sequence[str]) -> None:
         """Poll these replicas from now on: those behind a gateway may change."""
-        self.replicas = list(urls)
+        self._poller.replicas = list(urls)
+
+    @property
+    def replicas(self) -> Sequence[str]:
+        """URLs of the servers that are polled."""
+        return self._poller.replicas
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
@@ -180,11 +171,11 @@ class SGLangClient:
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
-        assert self._session is not None
+        assert self._sessions is not None
         url, body = self.replicas[0] + wire.TOKENIZE_PATH, wire.bytes_of(wire.tokenize_body(request))
         timeout = aiohttp.ClientTimeout(total=OPEN_TIMEOUT_S)
         try:
-            async with self._session.post(url, data=body, headers=_JSON, timeout=timeout) as response:
+            async with self._sessions.rows.post(url, data=body, headers=_JSON, timeout=timeout) as response:
                 content = await content_of(response.content)
         except TimeoutError:
             raise NoAnswerError(f"no answer within {OPEN_TIMEOUT_S:g} s") from None
@@ -198,46 +189,29 @@ class SGLangClient:
 
     async def loads(self) -> list[SchedulerLoad]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
-        if self._status_session is None or self._load_path is None:
-            return []
-        polls = await asyncio.gather(*(self._poll(url, self._load_path) for url in self.replicas))
-        return [load for loads in polls for load in loads]
+        return await self._poller.loads()
 
     @property
     def reports_load(self) -> bool:
         """Whether the first server reported its load when the client was opened."""
-        return self._load_path is not None
-
-    async def is_alive(self, url: str) -> bool:
-        """Tell whether a replica answers within 2 s, with whatever status."""
-        try:
-            await self._status(url).get(MODEL_INFO[0], TIMING.status_timeout)
-        except (*NOT_REACHED, AssertionError):
-            return False
-        return True
+        return self._poller.reports_load
 
     async def close(self) -> None:
         """Close all connections."""
-        sessions = self._session, self._status_session, self._question_session
-        self._session = self._status_session = self._question_session = None
-        for session in filter(None, sessions):
-            await session.close()
+        self._poller.end()
+        sessions, self._sessions = self._sessions, None
+        if sessions is not None:
+            await sessions.close()
 
-    def _connect(self, sources: SocketFactory | None) -> ServerQuestions:
-        """Make the sessions for rows, polls and questions; `sources` makes the sockets of rows."""
-        kept: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
-        rows = GuardedConnector(self.guard, socket_factory=sources, **kept)
-        self._session = self._make_session(rows)
-        self._status_session = self._make_session(aiohttp.TCPConnector(**kept))
-        # a question gets a connection of its own: one from before may lead to a server that is on its way out
-        self._question_session = self._make_session(aiohttp.TCPConnector(limit=0, force_close=True))
+    def _use(self, sessions: HttpSessions) -> ServerQuestions:
+        """Make what sends rows by these sessions, and what puts questions."""
         behind_gateway = self._gateway is not None
         self._poster = RowPoster(
-            self._session, self.guard, self.failures, behind_gateway=behind_gateway, timeout_s=self._timeout_s
+            sessions.rows, self.guard, self.failures, behind_gateway=behind_gateway, timeout_s=self._timeout_s
         )
         self._bundles = BundlePoster(self._poster, self.guard, self.failures, self._detokenizer)
         return ServerQuestions(
-            self._question_session,
+            sessions.questions,
             behind_gateway=behind_gateway,
             has_detokenizer=self._detokenizer is not None,
         )
@@ -263,16 +237,6 @@ class SGLangClient:
         for url in self.replicas if self._gateway is None else ():
             self.guard.watch(url, ModelOfServer(questions, url, model))
 
-    def _make_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-        hosts = {urlsplit(url).hostname for url in [*self.replicas, self._gateway or self.replicas[0]]}
-        return aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
-            trust_env=not hosts <= _LOOPBACK,  # a proxy is for hosts elsewhere: it cannot reach our loopback
-        )
-
     async def _post(
         self, endpoint: Endpoint, path: str, body: bytes, headers: dict[str, str] | None
     ) -> bytes:
@@ -293,31 +257,6 @@ class SGLangClient:
         if named is not None and isinstance(error, EngineDownError):
             raise await self.failures.classify(named, sent_at, str(error))
         raise error
-
-    def _status(self, url: str) -> ServerStatus:
-        assert self._status_session is not None
-        return ServerStatus(self._status_session, url)
-
-    async def _poll(self, url: str, path: str) -> list[SchedulerLoad]:
-        """Return the loads that one replica reports; empty if it does not answer."""
-        try:
-            route = GATEWAY_ROUTE if self._gateway else url
-            loads = await self._status(url).load(path, TIMING.status_timeout, route)
-        except (*NOT_REACHED, *NOT_SGLANG) as failure:
-            log.debug("the load of %s could not be read: %r", url, failure)
-            if isinstance(failure, NOT_REACHED):
-                self.guard.doubt(url)
-            return []
-        self.failures.record(url, alive=True)
-        return loads
-
-    async def _find_load_path(self, url: str) -> str:
-        """Find the path at which a replica reports its load; return a note for the log."""
-        for path in (LOADS, METRICS):
-            if await self._poll(url, path):
-                self._load_path = path
-                return f"load from {path.partition('?')[0]}"
-        return "the server tells no load (no /v1/loads, no /metrics)"
 
 
 class HttpEngine(Engine):
