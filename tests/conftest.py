@@ -278,7 +278,11 @@ def started(*args: object) -> Iterator[Started]:
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
     ) as process:
+        running = Started(process)
         try:
-            yield Started(process)
+            yield running
+        except BaseException as failure:
+            failure.add_note("standard error of the command:\n" + "".join(running.lines[-40:]))
+            raise
         finally:
             process.kill()

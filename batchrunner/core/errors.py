@@ -64,6 +64,10 @@ class TaskHeldError(OutputError):
     advice = "wait for its end, or take another output.path"
 
 
+class NoPartYetError(BatchrunError):
+    """All results of a run are in journals still, which become parts when its tasks end."""
+
+
 class ResumeError(BatchrunError):
     """The output path holds another run: its input, prompt, sampling or model differs from this job's."""
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 import msgspec
 import pyarrow as pa
 
-from batchrunner.core.errors import OutputError, ResumeError
+from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError
 from batchrunner.core.file_format import COMPRESSIONS, known_format
 from batchrunner.job.fields import user_path
 from batchrunner.job.output import RESPONSE
@@ -97,7 +97,7 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
                     line = _line(row, ids)
                     (good if line.error is None else bad).write(msgspec.json.encode(line) + b"\n")
                 _require_all(rows, facts["rows_total"])
-        except _RowsMissingError:
+        except (_RowsMissingError, NoPartYetError):  # a task that is at work writes its parts at its end
             return False
         except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
             reason = str(failure).splitlines()[0]

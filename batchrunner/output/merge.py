@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import BatchrunError, OutputError, ResumeError, TaskHeldError
+from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, TaskHeldError
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.columns import may_be_missing
 from batchrunner.output.files import sync_directory, writing
@@ -58,7 +58,7 @@ def merge(run: str | Path) -> Path:
 def finished_parts(run_dir: RunDir) -> list[Path]:
     """Return the parts of a run; journals of tasks that no process holds become parts first.
 
-    Raises OutputError where there are none, or BatchrunError where the rows are in journals still.
+    Raises OutputError where there are none, or NoPartYetError where the rows are in journals still.
     """
     run_dir.refuse_links()
     for task in run_dir.all_tasks():
@@ -67,12 +67,10 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
                 recover(task, lock)
     parts = run_dir.all_parts()
     if not parts and holds_run(run_dir.path):
-        nothing = BatchrunError(
+        raise NoPartYetError(
             f"{run_dir.path}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals",
             hint="wait for the run's end if it is at work, else run the same command again; then merge again",
         )
-        nothing.exit_code = 1
-        raise nothing
     if not parts:
         raise OutputError(
             f"{run_dir.path}: no parts to merge: not a run's output path, or nothing has finished yet"

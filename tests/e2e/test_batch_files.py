@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import batchrunner
+from batchrunner.job.batch_call import job_of_batch
+from batchrunner.output.parts import write_part
 from tests.conftest import batchrun, eventually, require_modules, started
 from tests.support.fake_sglang import Body, FakeSGLang, Sent
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -432,6 +438,40 @@ def test_the_run_directory_is_one_of_any_run(tmp_path: Path) -> None:
         assert row["output"] == body["choices"][0]["message"]["content"]
         assert row["completion_tokens"] == body["usage"]["completion_tokens"]
         assert len(body["choices"]) == 2
+
+
+def test_a_task_with_nothing_to_do_leaves_the_results_to_others(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all lines in the journal of a task that still writes its parts, another one ends, and well."""
+    batch = Batch(tmp_path, [request_of(i) for i in range(20)])
+    options = ("batch", batch.requests, "-o", batch.results, "--url", server.url, "--join")
+    begun, over = threading.Event(), threading.Event()
+
+    def write_when_told(*args: Any) -> Any:
+        begun.set()
+        over.wait(PATIENCE_S)
+        return write_part(*args)
+
+    monkeypatch.setattr("batchrunner.output.writer.write_part", write_when_told)
+    with ThreadPoolExecutor() as pool:
+        job = job_of_batch(
+            str(batch.requests), str(batch.run), model=None, urls=[server.url], base=None, lenient=False,
+            overrides=(),
+        )  # fmt: skip
+        first = pool.submit(batchrunner.run, job, join=True)
+        try:
+            assert begun.wait(PATIENCE_S)
+            with started(*options) as second:
+                assert second.end() == 0
+            assert not batch.results.exists()
+        finally:
+            over.set()
+        assert first.result().exit_code == 0
+    assert batchrun(*options).exit_code == 0
+    assert "done: 20 of 20 rows ok" in "".join(second.lines)
+    assert f"results: not yet: the last task to end writes {batch.results}" in "".join(second.lines)
+    assert len(lines_of(batch.results)) == len(server.sent) == 20
 
 
 def test_tasks_share_a_batch(server: FakeSGLang, tmp_path: Path) -> None:

@@ -125,10 +125,12 @@ class LeasedRows(TaskRows):
         """
         now = Leases(self._leases.directory)
         now.refresh()
+        dead = {task for task in set(now.held().values()) if self._takeover.is_dead(task)}
+        now.refresh()  # a task that has ended meanwhile ended its leases before
         held, free = Counter[bool](), Counter[bool]()  # by whether this task knows the plan
         unheld = 0
         for number, (task, rows) in now.rows_held().items():
-            if task == self._prepared.run_dir.task or self._takeover.is_dead(task):
+            if task == self._prepared.run_dir.task or task in dead:
                 unheld += rows
             else:
                 held[number < len(self._leases)] += rows
