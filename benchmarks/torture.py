@@ -14,7 +14,9 @@ functions.
 
 In rounds with bundles (`--bundles N`, torture_servers.py) the rows of a stand-in server share requests, and
 some of them are refused for good, for now, aborted, cut off or left without an answer; in every third one a
-row kills the server, which the run has launched. In rounds with other models (`--swaps N`) the server goes
+row kills the server, which the run has launched. In rounds with checks (`--checks N`) three rows of four are
+answered badly at first, and asked again: the attempts in their results are those that each needed, whenever
+starts were killed. In rounds with other models (`--swaps N`) the server goes
 away in the middle of a run, and another one, with another model, comes on its port.
 
 In further rounds (`--changes N`) the input changes during a run: its file is replaced, rewritten in place or
@@ -54,7 +56,7 @@ from benchmarks.torture_round import (
     job_for,
     undisturbed,
 )
-from benchmarks.torture_servers import bundle_rounds, swap_rounds
+from benchmarks.torture_servers import bundle_rounds, check_rounds, swap_rounds
 from tests.support.tiny_model import make_tiny_llama
 
 FUNCTIONS = """
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--real", type=int, default=0, help="rounds with the real engine")
     parser.add_argument("--changes", type=int, default=12, help="rounds in which the input changes")
     parser.add_argument("--bundles", type=int, default=9, help="rounds with rows that share requests")
+    parser.add_argument("--checks", type=int, default=6, help="rounds with answers that are rejected")
     parser.add_argument("--swaps", type=int, default=6, help="rounds in which another model comes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
@@ -194,6 +197,7 @@ def main() -> None:
         simulated_rounds(Path(scratch), source, args.kills, args.seed, totals)
         changed_rounds(Path(scratch), args.changes, args.seed, totals)
         bundle_rounds(Path(scratch), args.bundles, args.seed, totals)
+        check_rounds(Path(scratch), args.checks, args.seed, totals)
         swap_rounds(Path(scratch), args.swaps, args.seed, totals)
         if args.real:
             real_rounds(Path(scratch), source, args.tokenizer, args.real, args.seed, totals)
@@ -202,7 +206,8 @@ def main() -> None:
         f"{totals.different} different, {totals.vanished} durable ones gone, {totals.redone} done again "
         f"({totals.redone_too_late} of them older than {DURABLE_S + LATE_S:g} s), "
         f"{totals.changes} changes of the input and {totals.swaps} of the model, "
-        f"{totals.unnoticed} unnoticed; rows shared requests in {totals.shared} rounds"
+        f"{totals.unnoticed} unnoticed; rows shared requests in {totals.shared} rounds, and were asked again "
+        f"in {totals.checked}: {totals.miscounted} rows with a wrong count of attempts"
     )
     if args.real:
         line += f"; kills with the real engine: {totals.of_real_engine()}"
@@ -214,6 +219,7 @@ def main() -> None:
             or totals.vanished
             or totals.redone_too_late
             or totals.unnoticed
+            or totals.miscounted
         ),
         "took_s": round(time.monotonic() - began, 1), "real_rounds": args.real, "seed": args.seed,
         "kills_by_moment": dict(totals.by_moment),

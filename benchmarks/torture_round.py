@@ -57,6 +57,10 @@ class Totals:
     vanished: int = 0
     shared: int = 0
     """Rounds in which rows shared requests."""
+    checked: int = 0
+    """Rounds in which answers are checked, and rows asked again."""
+    miscounted: int = 0
+    """Rows whose results have another number of attempts than they needed."""
     swaps: int = 0
     """Rounds in which another model came to the server's address."""
     changes: int = 0
@@ -155,6 +159,8 @@ class Round:
     calls: dict[str, int]
     """How often an undisturbed start makes each call."""
     durable: set[int] = field(default_factory=set)
+    attempts: Mapping[int, int] = field(default_factory=dict)
+    """The attempts that rows must have needed, where that is known."""
 
     def go(self, kills: int, strike: Strike | None = None) -> None:
         """Kill so many starts, unless one comes to its end before; then let one."""
@@ -290,11 +296,13 @@ class Round:
     def _judge(self) -> None:
         table = pq.read_table(Path(self.job["output"]["path"]) / "parts")
         rows, outputs = table["row"].to_pylist(), table["output"].to_pylist()
+        needed = dict(zip(rows, table["attempts"].to_pylist(), strict=True))
         found = dict(zip(rows, outputs, strict=True))
         self.totals.rows += len(self.expected)
         self.totals.lost += len(self.expected.keys() - found.keys())
         self.totals.doubled += len(rows) - len(found)
         self.totals.different += sum(found.get(row) != output for row, output in self.expected.items())
+        self.totals.miscounted += sum(needed.get(row) != tries for row, tries in self.attempts.items())
         told = self._told()
         self.totals.redone += len(told) - len({row for row, *_ in told})
 

@@ -1,4 +1,7 @@
-"""Rounds of torture with a stand-in for SGLang: rows in bundles with faults of any kind, and other models."""
+"""Rounds of torture with a stand-in for SGLang.
+
+Rows in bundles with faults of any kind, answers that are rejected, and other models.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.dispatch.checks.asking import SEED_STEP
 from benchmarks.torture_round import LONGEST_START_S, Round, Totals, job_for, undisturbed
-from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Said, Sent
 from tests.support.fragile import FRAGILE
 from tests.support.launchable import launchable
-
-if TYPE_CHECKING:
-    pass
 
 ROWS = 900
 POISON = 117
@@ -103,6 +104,53 @@ def _kill(
     expected = {row: None if row in failed else f"answer 0 to [{row}]" for row in range(ROWS)}
     one = Round(folder, bundled(folder, source, engine, made), expected, totals, made, calls)
     one.go_together(kills=6) if together else one.go(kills=6)
+
+
+TRIES = 3
+"""How often a row is asked for a good answer."""
+CHECKS: tuple[dict[str, Any], ...] = (
+    {"regex": "^good"},
+    {"expression": "output.startswith('good')"},
+    {"json": {"type": "object", "properties": {"good": {"const": True}}, "required": ["good"]}},
+)
+
+
+def said_of(row: int, number: int, *, as_json: bool) -> str:
+    """Return what a row is answered when it is asked for the `number`th time; from 0 to 2 are rejected."""
+    is_good = number > row % (TRIES + 1)
+    if as_json:
+        return json.dumps({"row": row, "number": number, "good": is_good})
+    return f"{'good' if is_good else 'bad'} {number} to {row}"
+
+
+def check_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:
+    """Kill runs whose rows are asked again because their answers are not good.
+
+    A later start does not ask a row again that has ended, and asks one that has not from the beginning: its
+    attempts are those that it needs in a run which nobody disturbs.
+    """
+    made, source = random.Random(seed), ids_file(scratch)
+    _, calls = undisturbed(scratch / "calm-checks", source.with_name("input.parquet"), {"kind": "simulated"})
+    for number in range(rounds):
+        folder = scratch / f"checks-{number}"
+        folder.mkdir()
+        check = CHECKS[number % len(CHECKS)]
+
+        def script(sent: Sent, *, as_json: bool = "json" in check) -> Said:
+            asked = sent.body["sampling_params"].get("sampling_seed", 0) // SEED_STEP + 1
+            return Said(said_of(number_of(sent), asked, as_json=as_json))
+
+        attempts = {row: min(row % (TRIES + 1) + 1, TRIES) for row in range(ROWS)}
+        expected = {row: said_of(row, asked, as_json="json" in check) for row, asked in attempts.items()}
+        with FakeSGLang(script, max_running=32, delay_s=0.05) as server:
+            job = bundled(folder, source, {"kind": "attach", "urls": [server.url]}, made)
+            job["check"] = {**check, "tries": TRIES}
+            job["limits"] = {"max_failed_rows": ROWS}
+            one = Round(folder, job, expected, totals, made, calls, attempts=attempts)
+            one.go_together(kills=6) if number % 2 else one.go(kills=6)
+            totals.checked += 1
+        told = f"{totals.kills} kills, {totals.miscounted} rows with other attempts"
+        print(f"round with checks {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
 
 
 def swap_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:

@@ -75,9 +75,16 @@ class Endless:
     events: tuple[bytes, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The text of a good answer."""
+
+    text: str
+
+
 Bundles: TypeAlias = Literal["rows"] | Body | OnWire | Endless
 """What becomes of a request with several rows: each is answered by the script, or all have one answer."""
-Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire]
+Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire | Said]
 
 
 # what the real server says: in an answer with 200 whose finish reason is an abort, or as an HTTP error
@@ -337,7 +344,7 @@ class FakeSGLang(ServerThread):
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
             what = self.script(sent)
-            if self.delay_s and what == "answer":
+            if self.delay_s and _is_good(what):
                 async with self._slots:
                     await asyncio.sleep(self.delay_s)
             elif what in REFUSALS:
@@ -392,7 +399,7 @@ class FakeSGLang(ServerThread):
     async def _end_row(self, answer_to: EventAnswer, index: int, sent: Sent, what: Any) -> None:
         if what == "hold":
             await self._hold(sent)
-        if self.delay_s and what == "answer":
+        if self.delay_s and _is_good(what):
             async with self._slots:
                 await asyncio.sleep(self.delay_s)
         if isinstance(what, Body):
@@ -402,11 +409,8 @@ class FakeSGLang(ServerThread):
             await answer_to.write(b"<html>" if what == "not json" else b'{"ok": true}')
             return
         error = {**ABORTS, **REFUSALS}.get(what)
-        reply = (
-            aborted(sent, *error)
-            if error
-            else answer(sent, "" if what in SILENT else None, weights=self.weights)
-        )
+        text = what.text if isinstance(what, Said) else "" if what in SILENT else None
+        reply = aborted(sent, *error) if error else answer(sent, text, weights=self.weights)
         if what == "empty":
             reply["meta_info"]["finish_reason"] = {"type": "length", "length": 0}
         if error is None and what not in SILENT:
@@ -436,7 +440,7 @@ class FakeSGLang(ServerThread):
         request.transport.close()
         return web.Response()
 
-    async def _react(self, request: web.Request, sent: Sent, what: Behaviour) -> web.StreamResponse:
+    async def _react(self, request: web.Request, sent: Sent, what: Behaviour | Said) -> web.StreamResponse:
         match what:
             case "hold":
                 await self._hold(sent)
@@ -473,6 +477,10 @@ class FakeSGLang(ServerThread):
         return web.json_response(body, status=status, headers=wait)
 
 
+def _is_good(what: Behaviour | Body | OnWire | Said) -> bool:
+    return what == "answer" or isinstance(what, Said)
+
+
 def answer(sent: Sent, text: str | None = None, *, weights: str = "default") -> Any:
     """Return a success as the real server words it."""
     sampling = sent.body.get("sampling_params", sent.body)
@@ -485,9 +493,10 @@ def answer(sent: Sent, text: str | None = None, *, weights: str = "default") -> 
     return _chat(sent, samples)
 
 
-def _answered(sent: Sent, what: Behaviour, weights: str) -> Any:
+def _answered(sent: Sent, what: Behaviour | Said, weights: str) -> Any:
     """Return the success that a behaviour stands for."""
-    reply = answer(sent, "" if what in {*SILENT, *CHATS} else None, weights=weights)
+    text = what.text if isinstance(what, Said) else "" if what in {*SILENT, *CHATS} else None
+    reply = answer(sent, text, weights=weights)
     if what == "empty":
         _cut(reply)
     elif what in CHATS:

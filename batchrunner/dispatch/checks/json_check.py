@@ -11,10 +11,13 @@ import orjson
 from batchrunner.core.errors import JobError
 from batchrunner.core.json_pointer import part_at
 from batchrunner.dispatch.checks.patterns import Pattern
+from batchrunner.dispatch.checks.unevaluated import note, noting
 from batchrunner.output.json_shape import JsonShape, ShapeError, TextShape, shape_of
 
 KEPT_SCHEMAS = 256
 """Schemas from a column that are kept compiled."""
+_DATA = {"const", "default", "enum", "examples"}
+"""Keywords whose values are no schemas."""
 LONGEST_COMPLAINT = 300
 """Most characters of what is wrong with a value."""
 
@@ -95,12 +98,26 @@ def _validator(schema: Mapping[str, Any], where: str) -> Any:
         "pattern": _check_pattern,
         "patternProperties": _check_pattern_properties,
         "additionalProperties": _check_additional_properties,
+        **noting(base.VALIDATORS),
     }
-    return extend(base, own)(schema, registry=Registry())
+    return extend(base, own)(_without_dialect(schema), registry=Registry())
+
+
+def _without_dialect(part: Any) -> Any:
+    """Return a schema without `$schema`: where it stands, jsonschema goes back to its own keywords."""
+    if isinstance(part, list):
+        return [_without_dialect(below) for below in part]
+    if not isinstance(part, dict):
+        return part
+    return {
+        name: below if name in _DATA else _without_dialect(below)
+        for name, below in part.items()
+        if name != "$schema" or not isinstance(below, str)
+    }
 
 
 def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Any:
-    """Check the keyword `pattern` in a bounded time, as the two below do; jsonschema uses Python's `re`."""
+    """Check the keyword `pattern` in a bounded time, as those below do; jsonschema uses Python's `re`."""
     from jsonschema.exceptions import ValidationError  # noqa: PLC0415
 
     if isinstance(value, str) and not Pattern(pattern).is_in(value):
@@ -112,6 +129,8 @@ def _check_pattern_properties(validator: Any, patterns: Mapping[str, Any], value
     if isinstance(value, dict):
         for pattern, schema in patterns.items():
             for key in filter(Pattern(pattern).is_in, value):
+                if not note(value, [key]):
+                    continue
                 yield from validator.descend(value[key], schema, path=key, schema_path=pattern)
 
 
@@ -124,6 +143,8 @@ def _check_additional_properties(validator: Any, wanted: Any, value: Any, schema
     patterns = [Pattern(pattern) for pattern in schema.get("patternProperties", ())]
     named = schema.get("properties", {})
     further = [key for key in value if key not in named and not any(each.is_in(key) for each in patterns)]
+    if not note(value, further):
+        return
     if wanted is False and further:
         yield ValidationError(f"additional properties are not allowed ({', '.join(map(repr, further))})")
     if isinstance(wanted, dict):
