@@ -37,6 +37,8 @@ _TASK_FILES = (
 """Names of the files that a task writes into its directory."""
 _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
 """Name of a part: its task and its number."""
+_URI = re.compile(r"[a-z][a-z0-9+.-]+:/")
+"""Beginning of a URI; a `Path` of it has one slash only."""
 
 
 class RunDir:
@@ -46,6 +48,7 @@ class RunDir:
     """
 
     def __init__(self, path: str | Path, task: str = MAIN_TASK) -> None:
+        self._given = str(path)
         self.path = Path(path).expanduser()
         self.task = task
         self.tasks = self.path / "tasks"
@@ -95,6 +98,7 @@ class RunDir:
 
     def check_writable(self) -> None:
         """Raise OutputError where results cannot be written here; changes nothing."""
+        self.refuse_uri()
         existing = self.path
         try:
             while not existing.exists():
@@ -109,6 +113,14 @@ class RunDir:
         disk = shutil.disk_usage(existing)
         if disk.total and disk.free < LEAST_FREE_BYTES:  # /proc and similar file systems have no size
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
+
+    def refuse_uri(self) -> None:
+        """Raise OutputError where the path is a URI, of an object store for example."""
+        if _URI.match(self._given):
+            raise OutputError(
+                f"output.path {self._given}: results are written to a directory, not to a URI",
+                hint="give a directory, and copy its parts when the run has ended",
+            )
 
     def refuse_links(self) -> None:
         """Raise OutputError where a symbolic link would lead writes to a place outside the run directory."""

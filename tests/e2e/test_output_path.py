@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import JobError, StorageError
+from batchrunner.core.errors import JobError, OutputError, StorageError
 from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
 from tests.support.refusals import AS_ROOT, refusal, told
 from tests.support.task import Task
@@ -31,6 +31,25 @@ def test_output_is_not_writable(tmp_path: Path) -> None:
         pytest.skip("root may write everywhere")
     (tmp_path / "out").mkdir(mode=0o500)
     told(refusal(job_of(tmp_path, output={"path": f"{tmp_path}/out/run"}), tmp_path), "is not writable")
+
+
+URIS = ["s3://bucket/run", "gs://bucket/run", "file:///tmp/run"]
+
+
+@pytest.mark.parametrize("uri", URIS)
+def test_output_is_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+    """A URI is no directory: it is refused before anything is sent, and no directory of that name is made."""
+    monkeypatch.chdir(tmp_path)
+    told(refusal(job_of(tmp_path, output={"path": uri}), tmp_path), f"output.path {uri}", "not to a URI")
+
+
+@pytest.mark.parametrize("uri", URIS)
+async def test_a_stream_to_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+    """A program's rows are not stored under a URI either."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="not to a URI"):
+        await anext(batchrunner.stream(["a"], engine=INSTANT, output=uri))
+    assert not any(tmp_path.iterdir())
 
 
 def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
