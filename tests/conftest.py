@@ -31,11 +31,14 @@ from tests.support.examples import EXAMPLES
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.scheduling import GroupScheduling, by_group
 from tests.support.server_thread import PATIENCE_S
+from tests.support.store_server import VARIABLES, new_bucket, store_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from typer.testing import Result
+
+    from tests.support.store_server import StoreBucket
 
 # a run starts threads, writes files and fsyncs: on a busy machine that takes its time
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -132,6 +135,21 @@ def server() -> Iterator[FakeSGLang]:
     """A server that answers everything, until the test gives it another script."""
     with FakeSGLang() as fake:
         yield fake
+
+
+@pytest.fixture(scope="session")
+def store_address() -> Iterator[str]:
+    """The address of a store that speaks S3, shared by the tests of a worker."""
+    with store_server() as address:
+        yield address
+
+
+@pytest.fixture
+def store_bucket(store_address: str, monkeypatch: pytest.MonkeyPatch) -> StoreBucket:
+    """A new bucket, which the environment leads to."""
+    for name, value in {**VARIABLES, "AWS_ENDPOINT_URL": store_address}.items():
+        monkeypatch.setenv(name, value)
+    return new_bucket(store_address)
 
 
 @pytest.fixture

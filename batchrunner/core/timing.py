@@ -40,6 +40,12 @@ class Timing:
     """Longest wait for a Python function to end that was told to, before its process is killed."""
     read_retries: tuple[float, ...] = (1.0, 5.0, 20.0)
     """Pauses before each new try to read rows, for a mount to come back or a store to answer."""
+    store_connect: float = 10.0
+    """Longest wait for a connection to an object store."""
+    store_request: float = 120.0
+    """Longest time of one request to an object store, the transfer of a part included."""
+    store_retries: float = 30.0
+    """Time in which a request that an object store refuses for now is sent again, up to five times."""
     stop_at_once: float = 10.0
     """Longest time from the second Ctrl-C to the end of the process, whatever its threads do."""
     parts_appear: float = 75.0

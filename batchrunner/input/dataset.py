@@ -30,6 +30,7 @@ from batchrunner.input.formats.parquet import FooterBudget
 from batchrunner.input.formats.text import TextContent
 from batchrunner.input.schemas import normalize, normalized, not_for_parquet
 from batchrunner.input.source_file import SourceFile
+from batchrunner.job.storage import StorageSpec
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
@@ -56,13 +57,14 @@ class Dataset:
         run: Path | None = None,
         types: Mapping[str, str] | None = None,
         batch: BatchHow | None = None,
+        storage: StorageSpec | None = None,
     ) -> None:
         """Find the files, without those in the run directory `run`, their columns and row groups.
 
-        `types` are those of `input.types`, `batch` is `prompt.batch`. Raises InputError where a file is
-        missing or unreadable.
+        `types` are those of `input.types`, `batch` is `prompt.batch`, `storage` says how object stores are
+        reached. Raises InputError where a file is missing or unreadable.
         """
-        self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run)
+        self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run, storage)
         fs, paths = self._find()
         if batch is not None and len(paths) > 1:
             raise InputError(
@@ -285,7 +287,7 @@ class DatasetReader:
         if self._span != span or wanted.min() < self._start:
             assert self._content is not None
             self._span = None
-            source.check_unchanged()
+            source.check_before_reading()
             self._batches = self._dataset.open_span(self._content, span, self._stored)
             self._start, self._data = start, self._next(source)
             self._span = span

@@ -13,18 +13,23 @@ import pyarrow.fs as pafs
 from batchrunner.core.errors import InputError
 from batchrunner.core.file_format import ENDINGS, known_format
 from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
+from batchrunner.job.storage import StorageSpec
+from batchrunner.output.stores.addresses import NEEDS_EXTRA, StoreAddress, has_client, store_address
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""
 
 
-def find_files(given: Sequence[str], run: Path | None = None) -> tuple[pafs.FileSystem, list[str]]:
+def find_files(
+    given: Sequence[str], run: Path | None = None, storage: StorageSpec | None = None
+) -> tuple[pafs.FileSystem, list[str]]:
     """Return the file system and the sorted paths of the files; raises InputError where there are none.
 
-    Files in the run directory `run` are left out, unless a path names no others.
+    Files in the run directory `run` are left out, unless a path names no others. `storage` says how object
+    stores are reached.
     """
     found: dict[str, str] = {}
-    located = [_locate(name) for name in given]
+    located = [_locate(name, storage or StorageSpec()) for name in given]
     fs = located[0][0]
     for name, (its_fs, path) in zip(given, located, strict=True):
         if its_fs != fs:
@@ -59,14 +64,25 @@ def _check_name(file: str) -> None:
         raise InputError(f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it") from None
 
 
-def _locate(given: str) -> tuple[pafs.FileSystem, str]:
+def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
     if "://" not in given:
         return pafs.LocalFileSystem(), given
+    address = store_address(given)
+    if address is not None and (has_client() or address.scheme == "az"):
+        return _object_files(address, storage), "/".join(filter(None, (address.bucket, address.key)))
     try:
         fs, path = pafs.FileSystem.from_uri(given)
     except Exception as failure:  # noqa: BLE001 - hf:// and others are opened by packages with their own errors
         raise InputError(f"{given}: cannot be opened: {first_line(failure)}") from None
     return fs, path
+
+
+def _object_files(address: StoreAddress, storage: StorageSpec) -> pafs.FileSystem:
+    if not has_client():
+        raise InputError(f"{address}: object stores of Azure need a package", hint=NEEDS_EXTRA)
+    from batchrunner.input.object_files import ObjectFiles  # noqa: PLC0415 - an extra
+
+    return pafs.PyFileSystem(ObjectFiles(address.scheme, storage))
 
 
 def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:

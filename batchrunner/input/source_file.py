@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
@@ -21,6 +21,8 @@ from batchrunner.input.formats.csv_records import CsvRecords
 from batchrunner.input.formats.json_lines import JsonLinesRecords
 from batchrunner.input.formats.parquet import FooterBudget, ParquetContent
 from batchrunner.input.formats.text import TextContent, TextSource
+from batchrunner.input.object_state import objects_of
+from batchrunner.output.stores.request_error import StoreRequestError
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class SourceFile:
         """
         self._fs = fs
         self.path = path
+        self._objects = objects_of(fs)
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
         """Whether it costs little to look at the file again."""
         self.read_errors = read_errors(fs)
@@ -62,7 +65,7 @@ class SourceFile:
             self._seen = self._look()
             self._size = self._size_now()
             with fs.open_input_file(path) as source:
-                self.digest = _digest(source, self._size, whole=kind != "Parquet")
+                self.digest = self._digest_of(source, self._size)
                 self._is_sampled = kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
                 source.seek(0)
                 self.content: Content = (
@@ -73,7 +76,7 @@ class SourceFile:
         except InputError:
             raise
         except self.read_errors as failure:
-            if too_many_files(failure):
+            if too_many_files(failure) or isinstance(failure, StoreRequestError):
                 raise InputError(f"{path}: cannot be opened: {first_line(failure)}") from None
             raise InputError(f"{path}: not a readable {kind} file: {first_line(failure)}") from None
         self.row_groups = self.content.row_groups
@@ -91,8 +94,16 @@ class SourceFile:
 
     def open(self) -> OpenContent:
         """Open the file for reading; raises OSError or ArrowException, or InputChangedError."""
-        self.check_unchanged()
+        self.check_before_reading()
         return self.content.open()
+
+    def check_before_reading(self) -> None:
+        """Do as `check_unchanged`, where the reading itself would not notice another file.
+
+        A store compares the e_tag with each request for bytes.
+        """
+        if self._objects is None:
+            self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError where the path has other content now.
@@ -103,7 +114,7 @@ class SourceFile:
             seen = self._look()
             if seen == self._seen:
                 return
-            size = self._fs.get_file_info(self.path).size
+            size = int(seen[0])
             known = seen[:2] == self._seen[:2] or not self._is_sampled  # an edit between blocks is not seen
             same = known and size == self._size and self._digest_now(size) == self.digest
         except self.read_errors:
@@ -125,28 +136,40 @@ class SourceFile:
         except self.read_errors as failure:
             raise InputError(f"{self.path}: cannot be read: {first_line(failure)}") from None
 
-    def _look(self) -> tuple[int, ...]:
+    def _look(self) -> tuple[int | str, ...]:
         """Return what changes whenever the file is replaced or written to; raises OSError.
 
-        The first two are its size and the time of its last change.
+        The first two are its size and the time of its last change, or the e_tag that a store gives it.
         """
         if self.is_local:
             stat = Path(self.path).stat()
             return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns
+        if self._objects is not None:
+            state = self._objects.state(self.path)
+            return state.size, state.e_tag or str(state.changed)
         info = self._fs.get_file_info(self.path)
         if info.type == pafs.FileType.NotFound:
             raise FileNotFoundError(self.path)
         return info.size, info.mtime_ns or 0
 
     def _size_now(self) -> int:
-        size: int = self._fs.get_file_info(self.path).size
+        size = int(self._seen[0])
         if not size:
             raise InputError(f"{self.path}: is empty (0 bytes): not a {self.format.kind} file")
         return size
 
     def _digest_now(self, size: int) -> str:
         with self._fs.open_input_file(self.path) as source:
-            return _digest(source, size, whole=self.format.kind != "Parquet")
+            return self._digest_of(source, size)
+
+    def _digest_of(self, source: pa.NativeFile, size: int) -> str:
+        if self.format.kind != "Parquet" or size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
+            return _digest(size, iter(lambda: source.read(READ_BUFFER_BYTES), b""))
+        # evenly spread; the last block is the end of the file, with the footer
+        starts = [(size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1) for block in range(SAMPLE_BLOCKS)]
+        if self._objects is not None:
+            return _digest(size, self._objects.read_samples(self.path, starts, SAMPLE_BYTES))
+        return _digest(size, _samples(source, starts))
 
 
 def _batch_format(path: str) -> FileFormat:
@@ -181,16 +204,14 @@ def _content(
     return TextContent(source, CsvRecords(path, "\t" if form.ending == ".tsv" else ",", types))
 
 
-def _digest(source: pa.NativeFile, size: int, *, whole: bool) -> str:
+def _samples(source: pa.NativeFile, starts: Iterable[int]) -> Iterator[bytes]:
+    for start in starts:
+        source.seek(start)
+        yield source.read(SAMPLE_BYTES)
+
+
+def _digest(size: int, blocks: Iterable[bytes]) -> str:
     digest = hashlib.sha256(str(size).encode())
-    if whole:
-        while block := source.read(READ_BUFFER_BYTES):
-            digest.update(block)
-    elif size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
-        digest.update(source.read())
-    else:
-        for block in range(SAMPLE_BLOCKS):
-            # evenly spread; the last block is the end of the file, with the footer
-            source.seek((size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
-            digest.update(source.read(SAMPLE_BYTES))
+    for block in blocks:
+        digest.update(block)
     return digest.hexdigest()

@@ -17,6 +17,7 @@ from batchrunner.job.fields import CountOrShare, Duration, PythonFunction, Share
 from batchrunner.job.output import RESPONSE, RESULT_COLUMNS, SAMPLE, OutputSpec, name_clash
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec
+from batchrunner.job.storage import StorageSpec
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
@@ -28,8 +29,8 @@ class InputSpec(Spec):
     """A file, a directory, a glob, or a list of these. Files are Parquet, or by their ending CSV (`.csv`,
     `.tsv`), JSON Lines (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), which may be
     compressed (`.gz`, `.zst`). Directory names such as `year=2024` become
-    columns, unless the files have a column of that name. Paths are local, or URIs that pyarrow can open
-    (s3://, gs://, hdfs://), whose globs may contain `*` and `**/`."""
+    columns, unless the files have a column of that name. Paths are local, or URIs of object stores (s3://,
+    gs://, az://) or of what else pyarrow can open (hdfs://), whose globs may contain `*` and `**/`."""
     columns: list[str] = []
     """Input columns that are copied to the results."""
     types: dict[str, ColumnType] = {}
@@ -117,6 +118,8 @@ class Job(Spec):
     `columns`. A row whose answer it cannot parse fails, and keeps its answer."""
     output: OutputSpec
     """Where the results are written."""
+    storage: StorageSpec = StorageSpec()
+    """How object stores (`s3://`, `gs://`, `az://`) are reached."""
     engine: EngineSpec
     """Engine that answers. `kind` is attach, server, gateway, inprocess or simulated."""
     check: CheckSpec = CheckSpec()

@@ -14,12 +14,11 @@ from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
-from batchrunner.input.formats.batch_lines import BatchHow
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.python_functions import open_functions
-from batchrunner.job.spec import InputSpec, Job
+from batchrunner.job.spec import Job
 from batchrunner.output.columns import parsed_type
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
@@ -73,7 +72,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
     returned. Raises JobError, InputError or OutputError, each one clear line.
     """
     run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
-    dataset = _open_dataset(job.input, run_dir, job.prompt.batch)
+    dataset = _open_dataset(job, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     run_dir.check_writable()
@@ -99,14 +98,14 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
     return PreparedJob(job, dataset, renderer, run_dir, answers, part, functions)
 
 
-def _open_dataset(source: InputSpec, run_dir: RunDir, batch: BatchHow | None) -> Dataset:
+def _open_dataset(job: Job, run_dir: RunDir) -> Dataset:
     """Open the input, which must not contain the run's own results: the next attempt would read them."""
     try:
         run = run_dir.path.resolve()
     except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
-    dataset = Dataset(source.path, run, source.types, batch)
-    _refuse_results(source.path, dataset)
+    dataset = Dataset(job.input.path, run, job.input.types, job.prompt.batch, job.storage)
+    _refuse_results(job.input.path, dataset)
     for file in dataset.files:
         real = Path(file.path).resolve()
         if run in real.parents and real != run_dir.given.resolve():

@@ -67,7 +67,8 @@ class Bucket:
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bucket with what a failed Spark job leaves behind beside what another wrote."""
+    """A bucket with what a failed Spark job leaves behind beside what another wrote; pyarrow reads it."""
+    monkeypatch.setattr("batchrunner.input.files.has_client", lambda: False)
     remote = SimpleNamespace(**{**vars(pafs), "FileSystem": Bucket(tmp_path)})
     monkeypatch.setattr("batchrunner.input.files.pafs", remote)
     for number, name in enumerate(["year=1/a", "year=2/b", "_temporary/0/year=2/b", "other"]):

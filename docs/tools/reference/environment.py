@@ -28,6 +28,10 @@ READ = {
     "CUDA_VISIBLE_DEVICES": "GPUs that engines may use; with an empty text or `-1` there is none, and "
     "engines run on "
     "the CPU.",
+    "AWS_ENDPOINT_URL_S3": "Address of the store that `s3://` means, unless `storage.endpoint` gives it. "
+    "The other variables of AWS's own tools (`AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, `AWS_REGION`, …) count too.",
+    "AWS_ENDPOINT_URL": "The same, where the variable above is not set.",
+    "AWS_ENDPOINT": "The same, where neither is set.",
     "NO_COLOR": "Any text turns the colours on a terminal off.",
     "TERM": "Type of the terminal; `dumb` has no colours.",
     "SLURM_JOB_ID": "Set by Slurm: names a task in the log and in the run directory.",

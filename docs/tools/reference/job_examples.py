@@ -96,6 +96,11 @@ EXAMPLES = {
     "tokenize": "client",
     "queue": "[50, 1000]",
     "python_path": "[~/functions]",
+    "storage.endpoint": "http://minio:9000",
+    "storage.region": "eu-central-1",
+    "storage.anonymous": "true",
+    "storage.account": "mycompany",
+    "storage.secrets": "{access_key_id: MINIO_KEY, secret_access_key: MINIO_SECRET}",
 }
 """An example of each field's value, as YAML, by the field's path."""
 

@@ -1,0 +1,51 @@
+"""The `storage` part of a job: how the object stores of `input.path` and `output.path` are reached."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, field_validator
+
+from batchrunner.core.errors import JobError
+from batchrunner.job.fields import Spec
+
+Secret: TypeAlias = Literal[
+    "access_key_id", "secret_access_key", "session_token", "account_key", "sas_token", "service_account_key"
+]
+_ENDPOINT = re.compile(r"https?://[^/\s]+.*")
+
+
+class StorageSpec(Spec):
+    """How object stores are reached. What is left out is found as the cloud's own tools find it."""
+
+    endpoint: str | None = None
+    """Address of a store that is not the cloud's own, such as MinIO's: `http://host:9000`."""
+    region: str | None = None
+    """Region of the bucket, such as `eu-central-1`."""
+    anonymous: bool = False
+    """Whether requests go without credentials, as public buckets allow."""
+    account: Annotated[str, Field(min_length=1)] | None = None
+    """Account of an Azure store; by default that of the variable `AZURE_STORAGE_ACCOUNT_NAME`."""
+    secrets: dict[Secret, Annotated[str, Field(min_length=1)]] = {}
+    """Names of the environment variables that hold credentials, by what they are: `access_key_id`,
+    `secret_access_key` and `session_token` of S3, `account_key` or `sas_token` of Azure,
+    `service_account_key` of Google (its JSON). The job file holds no secret itself."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_an_address(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+            raise ValueError(f"an address starts with http:// or https:// (got {endpoint!r})")
+        return endpoint
+
+    def secret_values(self) -> dict[str, str]:
+        """Return the credentials; raises JobError where a variable is not set."""
+        found: dict[str, str] = {}
+        for name, variable in self.secrets.items():
+            value = os.environ.get(variable)
+            if not value:
+                raise JobError(f"storage.secrets.{name}: the environment variable {variable} is not set")
+            found[name] = value
+        return found

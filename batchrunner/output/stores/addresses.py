@@ -1,0 +1,41 @@
+"""URIs of object stores: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+_STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL)
+NEEDS_EXTRA = "install its client: pip install 'batchrunner[stores]'"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A bucket, and a key or the beginning of keys in it."""
+
+    scheme: str
+    """s3, gs or az."""
+    bucket: str
+    """Name of the bucket; of the container for Azure."""
+    key: str
+    """Key without a slash at its beginning or end; "" for the whole bucket."""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+
+def store_address(given: str) -> StoreAddress | None:
+    """Return the address that a text is; None for a path, or a URI of another kind or with a query.
+
+    pyarrow reads those: `s3://bucket/in?endpoint_override=host:9000`, `hdfs://host/in`.
+    """
+    found = _STORE.fullmatch(given)
+    if found is None or "?" in found[3]:
+        return None
+    return StoreAddress(found[1], found[2], found[3].strip("/"))
+
+
+def has_client() -> bool:
+    """Return whether the client of object stores is installed."""
+    return find_spec("obstore") is not None

@@ -1,0 +1,128 @@
+"""Opens a bucket by obstore, and says in a few words why a request failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError
+
+from batchrunner.core.errors import JobError
+from batchrunner.core.timing import TIMING
+from batchrunner.job.storage import StorageSpec
+from batchrunner.output.stores.addresses import StoreAddress
+from batchrunner.output.stores.request_error import StoreRequestError
+
+STORE_ERRORS = (BaseError, OSError, ValueError)
+"""What a request raises: obstore's own errors, its NotFoundError (an OSError), and a missing credential."""
+_ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+"""Name of the option for the address of a store, by scheme."""
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_SECRETS = {"session_token": "token", "sas_token": "sas_key"}
+"""obstore's names of credentials that have another one here."""
+_ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>", re.DOTALL)
+_STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
+_HINTS = {
+    "NoSuchBucket": "there is no such bucket",
+    "ContainerNotFound": "there is no such container",
+    "InvalidAccessKeyId": "the store does not know the credentials",
+    "SignatureDoesNotMatch": "the credentials are wrong",
+    "InvalidToken": "the session token is wrong",
+    "ExpiredToken": "the session token has expired",
+    "AccessDenied": "the credentials do not allow it",
+    "AuthorizationHeaderMalformed": "the region is wrong: give storage.region",
+    "PermanentRedirect": "the bucket is in another region: give storage.region",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    "SlowDown": "the store asks for fewer requests",
+}
+"""What the codes of answers mean."""
+
+
+def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
+    """Return obstore's store of the whole bucket; sends nothing. Raises JobError."""
+    config: dict[str, Any] = {}
+    endpoint = storage.endpoint or _endpoint_of_environment(address.scheme)
+    if endpoint:
+        config[_ENDPOINTS[address.scheme]] = endpoint
+    if storage.region:
+        config["region"] = storage.region
+    if storage.account and address.scheme == "az":
+        config["account_name"] = storage.account
+    if storage.anonymous:
+        config["skip_signature"] = True
+    config |= {_SECRETS.get(name, name): value for name, value in storage.secret_values().items()}
+    options: dict[str, Any] = {
+        "config": config,
+        "client_options": {
+            "allow_http": bool(endpoint and endpoint.startswith("http://")),
+            "connect_timeout": timedelta(seconds=TIMING.store_connect),
+            "timeout": timedelta(seconds=TIMING.store_request),
+        },
+        "retry_config": {
+            "max_retries": 5,
+            "retry_timeout": timedelta(seconds=TIMING.store_retries),
+            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5)},
+        },
+    }
+    if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
+        options |= _aws_credentials()
+    try:
+        return obstore.store.from_url(f"{address.scheme}://{address.bucket}", **options)
+    except (BaseError, ValueError) as failure:
+        raise JobError(f"{address}: cannot be opened: {reason_of(failure)}") from None
+
+
+def _endpoint_of_environment(scheme: str) -> str | None:
+    """Return the address of the store that AWS's own tools would use."""
+    if scheme != "s3":
+        return None
+    return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
+
+
+def _aws_credentials() -> dict[str, Any]:
+    """Return the options for the credentials that AWS's own tools find: variables, profiles, roles, SSO.
+
+    Where boto3 is missing, obstore finds those of variables and roles by itself.
+    """
+    if find_spec("boto3") is None:
+        return {}
+    from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - imports boto3
+
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except Exception as failure:  # noqa: BLE001 - botocore has an error class for each way to be misconfigured
+        why = "none were found" if isinstance(failure, ValueError) else str(failure).partition("\n")[0]
+        raise JobError(
+            f"AWS credentials: {why}",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
+            "or storage.anonymous for a public bucket",
+        ) from None
+
+
+def reason_of(failure: BaseException) -> str:
+    """Return why a request failed, in a few words; obstore's own text has many lines."""
+    text = str(failure)
+    if answer := _ANSWER.search(text):
+        code = answer["code"]
+        return f"{_HINTS.get(code, answer['message'].strip() or code)} ({code})"
+    if "169.254.169.254" in text or "metadata.google.internal" in text:
+        return "no credentials were found"
+    if status := _STATUS.search(text):
+        return f"the store answered {status[1].strip()}"
+    if "error sending request" in text or "connect" in text.lower():
+        return "the store does not answer"
+    first = text.strip().partition("\n")[0]
+    return first.removeprefix("Generic ").strip() or type(failure).__name__
+
+
+def as_os_error(failure: BaseException, name: str) -> OSError:
+    """Return the OSError for a failed request about an object: FileNotFoundError where it is not there."""
+    reason = reason_of(failure)
+    if isinstance(failure, FileNotFoundError) and "(NoSuchBucket)" not in reason:
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    return StoreRequestError(errno.EIO, reason, name)

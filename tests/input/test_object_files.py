@@ -1,0 +1,204 @@
+"""Input on an object store: found, read by ranges, checked by e_tag; what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+from pyroaring import BitMap64
+
+import batchrunner
+from batchrunner.core.errors import InputChangedError, InputError
+from batchrunner.input.dataset import Dataset
+from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
+from tests.support.refusals import refusal, told
+
+if TYPE_CHECKING:
+    from tests.support.store_server import StoreBucket
+
+
+@pytest.fixture
+def filled(store_bucket: StoreBucket, tmp_path: Path) -> StoreBucket:
+    """A bucket with what a failed Spark job leaves behind beside what another wrote."""
+    for number, name in enumerate(["in/year=1/a", "in/year=2/b", "in/_temporary/0/year=2/b", "other"]):
+        file = write_rows(tmp_path / f"{number}.parquet", 1, first=number)
+        store_bucket.put(f"{name}.parquet", file)
+    store_bucket.put("in/_SUCCESS", b"")
+    store_bucket.put("in/", b"")
+    return store_bucket
+
+
+@pytest.mark.parametrize(
+    ("path", "ids"),
+    [
+        ("in", [0, 1]),
+        ("in/", [0, 1]),
+        ("in/year=2/b.parquet", [1]),
+        ("in/year=*/*.parquet", [0, 1]),
+        ("in/year=1/*", [0]),
+        ("**/b.parquet", [2, 1]),
+        ("*.parquet", [3]),
+    ],
+)
+def test_uris(tmp_path: Path, filled: StoreBucket, path: str, ids: list[int]) -> None:
+    """A URI names a file, a directory, in which hidden ones do not count, or files by a pattern."""
+    job = job_of(tmp_path, input={"path": f"{filled.uri}/{path}", "columns": ["id"]})
+    batchrunner.run(job)
+    assert [row["id"] for row in results_of(job)] == ids
+
+
+def test_all_formats(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """Text files are found and read as those of a disk are, compressed ones too."""
+    rows = [{"id": str(number), "text": f"row {number}"} for number in range(500)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    table = "id,text\n" + "".join(f"{row['id']},{row['text']}\n" for row in rows)
+    store_bucket.put("a.jsonl", lines)
+    store_bucket.put("a.jsonl.gz", gzip.compress(lines))
+    store_bucket.put("a.csv", table.encode())
+    for name in ("a.jsonl", "a.jsonl.gz", "a.csv"):
+        source = {"path": f"{store_bucket.uri}/{name}", "columns": ["id"]}
+        job = job_of(tmp_path, input=source, output={"path": str(tmp_path / name)})
+        batchrunner.run(job)
+        assert [row["id"] for row in results_of(job)] == [row["id"] for row in rows]
+
+
+def test_a_digest_is_that_of_the_file(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """A run that began with pyarrow, or with the same files on a disk, has the same fingerprint."""
+    texts = [str(number) * 200 for number in range(20_000)]
+    big = write_rows(tmp_path / "big.parquet", len(texts), more=texts)
+    assert big.stat().st_size > 1 << 20
+    store_bucket.put("big.parquet", big)
+    (local,), (remote,) = Dataset(str(big)).files, Dataset(f"{store_bucket.uri}/big.parquet").files
+    assert (remote.digest, remote.row_groups) == (local.digest, local.row_groups)
+    assert remote.path == f"{store_bucket.name}/big.parquet"
+
+
+def test_files_of_two_buckets(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """One input may lie in several buckets of one store, but not partly on a disk."""
+    store_bucket.client().create_bucket(Bucket=f"{store_bucket.name}-2")
+    file = write_rows(tmp_path / "a.parquet", 2)
+    store_bucket.put("a.parquet", file)
+    store_bucket.client().upload_file(str(file), f"{store_bucket.name}-2", "a.parquet")
+    paths = [f"{store_bucket.uri}/a.parquet", f"{store_bucket.uri}-2/a.parquet"]
+    assert Dataset(paths).total_rows == 4
+    job = job_of(tmp_path, input={"path": [paths[0], str(file)]})
+    told(refusal(job, tmp_path), f"{file}: lies on another file system than {paths[0]}")
+
+
+@pytest.mark.parametrize("how", ["edited", "copied", "gone"])
+def test_a_file_that_changes(tmp_path: Path, store_bucket: StoreBucket, how: str) -> None:
+    """Bytes of another object are not read under the name of the first; a copy of itself is no change."""
+    file = write_rows(tmp_path / "a.parquet", 300)
+    store_bucket.put("a.parquet", file)
+    dataset = Dataset(f"{store_bucket.uri}/a.parquet")
+    if how == "edited":
+        store_bucket.put("a.parquet", write_rows(tmp_path / "b.parquet", 300, first=7))
+    elif how == "copied":
+        pq.write_table(pq.read_table(file), tmp_path / "again.parquet")
+        store_bucket.put("a.parquet", file)
+    else:
+        store_bucket.delete("a.parquet")
+    wanted = BitMap64(range(300))
+    if how == "copied":
+        assert sum(len(batch.rows) for batch in dataset.read(wanted, ["id"])) == 300
+    else:
+        expected = InputChangedError if how == "edited" else InputError
+        with pytest.raises(expected, match="changed" if how == "edited" else "cannot be read"):
+            list(dataset.read(wanted, ["id"]))
+
+
+def test_storage_in_the_job(
+    tmp_path: Path, store_bucket: StoreBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job says where the store is and which variables hold the secrets; run.json has no secret."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MY_KEY", "key-of-mine")
+    monkeypatch.setenv("MY_SECRET", "secret-of-mine")
+    store_bucket.put("a.parquet", write_rows(tmp_path / "a.parquet", 3))
+    secret = {"access_key_id": "MY_KEY", "secret_access_key": "MY_SECRET"}
+    storage: dict[str, Any] = {"endpoint": store_bucket.endpoint, "region": "us-east-1", "secrets": secret}
+    job = job_of(tmp_path, input={"path": f"{store_bucket.uri}/a.parquet"}, storage=storage)
+    assert batchrunner.run(job).rows_ok == 3
+    run = (tmp_path / "run" / "run.json").read_text()
+    assert "MY_SECRET" in run
+    assert "of-mine" not in run
+    monkeypatch.delenv("MY_SECRET")
+    told(refusal(job, tmp_path), "storage.secrets.secret_access_key", "MY_SECRET is not set")
+
+
+@pytest.mark.parametrize(
+    ("path", "storage", "problem"),
+    [
+        ("s3://not-a-bucket-of-anyone/in", {}, "there is no such bucket (NoSuchBucket)"),
+        ("{uri}/nothing", {}, "no Parquet file there"),
+        ("{uri}/in", {"endpoint": "http://127.0.0.1:9"}, "the store does not answer"),
+        ("{uri}/in", {"endpoint": "127.0.0.1:9"}, "an address starts with http:// or https://"),
+        ("{uri}/in", {"secrets": {"password": "X"}}, "storage.secrets"),
+        ("az://container/in", {}, "Account must be specified"),
+    ],
+)
+def test_what_is_wrong_with_a_store(
+    tmp_path: Path, filled: StoreBucket, path: str, storage: dict[str, Any], problem: str
+) -> None:
+    """Each mistake is one line with exit code 2, and nothing is sent."""
+    job = job_of(tmp_path, input={"path": path.format(uri=filled.uri)}, storage=storage)
+    told(refusal(job, tmp_path), problem)
+
+
+def test_no_credentials(tmp_path: Path, filled: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody's credentials are found, the line says what to set; a public bucket needs none."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    job = job_of(tmp_path, input={"path": f"{filled.uri}/in"})
+    told(refusal(job, tmp_path), "AWS credentials: none were found", "AWS_PROFILE", "storage.anonymous")
+    public = {**job, "storage": {"anonymous": True}}
+    told(refusal(public, tmp_path), "403")
+    filled.make_public()
+    assert batchrunner.run(public).rows_ok == 2
+
+
+def test_credentials_of_a_profile(
+    tmp_path: Path, filled: StoreBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile of AWS's own files is used, as its tools do."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id=a\naws_secret_access_key=b\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert Dataset(f"{filled.uri}/in").total_rows == 2
+
+
+def test_a_query_is_for_pyarrow(tmp_path: Path, filled: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URI with pyarrow's options works as before."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    host = filled.endpoint.removeprefix("http://")
+    uri = f"{filled.uri}/in?endpoint_override={host}&scheme=http&region=us-east-1"
+    assert Dataset(uri).total_rows == 2
+
+
+def test_check_and_resume(tmp_path: Path, filled: StoreBucket) -> None:
+    """`check` shows the rows, and a second start finds all of them done."""
+    job = write_job(job_of(tmp_path, INSTANT, input={"path": f"{filled.uri}/in"}), tmp_path)
+    assert "2 rows in 2 file(s)" in batchrun("check", job).stdout
+    assert batchrun(job).exit_code == 0
+    assert batchrun(job).exit_code == 0
+    filled.put("in/year=2/c.parquet", write_rows(tmp_path / "c.parquet", 1, first=9))
+    assert batchrun(job).exit_code == 0
+    assert len(results_of(job_of(tmp_path))) == 3
+
+
+def test_a_file_replaced_between_starts(tmp_path: Path, filled: StoreBucket) -> None:
+    """Another file under a known path is another run."""
+    job = job_of(tmp_path, INSTANT, input={"path": f"{filled.uri}/in"})
+    batchrunner.run(job)
+    filled.put("in/year=1/a.parquet", write_rows(tmp_path / "c.parquet", 1, first=9))
+    told(refusal(job, tmp_path), "year=1/a.parquet changed")
