@@ -163,7 +163,7 @@ def test_the_keys_of_the_report_are_explained(job: Path) -> None:
 
 
 def test_the_keys_of_the_other_commands_are_explained(job: Path) -> None:
-    """Each key that `check`, `status` and `advise` print with --json is on the page, and no other."""
+    """Each key that commands print with --json about a job or a run is on the page, and no other."""
     page, run = "json-output.md", job.parent / "run"
     check, status, advice = printed("check", job), printed("status", run), printed("advise", run)
     assert set(check) == keys_below(page, "## check --json")
@@ -171,6 +171,10 @@ def test_the_keys_of_the_other_commands_are_explained(job: Path) -> None:
     assert set(status) == keys_below(page, "## status --json")
     assert set(status["tasks"][0]) == keys_below(page, "### tasks")
     assert set(advice) == keys_below(page, "## advise --json")
+    compared = json.loads(batchrun("compare", run, run, "--json").stdout)
+    assert set(compared) == keys_below(page, "## compare --json")
+    assert set(compared["runs"][0]) == keys_below(page, "### runs")
+    assert set(compared["runs"][0]["figures"]) == keys_below(page, "### figures")
     assert set(advice["reading"]) == keys_below(page, "### reading")
     assert set(advice["thresholds"]) <= set(KEY.findall(MADE["advice-rules.md"]))
 

@@ -47,6 +47,12 @@ class Snapshot:
     simulated: bool
     rows_per_request: float = 0.0
     """Rows that shared a request on average, over the last 30 s; 0 before the first request."""
+    output_tokens: int = 0
+    """Generated tokens of this attempt so far."""
+    prompt_tokens: int = 0
+    """Prompt tokens of this attempt so far."""
+    cached_tokens: int = 0
+    """Those of `prompt_tokens` that came from the prefix cache."""
 
     @property
     def time_left_s(self) -> float | None:
@@ -68,6 +74,9 @@ class Snapshot:
             "output_tokens_per_s": round(self.output_tokens_per_s, 1),
             "prompt_tokens_per_s": round(self.prompt_tokens_per_s, 1),
             "cached_tokens_per_s": round(self.cached_tokens_per_s, 1),
+            "output_tokens": self.output_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "rows_per_request": round(self.rows_per_request, 2),
             "window": self.window,
             "in_flight": self.in_flight,
@@ -194,6 +203,9 @@ class Monitor:
             by_scheduler=self._by_scheduler(now),
             simulated=self._simulated,
             rows_per_request=sent_s / requests_s if requests_s else 0.0,
+            output_tokens=counts.output_tokens,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
         )
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:

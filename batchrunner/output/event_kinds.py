@@ -113,6 +113,9 @@ EVENTS = {
             "output_tokens_per_s": "Generated tokens per second, over the last 30 s.",
             "prompt_tokens_per_s": "Prompt tokens per second, over the last 30 s.",
             "cached_tokens_per_s": "Prompt tokens per second that came from the prefix cache.",
+            "output_tokens": "Generated tokens of this attempt so far.",
+            "prompt_tokens": "Prompt tokens of this attempt so far.",
+            "cached_tokens": "Those of them that came from the prefix cache.",
             "rows_per_request": "Rows that shared a request on average, over the last 30 s; 0 before the "
             "first request.",
             "window": "Most rows in flight, over all replicas.",

@@ -38,6 +38,9 @@ class EventShape(BaseModel):
     output_tokens_per_s: Amount = 0.0
     prompt_tokens_per_s: Amount = 0.0
     cached_tokens_per_s: Amount = 0.0
+    output_tokens: Count = 0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
     window: Amount = 0
     in_flight: Count = 0
     resting: Count = 0

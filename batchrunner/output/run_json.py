@@ -99,6 +99,23 @@ def check_same_run(
         )
 
 
+def different_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return why two fingerprints are of different work, in words; None where runs of both can be compared.
+
+    The work is the input, by its content, with its filter, and the prompt. One run may have a part of the
+    other's rows only.
+    """
+    difference = None
+    for before, after in zip(one["files"], other["files"], strict=False):
+        if before["digest"] != after["digest"]:
+            difference = f"its input {after['path']} has other content than {before['path']}"
+            break
+    for name in ("filter", "prompt"):
+        if difference is None and one[name] != other[name]:
+            difference = _difference(name, one[name], other[name])
+    return difference
+
+
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
     if len(new) < len(old):
         return f"the input had {len(old)} files and has {len(new)}"
