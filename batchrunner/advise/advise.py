@@ -11,9 +11,10 @@ from batchrunner.advise.rules.table import BY_NAME, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.flags import Flags, installed, of_arguments
-from batchrunner.engines.logs.facts import KNOWN_CARDS, architecture_of
+from batchrunner.engines.logs.facts import KNOWN_CARDS, Facts, architecture_of
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.model_files import read_config
 
 WATCH_S = 20.0
 """Seconds for which a live server is watched."""
@@ -105,6 +106,7 @@ def advise(
         raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
     situation = _read(source, limits or Thresholds(), span_s)
     situation.facts.card = card or situation.facts.card
+    situation.facts.config = _config(situation.facts)
     names_flags = any(found.args for found in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
     return AdviceReport(source, situation, apply_all(situation, flags), flags)
@@ -116,6 +118,7 @@ def advise_run(run: Path) -> AdviceReport:
     Raises OutputError where the path holds no run.
     """
     situation = read_run(run, Thresholds())
+    situation.facts.config = _config(situation.facts)
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
     simulated = situation.client is not None and situation.client.simulated
     return AdviceReport(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
@@ -135,6 +138,14 @@ def _read(source: str, limits: Thresholds, span_s: float) -> Situation:
         )
     log = LogReader(limits).read(path)
     return Situation(log.series, log.series, log.facts)
+
+
+def _config(facts: Facts) -> dict[str, Any]:
+    """Return the model's config.json, where the server's arguments name a model that is on this machine."""
+    model, revision = facts.arguments.get("model_path"), facts.arguments.get("revision")
+    return (
+        read_config(model, revision if isinstance(revision, str) else None) if isinstance(model, str) else {}
+    )
 
 
 def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:

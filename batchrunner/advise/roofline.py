@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchrunner.engines.model_files import ModelShape, UnknownShapeError, shape_of
+from batchrunner.engines.model_kinds import has_uneven_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,12 @@ _NOT_COVERED = {
     "sliding_window": "attention in a sliding window",
     "vision_config": "a part for images",
     "text_config": "a part beside the language model",
+    "language_config": "a part beside the language model",
+    "llm_config": "a part beside the language model",
+    "thinker_config": "a part beside the language model",
+    "linear_num_value_heads": "layers with linear attention",
+    "hybrid_layer_pattern": "layers of several kinds",
+    "attention_chunk_size": "attention in chunks",
     "mamba_d_state": "Mamba layers",
     "encoder_layers": "an encoder",
 }
@@ -172,7 +179,7 @@ def model_of_config(config: Mapping[str, Any]) -> ModelShape:
         of_window = name == "sliding_window" and config.get("use_sliding_window") is False
         if config.get(name) and not of_window and (name != "layer_types" or kinds):
             raise UnknownLimitError(f"the formulas do not cover {what} ({name} in config.json)")
-    if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
+    if has_uneven_experts(config):
         raise UnknownLimitError("the formulas do not cover experts in some of the layers only")
     try:
         return shape_of(config)

@@ -9,11 +9,13 @@ from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.jsonfile import read_json
+from batchrunner.engines.model_kinds import chosen_of, experts_of, language_part, of_mistral
 
 _SIZES_NEEDED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",
 )  # fmt: skip
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+CONFIG, MISTRAL_CONFIG = "config.json", "params.json"
+"""Files that describe a model: Hugging Face's, or Mistral's own where that is missing."""
 
 
 def model_identity(model: str) -> str:
@@ -56,19 +58,19 @@ def check_model(model: str) -> None:
     )
     if looks_like_path and not path.exists():
         raise EngineStartError(f"engine.model: {model}: no such model directory")
-    if path.is_dir() and not (path / "config.json").exists():
+    if path.is_dir() and not any((path / name).exists() for name in (CONFIG, MISTRAL_CONFIG)):
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")
 
 
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a model's config.json; empty where it is not on this machine.
+    """Return a model's config.json, with its language model's values at the top; empty where it is not here.
 
     A model that takes more than text describes its language model in `text_config`, whose values win, as they
-    do in SGLang.
+    do in SGLang. A model of Mistral's own format has a params.json instead.
     """
-    config = read_json(model_directory(model, revision) / "config.json")
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    directory = model_directory(model, revision)
+    config = read_json(directory / CONFIG)
+    return language_part(config) if config else of_mistral(read_json(directory / MISTRAL_CONFIG))
 
 
 def vocabulary_of(model: str) -> int | None:
@@ -115,8 +117,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     layers, hidden, heads, vocabulary, inner = (sizes[name] for name in _SIZES_NEEDED)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
-    experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
-    chosen = int(config.get("num_experts_per_tok") or 0)
+    experts, chosen = experts_of(config), chosen_of(config)
+    experts = experts if experts > 1 else 0
     expert = 3 * hidden * int((experts and config.get("moe_intermediate_size")) or inner)
     shared = 3 * hidden * int(config.get("shared_expert_intermediate_size") or 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)

@@ -1,7 +1,8 @@
 """The machine to tune on: the flags of the installed SGLang, the device and its memory."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from batchrunner.advise.roofline import UnknownLimitError, model_of_config
 from batchrunner.engines.device import cards, gpus, on_cpu
@@ -34,6 +35,8 @@ class Machine:
     """Whether the job's outputs have exactly `max_new_tokens`."""
     allowed: frozenset[str] = frozenset()
     """What the user allowed of `ALLOWABLE` (space.py)."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's config.json; empty where it is not on this machine."""
     one_of_several: bool = False
     """Whether the server is one replica of a gateway, which decides how many there are."""
 
@@ -56,6 +59,7 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
         most_pool_tokens=_pool_tokens(engine) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
         allowed=frozenset(allowed),
+        config=read_config(engine.model, engine.args.get("revision")),
         one_of_several=one_of_several,
     )
 

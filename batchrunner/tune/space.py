@@ -202,7 +202,9 @@ def _policy(state: TuningState) -> Candidates:
 def _attention(state: TuningState) -> Candidates:
     if state.machine.architecture is None:
         return "this device has no choice of backend"
-    backends = best_backends(state.machine.architecture, Facts(model=state.signs.model))
+    backends = best_backends(
+        state.machine.architecture, Facts(model=state.signs.model, config=state.machine.config)
+    )
     if not backends:
         return f"SGLang chooses the backend for {state.signs.model} itself"
     current = state.value("attention-backend", state.signs.attention_backend)

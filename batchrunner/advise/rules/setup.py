@@ -197,9 +197,9 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
 def best_backends(architecture: Architecture, facts: Facts) -> tuple[str, ...]:
     """Return the guides' attention backend for a model and a GPU, then the one to compare it with.
 
-    It depends on the model's class in `facts`; empty where SGLang has to choose itself.
+    It depends on the model in `facts`; empty where SGLang has to choose itself.
     """
-    if any(name in (facts.model or "") for name in _CHOSEN_FOR):
+    if facts.is_sparse or any(name in (facts.model or "") for name in _CHOSEN_FOR):
         return ()
     if not facts.is_mla or architecture == "hopper":
         return _BACKENDS[architecture]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchrunner.engines.logs.records import Died, OutOfMemory, Phase, ServerReady
+from batchrunner.engines.model_kinds import has_experts, has_latent_attention, has_sparse_attention
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 
@@ -21,8 +22,16 @@ FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 LARGEST = 1e15
 """Larger numbers are no argument, limit or memory of a server."""
 KNOWN_CARDS = ", ".join(_ARCHITECTURES)
-_MOE = ("Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "Kimi", "MiniMax", "Grok", "Dbrx")
-_MLA = ("DeepseekV2", "DeepseekV3", "Kimi")
+_MOE = (
+    "Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "Kimi", "MiniMax", "Grok", "Dbrx", "Llama4", "Qwen3Next",
+    "LongcatFlash", "MiMoV2", "Step3VL", "Step3p5", "MistralLarge3", "Glm5Next", "HYV3", "HYV4",
+)  # fmt: skip
+_MLA = (
+    "DeepseekV2", "DeepseekV3", "Kimi", "LongcatFlash", "MistralLarge3", "GlmMoeDsa", "Glm5Next",
+    "Glm4MoeLite", "SarvamMLA", "MiniCPM3",
+)  # fmt: skip
+_SPARSE = ("DeepseekV32", "GlmMoeDsa", "Glm5Next")
+"""Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,8 @@ class Facts:
     """The checkpoint's quantisation; empty where it has none."""
     model: str | None = None
     """The model's class, such as LlamaForCausalLM."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's config.json, see `read_config`; empty where it is not on this machine."""
     metrics: bool | None = None
     """Whether `/metrics` answers."""
     mute: bool = False
@@ -115,13 +126,21 @@ class Facts:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the model has experts, by the name of its class."""
-        return any(name in (self.model or "") for name in _MOE)
+        """Whether the model has experts, by its config.json, else by the name of its class."""
+        return has_experts(self.config) if self.config else self._class_has(_MOE)
 
     @property
     def is_mla(self) -> bool:
-        """Whether the model's attention is multi-head latent (MLA), by the name of its class."""
-        return any(name in (self.model or "") for name in _MLA)
+        """Whether the model's attention is multi-head latent (MLA), by its config.json, else by its class."""
+        return has_latent_attention(self.config) if self.config else self._class_has(_MLA)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether an indexer chooses what attention reads (DSA), by its config.json, else by its class."""
+        return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
+
+    def _class_has(self, names: tuple[str, ...]) -> bool:
+        return any(name in (self.model or "") for name in names)
 
     @property
     def graph_disabled(self) -> bool:

@@ -20,6 +20,7 @@ from batchrunner.engines.model_files import (
     shape_of,
     weights_dtype,
 )
+from batchrunner.engines.model_kinds import has_latent_attention, has_uneven_experts
 from batchrunner.engines.recovery.host import memory_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -121,7 +122,7 @@ def _stored(directory: Path) -> ModelWeights | None:
 def _by_config(config: Mapping[str, Any]) -> ModelWeights | None:
     """Return the size of the parameters that config.json describes, for a model without files."""
     size = _PARAMETER_BYTES.get(weights_dtype(config))
-    if size is None or "kv_lora_rank" in config:  # compressed attention (MLA) has other parameters
+    if size is None or has_latent_attention(config) or has_uneven_experts(config):  # other parameters
         return None
     try:
         parameters = shape_of(config).parameters
