@@ -7,7 +7,7 @@ from typing import Any
 from batchrunner.advise.rules.rule import Finding
 from batchrunner.advise.situation import LONGEST_LINE, Situation, memory_band
 from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.facts import Trouble
+from batchrunner.engines.logs.facts import FP8, Trouble
 from batchrunner.engines.logs.records import Phase
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
@@ -71,13 +71,14 @@ def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict
 def oom_prefill(s: Situation, flags: Flags) -> Finding | None:
     """Find that a prefill pass ran out of memory."""
     known = {"chunked_prefill_size": in_effect(s.facts, "chunked-prefill-size")}
-    return _ran_out(s, _last(s, "prefill"), flags, "in prefill", known)
+    return _ran_out(s, _last(s, "prefill"), flags, "in prefill", known, _narrower(s, flags))
 
 
 def oom_decode(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding ran out of memory."""
     trouble = _last(s, "decode") or _last(s, "requests")
-    return _ran_out(s, trouble, flags, f"in decoding, at {trouble.running} running" if trouble else "")
+    where = f"in decoding, at {trouble.running} running" if trouble else ""
+    return _ran_out(s, trouble, flags, where, beside=_narrower(s, flags))
 
 
 def oom_graph(s: Situation, flags: Flags) -> Finding | None:
@@ -103,7 +104,7 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
 
 def oom_general(s: Situation, flags: Flags) -> Finding | None:
     """Find that memory ran out in an unknown place."""
-    return _ran_out(s, _last(s, "general"), flags, "")
+    return _ran_out(s, _last(s, "general"), flags, "", beside=_narrower(s, flags))
 
 
 def killed(s: Situation, flags: Flags) -> Finding | None:
@@ -133,6 +134,23 @@ def crashed(s: Situation, _: Flags) -> Finding | None:
         change="look for that error in the log and among SGLang's issues: another release may not have it",
         evidence={"line": died.text},
     )
+
+
+def _narrower(s: Situation, flags: Flags) -> str:
+    """Name the smaller numbers that the card computes with, for weights and KV pool that have 16 bits.
+
+    They leave room only with a lower mem-fraction-static: the pool takes all that weights leave of it.
+    """
+    facts, ways = s.facts, []
+    if facts.architecture in FP8:
+        if facts.kv_in_16_bits:
+            ways.append(command_line(flags.setting("kv-cache-dtype", "fp8_e4m3")))
+        if facts.in_16_bits:
+            ways.append(command_line(flags.setting("quantization", "fp8")))
+    elif facts.architecture == "ampere" and facts.in_16_bits:
+        ways.append("a model quantised to int8 or AWQ")
+    named = " or ".join(filter(None, ways))
+    return f"{named}, with a lower --mem-fraction-static" if named else ""
 
 
 def _last(s: Situation, phase: Phase) -> Trouble | None:

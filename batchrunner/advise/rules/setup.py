@@ -31,7 +31,6 @@ _CHOSEN_FOR = (
 model_config and model_overrides)."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Backends that run on any GPU; another one was chosen for a reason."""
-_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
 """Values of `--kv-cache-dtype` with 16-bit keys and values; others have 8 or 4 bits."""
 
 
@@ -126,10 +125,7 @@ def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
 
 def fp8_cache(s: Situation, flags: Flags) -> Finding | None:
     """Find a full KV pool of 16-bit numbers on a GPU with FP8."""
-    args = s.facts.arguments
-    if s.facts.architecture not in FP8 or not s.load.frequent("kv_bound"):
-        return None
-    if not args or args.get("kv_cache_dtype") not in _OF_16_BITS:
+    if s.facts.architecture not in FP8 or not s.load.frequent("kv_bound") or not s.facts.kv_in_16_bits:
         return None
     return Finding(
         f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers",

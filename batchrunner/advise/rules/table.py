@@ -100,7 +100,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-prefill",
         "out of memory in a prefill pass (its line, or the traceback)",
-        "`--chunked-prefill-size` 4096, then 2048, then a lower mem-fraction-static",
+        "`--chunked-prefill-size` 4096, then 2048, then a lower mem-fraction-static; or FP8 for KV pool or "
+        "weights (Hopper, Ada, Blackwell), an int8 or AWQ model (Ampere)",
         "G1-G4",
         memory_rules.oom_prefill,
         "smaller activations",
@@ -110,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-decode",
         "out of memory in decoding, or of request slots",
-        "`--max-running-requests` to 3/4 of what ran",
+        "`--max-running-requests` to 3/4 of what ran; or smaller numbers, as after prefill",
         "G1-G4",
         memory_rules.oom_decode,
         "smaller batches fit",
@@ -142,7 +143,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-general",
         "out of memory in an unknown place",
-        "`--mem-fraction-static` 0.8, then 0.7, 0.6",
+        "`--mem-fraction-static` 0.8, then 0.7, 0.6; then a limit on the running requests; then "
+        "smaller chunks and graphs at once",
         "G1-G4",
         memory_rules.oom_general,
         "more memory for all but the KV pool",

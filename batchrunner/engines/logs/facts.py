@@ -19,6 +19,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
+_KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
 LARGEST = 1e15
 """Larger numbers are no argument, limit or memory of a server."""
 KNOWN_CARDS = ", ".join(_ARCHITECTURES)
@@ -94,6 +95,11 @@ class Facts:
     def in_16_bits(self) -> bool:
         """Whether the weights are known to be unquantised."""
         return self.quantised == "" and not self.arguments.get("quantization")
+
+    @property
+    def kv_in_16_bits(self) -> bool:
+        """Whether the KV pool is known to hold 16-bit numbers."""
+        return bool(self.arguments) and self.arguments.get("kv_cache_dtype") in _KV_OF_16_BITS
 
     @property
     def attn_dp(self) -> int:

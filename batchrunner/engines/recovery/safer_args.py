@@ -1,9 +1,10 @@
 """Where memory ran out → arguments that need less of it, by SGLang's tuning guides. Pure.
 
 In prefill: smaller chunks. In decode: fewer running requests. At graph capture: smaller graphs. Anywhere, and
-when such a step has no smaller value left: a smaller fraction of the card for the KV pool. On a CPU the
-server's memory grows with the pool, whose size is a number of tokens. Advice proposes these arguments, and
-a launched engine that died gets them.
+when such a step has no smaller value left: a smaller fraction of the card for the KV pool. Where the place is
+not known and that does not help: a limit on the running requests, then smaller chunks and graphs at once. On
+a CPU the server's memory grows with the pool, whose size is a number of tokens. Advice proposes these
+arguments, and a launched engine that died gets them.
 """
 
 import re
@@ -98,11 +99,26 @@ def _fewer_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
 
 def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
     """Make the graphs smaller, and the pool too: a capture that fails again costs minutes."""
+    return _graphs_of_half(facts, flags) | _smaller_pool(facts, flags, death)  # prefill may have graphs too
+
+
+def _limited_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Limit the running requests below what ran, where they are not limited to that already."""
+    most = in_effect(facts, "max-running-requests")
+    ran = as_flag(facts, "max-running-requests", death.running)
+    return _fewer_running(facts, flags, death) if ran and (most is None or most > ran) else {}
+
+
+def _smaller_passes(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Make chunks and graphs smaller at once: each of them alone may cost a start that changes nothing."""
+    return _smaller_chunks(facts, flags, death) | _graphs_of_half(facts, flags)
+
+
+def _graphs_of_half(facts: Facts, flags: Flags) -> dict[str, Any]:
     captured = facts.graph_max_bs or 2 * GRAPH
     lower = max(LEAST_GRAPH, captured // 2)
-    graphs = flags.setting("cuda-graph-max-bs-decode", lower) if lower < captured else {}
-    graphs = {} if facts.graph_disabled else graphs  # those of prefill are captured too
-    return graphs | _smaller_pool(facts, flags, death)
+    off = facts.graph_disabled or facts.on_cpu
+    return {} if off or lower >= captured else flags.setting("cuda-graph-max-bs-decode", lower)
 
 
 def _no_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
@@ -149,6 +165,6 @@ _STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
     "graph": (_smaller_graphs, _no_graphs),
     "prefill-graph": (_smaller_pool, _no_prefill_graphs),
     "pool": (_larger_share,),
-    "general": (_smaller_pool, _fewer_running),
+    "general": (_smaller_pool, _limited_running, _smaller_passes, _fewer_running),
     "killed": (_on_cpu(_smaller_pool), _on_cpu(_fewer_running)),
 }

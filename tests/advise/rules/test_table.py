@@ -355,6 +355,37 @@ def test_the_card_decides(card: str, arguments: dict[str, Any], expected: set[st
     assert set(changes(judged(text, tmp_path))) == set()
 
 
+FP8_BOTH = "--kv-cache-dtype fp8_e4m3 or --quantization fp8, with a lower --mem-fraction-static"
+
+
+@pytest.mark.parametrize("died", ["Prefill out", "Decode out", "Out"])
+@pytest.mark.parametrize(
+    ("card", "arguments", "beside"),
+    [
+        ("NVIDIA H100 80GB HBM3", {}, FP8_BOTH),
+        ("L40S", {}, FP8_BOTH),
+        ("NVIDIA B200", {}, FP8_BOTH),
+        ("H200", {"quantization": "fp8"}, "--kv-cache-dtype fp8_e4m3, with a lower --mem-fraction-static"),
+        ("H200", {"kv_cache_dtype": "fp8_e5m2"}, "--quantization fp8, with a lower --mem-fraction-static"),
+        ("H200", {"kv_cache_dtype": "fp8_e5m2", "quantization": "fp8"}, None),
+        ("A100-SXM4-80GB", {}, "a model quantised to int8 or AWQ, with a lower --mem-fraction-static"),
+        ("A100-SXM4-80GB", {"quantization": "awq"}, None),
+        ("Tesla V100", {}, None),
+    ],
+)
+def test_smaller_numbers_are_named(
+    card: str, arguments: dict[str, Any], beside: str | None, died: str, tmp_path: Path
+) -> None:
+    """Who ran out of memory hears of the smaller numbers that the card has, beside the flag of the guides."""
+    log = LogWriter().started(**arguments).decode(9)
+    situation = judged(log.say(f"{died} of memory. Try to lower your batch size.").text(), tmp_path).situation
+    situation.facts.card = card
+    (change,) = (a.change for a in apply_all(situation, Flags()) if a.rule.startswith("oom-"))
+    first, _, rest = change.partition(", or ")
+    assert first.startswith("--")
+    assert rest == (beside or "")
+
+
 @pytest.mark.parametrize(
     ("card", "model", "expected"),
     [
