@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.api import arun, generate, open_engine, run, stream
+    from batchrunner.api import arun, embed, generate, open_engine, run, stream
     from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
@@ -41,6 +41,7 @@ __all__ = [
     "StorageError",
     "__version__",
     "arun",
+    "embed",
     "generate",
     "open_engine",
     "run",
@@ -53,6 +54,7 @@ _HOMES = {
     "Progress": "runner.progress_calls",
     "Report": "report.report",
     "arun": "api",
+    "embed": "api",
     "generate": "api",
     "open_engine": "api",
     "run": "api",

@@ -18,7 +18,7 @@ from batchrunner.input.parquet_copy import write_parquet
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, Row, default_prompt, paths_of
 from batchrunner.job.answers import plan_answers
-from batchrunner.job.call import job_of_call
+from batchrunner.job.call import job_of_call, job_of_embed
 from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
@@ -29,9 +29,12 @@ from batchrunner.output.merge import merge
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
 from batchrunner.runner.open_engine import OpenEngine, cancelled_once, open_portal
+from batchrunner.runner.progress import Display
 from batchrunner.runner.progress_calls import ProgressListener, make_displays
 from batchrunner.runner.shard import new_join_task
-from batchrunner.runner.stream_call import StreamCall
+from batchrunner.runner.stream_call import JobMaker, StreamCall
+from batchrunner.tasks.embed import Dtype
+from batchrunner.tasks.table import GENERATE, TASKS, TaskName
 
 JobSource = Job | Mapping[str, Any] | str | Path
 
@@ -42,20 +45,24 @@ def open_engine(
     *,
     log_dir: str | Path | None = None,
     request_timeout_s: float = 3600.0,
+    task: TaskName = GENERATE,
 ) -> Iterator[OpenEngine]:
     """Open an engine that serves several runs in turn.
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
     `engine` is as in a job file, or a short form as for `generate`. A launched server logs into `log_dir`
-    (default: a new temporary directory, which stays after an error only; see `info.log`). Raises JobError or
-    EngineStartError.
+    (default: a new temporary directory, which stays after an error only; see `info.log`). It takes jobs of
+    this `task` only: a server that is launched has a model for it. Raises JobError or EngineStartError.
     """
+    if task != GENERATE and task not in TASKS:
+        raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
     spec = parse_engine(engine)
     with _directory(log_dir) as logs, open_portal() as portal:
-        made = make_engine(spec, log_dir=logs, limits=LimitsSpec(request_timeout=request_timeout_s))
+        limits = LimitsSpec(request_timeout=request_timeout_s)
+        made = make_engine(spec, log_dir=logs, limits=limits, task=task)
         try:
-            opened = OpenEngine(portal, spec, made, portal.call(made.open))
+            opened = OpenEngine(portal, spec, made, portal.call(made.open), task)
             with closing(opened.loop):
                 yield opened
         finally:
@@ -153,29 +160,83 @@ def generate(
     what an iterator of `rows` raises.
     """
     display = make_displays(progress=progress, on_progress=on_progress)
-    with _rows_and_run() as (source, out):
-        spec = engine.spec if isinstance(engine, OpenEngine) else parse_engine(engine)
-        paths = paths_of(rows)
-        if paths is None:
-            write_parquet(rows, source)
-        dataset = Dataset(paths or str(source))
-        job = job_of_call(
-            paths or [str(source)],
-            default_prompt(dataset.schema) if prompt is None else prompt,
+    opened, spec = _engine_of(engine)
+
+    def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
+        return job_of_call(
+            paths,
+            default_prompt(schema) if prompt is None else prompt,
             parse,
             sampling,
             columns,
             limits,
-            output=out,
+            output=output,
             engine=spec,
             answers=answers,
             explode=explode,
             check=check,
             on_length=on_length,
         )
+
+    return _results_of(rows, make_job, opened, display)
+
+
+def embed(
+    rows: Data,
+    *,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    engine: OpenEngine | EngineLike,
+    columns: Sequence[str] = (),
+    dtype: Dtype = "float32",
+    normalize: bool = False,
+    dimensions: int | None = None,
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> pa.Table:
+    """Make a vector of every row and return the results as a pyarrow Table in input order.
+
+    Example: `embed(["a cat", "a dog"], engine="BAAI/bge-small-en-v1.5").column("embedding")`.
+
+    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="embed")`. `prompt` is
+    the template of a text, or the column with it, the `prompt` part of a job, or a function that makes the
+    text or the token ids of a row. `dtype`, `normalize` and `dimensions` are those of a job's `output`.
+
+    The column `embedding` has lists of one fixed size; it is null where a row has an `error`. Raises
+    BatchrunError, and what an iterator of `rows` raises.
+    """
+    display = make_displays(progress=progress, on_progress=on_progress)
+    opened, spec = _engine_of(engine)
+
+    def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
+        return job_of_embed(
+            paths,
+            default_prompt(schema) if prompt is None else prompt,
+            columns,
+            limits,
+            output={"path": str(output), "dtype": dtype, "normalize": normalize, "dimensions": dimensions},
+            engine=spec,
+        )
+
+    return _results_of(rows, make_job, opened, display)
+
+
+def _engine_of(engine: OpenEngine | EngineLike) -> tuple[OpenEngine | None, EngineSpec]:
+    """Return the engine of a call, if it is an open one, and its description."""
+    return (engine, engine.spec) if isinstance(engine, OpenEngine) else (None, parse_engine(engine))
+
+
+def _results_of(rows: Data, make_job: JobMaker, opened: OpenEngine | None, display: Display) -> pa.Table:
+    """Run the job of a call and return its results, which stay nowhere else."""
+    with _rows_and_run() as (source, out):
+        paths = paths_of(rows)
+        if paths is None:
+            write_parquet(rows, source)
+        dataset = Dataset(paths or str(source))
+        job = make_job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)
-        report = _run(job, engine if isinstance(engine, OpenEngine) else None, page=False, display=display)
+        report = _run(job, opened, page=False, display=display)
         if report.rows_left:
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"
@@ -217,8 +278,9 @@ def stream(
     engine, unless it is an open one. Raises BatchrunError, and what an iterator of `rows` raises, after the
     rows that it gave.
     """
-    opened = engine if isinstance(engine, OpenEngine) else None
-    spec = opened.spec if opened else parse_engine(engine)  # type: ignore[arg-type]
+    opened, spec = _engine_of(engine)
+    if opened is not None:
+        opened.refuse_other_task(GENERATE)
 
     def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
         template = default_prompt(schema) if prompt is None else prompt
@@ -281,7 +343,9 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
     """Return the results of an input without rows, which pipelines have; the job is checked."""
     functions = open_functions(job)
     with closing(functions) if functions else nullcontext():
-        renderer = Renderer(dataset, job.input, job.prompt, job.sampling, functions=functions)
+        renderer = Renderer(
+            dataset, job.input, job.prompt, job.sampling, functions=functions, task=job.forward
+        )
         plan = plan_answers(job, functions=functions)
         AnswerChecker(job, plan, dataset.schema.names)  # raises what is wrong with the checks
-    return schema_of_run(renderer.carried_schema, plan, {}).empty_table()
+    return schema_of_run(renderer.carried_schema, plan, {}, job.output.dimensions or 0).empty_table()

@@ -19,9 +19,10 @@ import pyarrow.parquet as pq
 
 from batchrunner.dispatch.checks.asking import SEED_STEP
 from benchmarks.torture_round import LONGEST_START_S, Round, Totals, job_for, undisturbed
-from tests.support.fake_sglang import Behaviour, FakeSGLang, Said, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.fragile import FRAGILE
 from tests.support.launchable import launchable
+from tests.support.raw_answers import Said
 
 ROWS = 900
 POISON = 117

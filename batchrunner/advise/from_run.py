@@ -16,6 +16,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import LoadSample, Series, spread
 from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir
@@ -168,8 +169,9 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
     found: list[pa.ChunkedArray] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
         with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # damaged, or just removed
-            tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
-            found.append(each_sample(tokens))
+            if has_texts(pq.read_schema(path)):
+                tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
+                found.append(each_sample(tokens))
     if lengths := [chunk for column in found for chunk in column.chunks]:
         tokens = pa.chunked_array(lengths).drop_null()
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0

@@ -6,13 +6,17 @@ The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pyroaring import BitMap64
+
+from batchrunner.core.errors import RequestError
+from batchrunner.core.hooks.functions import ColumnKind
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -102,6 +106,8 @@ class Request(NamedTuple):
     """What the answer is asked for besides its text; None for nothing."""
     row: Mapping[str, Any] | None = None
     """Values of the row by which its answer is checked; None where there are none."""
+    task: ForwardTask | None = None
+    """What the model is asked to do with the prompt; None for generating text."""
 
 
 class Completion(NamedTuple):
@@ -141,6 +147,57 @@ class Outcome(NamedTuple):
     def is_left_out(self) -> bool:
         """Whether `prompt.python` left the row out: it has neither an answer nor an error."""
         return self.completion is None and self.error is None
+
+
+class ForwardTask(ABC):
+    """A task that a model does in one forward pass, without decoding, such as an embedding. Pure.
+
+    A subclass says all that differs from other tasks; `batchrunner.tasks` has one file for each. Its instance
+    has the values of the job's fields that it takes, and goes along with each request.
+    """
+
+    name: ClassVar[str]
+    """`task` of a job."""
+    path: ClassVar[str]
+    """Endpoint of SGLang that takes one row, or a list of rows."""
+    by_generation: ClassVar[bool] = False
+    """Whether it needs a model that generates text (a server without `--is-embedding`)."""
+    wrong_model: ClassVar[str]
+    """What a model of the other kind does, in words, such as "generates text and makes no embeddings"."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Fields of a job that this task has and generating lacks: the arguments of the subclass, by their last
+    part."""
+    meanings: ClassVar[Mapping[str, str]]
+    """Its columns of the results, with their meanings."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
+        """Its columns of the results, with their types, in order."""
+
+    @classmethod
+    @abstractmethod
+    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
+        """Return the arguments that a server needs for it, for a model with this config.json."""
+
+    @abstractmethod
+    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the body for `path`. Several requests are all of texts, or all of token ids."""
+
+    @abstractmethod
+    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
+        """Read the reply to `body`; return the answer to each request, or why that one has none.
+
+        The values of `columns` stand under their names in `Completion.columns`, each in a list of one. Raises
+        AttemptFailedError, or what msgspec raises, where the reply is not one.
+        """
+
+    @abstractmethod
+    def made_up_reply(self, request: Request, seed: int, prompt_tokens: int, size: int) -> bytes:
+        """Return a reply to `body([request])`, the same for the same seed, for the simulated engine.
+
+        `size` is the length of a vector of the simulated model.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,8 @@ def detokenizer_for(job: Job) -> Detokenizer | None:
     (SGLang issue 23393).
     """
     engine = job.engine
+    if job.forward is not None:  # its answers are no tokens
+        return None
     if job.tokenize != "client" or not isinstance(engine, (ServerEngine, GatewayEngine)) or not engine.model:
         return None
     try:

@@ -11,10 +11,12 @@ from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import EngineInfo, Incident, SchedulerLoad
 from batchrunner.engines.hang_detector import HangDetector, progress_of
-from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine, SGLangClient
+from batchrunner.engines.http.client import GATEWAY_ROUTE, SGLangClient
+from batchrunner.engines.http.engine import HttpEngine
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec
+from batchrunner.tasks.table import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +50,11 @@ class ModelWatcher:
 class AttachedServers(HttpEngine):
     """One or more replicas of one model; one that hangs gets no rows for a while, or until it moves."""
 
-    def __init__(self, urls: Sequence[str], *, api_key: str | None, limits: LimitsSpec) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, api_key: str | None, limits: LimitsSpec, task: TaskName = GENERATE
+    ) -> None:
         self._urls = urls
-        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout))
+        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout, task=task))
         self._hangs = {url: HangDetector(limits.hang) for url in urls}
         self._closed_s = limits.hang
         self._closed: dict[str, tuple[float, object]] = {}
@@ -109,9 +113,11 @@ class AttachedServers(HttpEngine):
 class AttachedGateway(HttpEngine):
     """A Model Gateway that runs already: one route leads to all workers, each of which reports its load."""
 
-    def __init__(self, url: str, *, api_key: str | None, limits: LimitsSpec) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None, limits: LimitsSpec, task: TaskName = GENERATE
+    ) -> None:
         self._url = url
-        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout))
+        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout, task=task))
         self._hang_s = limits.hang
         self._hangs: dict[str, HangDetector] = {}
         self._workers = WorkerList(url, api_key)

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from batchrunner.core.endpoints import CHAT_PATH
 from batchrunner.core.errors import (
     BundleRefusedError,
+    EngineBusyError,
     EngineLostError,
     EngineStartError,
     NoAnswerError,
@@ -36,13 +38,20 @@ from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, card_name, cpu_environment, on_cpu, server_args
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.body_replies import completion_of_body
+from batchrunner.engines.http.questions import check_does
 from batchrunner.engines.http.server_info import answers_in_pieces, prefill_tokens, tokenizer_info
+from batchrunner.engines.http.task_replies import answer_of, answers_of
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
 from batchrunner.engines.model_names import ModelNames
 from batchrunner.input.request_bodies import with_model
 from batchrunner.job.engine import InprocessEngine
+from batchrunner.tasks.table import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
+
+
+_ENDPOINTS = {"/v1/embeddings": ("serving_embedding", "OpenAIServingEmbedding", "EmbeddingRequest")}
+"""SGLang's module, its class of the endpoint and the class of its body, by a task's path."""
 
 
 class Inbox:
@@ -71,7 +80,8 @@ class Inbox:
 class InprocessSGLang(Engine):
     """SGLang's offline engine."""
 
-    def __init__(self, spec: InprocessEngine, *, request_timeout_s: float) -> None:
+    def __init__(self, spec: InprocessEngine, *, request_timeout_s: float, task: TaskName = GENERATE) -> None:
+        self._task = task
         self._spec = spec
         self._timeout_s = request_timeout_s
         self._stack = contextlib.ExitStack()
@@ -108,6 +118,7 @@ class InprocessSGLang(Engine):
             raise EngineStartError(f"the engine did not start: {type(failure).__name__}: {failure}") from None
         load = (await self._in_thread(self._loads))[0]
         manager = self._engine.tokenizer_manager
+        check_does(self._task, manager.is_generation, f"the engine serves {self._spec.model}")
         return EngineInfo(
             kind="inprocess",
             model=model_identity(self._spec.model),
@@ -126,7 +137,9 @@ class InprocessSGLang(Engine):
     async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - there is one
         """Send one request once; see `Engine.generate`."""
         wire.refuse_deadly(request, self._vocabulary)
-        ask = {"messages": self._ask_chat, "body": self._ask_endpoint}.get(request.kind, self._ask)
+        asks: dict[str, Callable[..., Awaitable[Any]]]
+        asks = {"messages": self._ask_chat, "body": self._ask_endpoint}
+        ask = self._ask_task if request.task is not None else asks.get(request.kind, self._ask)
         try:
             reply = await asyncio.wait_for(self._in_thread(ask, request), self._timeout_s)
         except TimeoutError:
@@ -135,6 +148,8 @@ class InprocessSGLang(Engine):
             raise RowRefusedError(" ".join(str(failure).split())) from None
         if request.kind == "body":
             return completion_of_body(request.prompt, reply)
+        if request.task is not None:
+            return answer_of(request, reply)
         return replies.completion_of(request, reply)
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:  # noqa: ARG002
@@ -149,11 +164,19 @@ class InprocessSGLang(Engine):
         if not rows:
             return
         inbox = Inbox(asyncio.get_running_loop(), rows, answers)
+        sent = [row.request for row in rows]
         try:
-            await asyncio.wait_for(self._in_thread(self._ask_many, rows, inbox), self._timeout_s)
+            if sent[0].task is None:
+                await asyncio.wait_for(self._in_thread(self._ask_many, rows, inbox), self._timeout_s)
+                return
+            reply = await asyncio.wait_for(self._in_thread(self._ask_task, *sent), self._timeout_s)
+            for row, result in zip(rows, answers_of(sent, reply), strict=True):
+                answers.ended(row.place, result)
         except TimeoutError:
             raise NoAnswerError(f"no answer within {self._timeout_s:g} s") from None
-        except (ValueError, TypeError) as failure:  # one of them is refused
+        except EngineBusyError:
+            raise
+        except (ValueError, TypeError, RequestError) as failure:  # one of them is refused
             raise BundleRefusedError(str(failure)) from None
 
     async def tokens_of(self, request: Request) -> list[int] | None:
@@ -261,6 +284,17 @@ class InprocessSGLang(Engine):
             return _content_of(await self._chat.handle_request(ChatCompletionRequest(**fields), None))
         serving = OpenAIServingCompletion(self._engine.tokenizer_manager, self._engine.template_manager)
         return _content_of(await serving.handle_request(CompletionRequest(**fields), None))
+
+    async def _ask_task(self, *requests: Request) -> bytes:
+        """Do what the HTTP server does for a task without decoding."""
+        task = requests[0].task
+        assert task is not None
+        home, serving, body = _ENDPOINTS[task.path]
+        protocol = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
+        make = getattr(importlib.import_module(f"sglang.srt.entrypoints.openai.{home}"), serving)
+        endpoint = make(self._engine.tokenizer_manager, self._engine.template_manager)
+        asked = getattr(protocol, body)(**task.body(requests))
+        return _content_of(await endpoint.handle_request(asked, None))
 
     async def _tokenize(self, request: Request) -> Any:
         from sglang.srt.entrypoints.openai.protocol import TokenizeRequest  # noqa: PLC0415

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import assert_never
 
 from batchrunner.engines.base import Engine
-from batchrunner.engines.model_files import model_identity
+from batchrunner.engines.device import on_cpu
+from batchrunner.engines.model_files import model_identity, read_config
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import (
     AttachEngine,
@@ -17,40 +18,57 @@ from batchrunner.job.engine import (
     SimulatedEngine,
 )
 from batchrunner.job.spec import LimitsSpec
+from batchrunner.tasks.table import GENERATE, TASKS, TaskName
 
 
 def make_engine(
-    spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, detokenizer: Detokenizer | None = None
+    spec: EngineSpec,
+    *,
+    log_dir: Path,
+    limits: LimitsSpec,
+    detokenizer: Detokenizer | None = None,
+    task: TaskName = GENERATE,
 ) -> Engine:
     """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`.
 
-    With a `detokenizer` launched servers run without a tokenizer; other engines ignore it.
+    An engine that loads the model does so for the `task`; any other must have a model for it. With a
+    `detokenizer` launched servers run without a tokenizer; other engines ignore it.
     """
     if detokenizer is not None and isinstance(spec, LaunchedEngine):
         spec = spec.model_copy(update={"args": {**spec.args, "skip-tokenizer-init": True}})
+    spec = for_task(spec, task)
     match spec:
         case AttachEngine():
             from batchrunner.engines.attached import AttachedServers  # noqa: PLC0415
 
-            return AttachedServers(spec.urls, api_key=_api_key(spec), limits=limits)
+            return AttachedServers(spec.urls, api_key=_api_key(spec), limits=limits, task=task)
         case GatewayEngine(url=str(url)):
             from batchrunner.engines.attached import AttachedGateway  # noqa: PLC0415
 
-            return AttachedGateway(url, api_key=_api_key(spec), limits=limits)
+            return AttachedGateway(url, api_key=_api_key(spec), limits=limits, task=task)
         case ServerEngine() | GatewayEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
-            return LaunchedFleet(spec, log_dir=log_dir, limits=limits, detokenizer=detokenizer)
+            return LaunchedFleet(spec, log_dir=log_dir, limits=limits, detokenizer=detokenizer, task=task)
         case InprocessEngine():
             from batchrunner.engines.inprocess import InprocessSGLang  # noqa: PLC0415
 
-            return InprocessSGLang(spec, request_timeout_s=limits.request_timeout)
+            return InprocessSGLang(spec, request_timeout_s=limits.request_timeout, task=task)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
 
             return Simulator(spec)
         case _:
             assert_never(spec)
+
+
+def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
+    """Return the engine with the arguments that a model which it loads needs for a task, below the job's."""
+    kind, model = TASKS.get(task), launched_model(spec)
+    if kind is None or model is None or not isinstance(spec, (LaunchedEngine, InprocessEngine)):
+        return spec
+    args = kind.server_args(read_config(model), cpu=on_cpu(spec.device))
+    return spec.model_copy(update={"args": {**args, **spec.args}})
 
 
 def model_of(spec: EngineSpec) -> str | None:

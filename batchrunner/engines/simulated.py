@@ -26,6 +26,7 @@ from batchrunner.core.types import (
     SchedulerLoad,
 )
 from batchrunner.engines.base import Engine
+from batchrunner.engines.http.task_replies import answer_of
 from batchrunner.engines.simulated_json import made_up
 from batchrunner.input.request_bodies import fields_of, prompt_of
 from batchrunner.job.engine import SimulatedEngine
@@ -71,11 +72,12 @@ _TAPE_STARTS = 4096
 _TAPE = [_VOCABULARY[crc32(b"%d" % i) % len(_VOCABULARY)] for i in range(_TAPE_STARTS + LONGEST_TEXT_WORDS)]
 
 
-def answer(request: Request, limit_tokens: int) -> Completion:
+def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Completion:
     """Make up the completion of a request: the same one for the same prompt and seed, in any process.
 
-    Prompt and output have `limit_tokens` together. Raises RowRefusedError, in SGLang's words, where the
-    prompt leaves none for an output; an output that is too long is cut (finish reason `length`).
+    Prompt and output have `limit_tokens` together; vectors have `dimensions` numbers. Raises
+    RowRefusedError, in SGLang's words, where the prompt leaves none for an output; an output that is too
+    long is cut (finish reason `length`).
     """
     if isinstance(request.prompt, RequestBody):
         return _answer_body(request.prompt, request.ref, limit_tokens)
@@ -85,6 +87,11 @@ def answer(request: Request, limit_tokens: int) -> Completion:
             f"The input ({prompt_tokens} tokens) is longer than "
             f"the model's context length ({limit_tokens} tokens)."
         )
+    if request.task is not None:
+        if request.kind == "messages":
+            raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
+        (seed,) = _hashes(request)
+        return answer_of(request, request.task.made_up_reply(request, seed, prompt_tokens, dimensions))
     samples = _hashes(request)
     lengths = [_length(request.sampling, sample, limit_tokens - prompt_tokens) for sample in samples]
     texts = [_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)]
@@ -230,7 +237,7 @@ class Simulator(Engine):
         Raises RowRefusedError where the prompt is too long. A call that is pending when the engine is
         closed stays so until its caller cancels it.
         """
-        completion = answer(request, self._limit_tokens)
+        completion = answer(request, self._limit_tokens, self._spec.dimensions)
         return await self._decode(request, completion) if self._spec.step_s > 0 else completion
 
     async def loads(self) -> Sequence[SchedulerLoad]:
@@ -264,7 +271,7 @@ class Simulator(Engine):
                 completion.prompt_tokens or 1, tokens or 1, most,
                 ignore_eos=bool(request.sampling.get("ignore_eos")), payload=asyncio.Event(),
             )
-            for tokens in completion.completion_tokens
+            for tokens in completion.completion_tokens or [1]  # without decoding: a prefill pass
         ]  # fmt: skip
         self._advance()
         for sample in samples:

@@ -122,6 +122,7 @@ class LiveRenderer:
             asks=plan_answers(job, functions=self._functions).asks,
             functions=self._functions,
             expression=job.check.expression,
+            task=job.forward,
         )
 
 

@@ -13,7 +13,15 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import AskedColumns, Outcome, PromptKind, Request, RequestBody, RowRef
+from batchrunner.core.types import (
+    AskedColumns,
+    ForwardTask,
+    Outcome,
+    PromptKind,
+    Request,
+    RequestBody,
+    RowRef,
+)
 from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
@@ -54,13 +62,14 @@ class Renderer:
         asks: AskedColumns | None = None,
         functions: HookPool | None = None,
         expression: str | None = None,
+        task: ForwardTask | None = None,
     ) -> None:
         """Compile the templates and check the columns; a row is rendered in `render_s` of CPU time.
 
         `asks` is what its answer is asked for besides the text; `functions` are the job's Python functions,
         for a job with `prompt.python`; `expression` is the condition of good answers, whose columns go along
-        with each request. Raises JobError for a bad template, InputError for a missing column or one of a
-        wrong type.
+        with each request; `task` is one without decoding, whose requests have no sampling parameters. Raises
+        JobError for a bad template, InputError for a missing column or one of a wrong type.
         """
         limit = RenderLimit(render_s)
         self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
@@ -71,6 +80,9 @@ class Renderer:
         self._asks = asks
         self.predicate = None
         self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset)
+        self._task = task
+        if task is not None:
+            self._fixed, self._per_row = {}, {}
         names = {*used, *self._per_row.values()}
         if isinstance(self._lora, FromColumn):
             names.add(self._lora.column)
@@ -141,6 +153,7 @@ class Renderer:
             continues=self._continues,
             asks=self._asks,
             row={name: row[name] for name in self._for_check} if self._for_check else None,
+            task=self._task,
         )
 
 

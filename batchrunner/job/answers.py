@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import AskedColumns
+from batchrunner.core.types import AskedColumns, ForwardTask
 from batchrunner.job.check import TRIES, OnLength
 from batchrunner.job.output import ANSWER_COLUMNS, IDS_TO_CONTINUE, OF_TOKENS, PARSED, REASONING, RESPONSE
 from batchrunner.job.python_functions import PARSE
@@ -52,6 +52,8 @@ class AnswerPlan:
     """Most answers of a row that are checked."""
     checks: bool = False
     """Whether answers are looked at."""
+    task: ForwardTask | None = None
+    """The task, if it is one without decoding, whose columns are then `parsed`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,6 +81,8 @@ def plan_answers(
 
     `functions` are the job's Python functions.
     """
+    if (task := job.forward) is not None:
+        return AnswerPlan((), parsed=task.columns, task=task)
     if job.prompt.batch is not None:
         return AnswerPlan((RESPONSE,))
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()

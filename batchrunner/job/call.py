@@ -57,3 +57,33 @@ def job_of_call(
         **({"on_length": on_length} if on_length else {}),
     }
     return load_job(tree, environ={})
+
+
+def job_of_embed(
+    paths: Sequence[str],
+    prompt: str | Mapping[str, Any] | Callable[..., Any],
+    columns: Sequence[str],
+    limits: Mapping[str, Any] | LimitsSpec | None,
+    *,
+    output: Mapping[str, Any],
+    engine: EngineSpec,
+) -> Job:
+    """Return the job of a call of `embed`, whose `output` is that part of it; raises JobError.
+
+    `prompt` is the template of a text or the column with it, the `prompt` part of a job, or a function.
+    """
+    if isinstance(columns, str):
+        raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
+    if isinstance(limits, LimitsSpec):
+        limits = limits.model_dump(exclude_unset=True)
+    if not isinstance(prompt, Mapping):
+        prompt = {"text": prompt} if isinstance(prompt, str) else {"python": prompt}
+    tree = {
+        "task": "embed",
+        "input": {"path": list(paths), "columns": list(columns)},
+        "prompt": prompt,
+        "output": output,
+        "engine": engine.model_dump(exclude_unset=True),
+        "limits": limits or {},
+    }
+    return load_job(tree, environ={})

@@ -166,6 +166,8 @@ class SimulatedEngine(Spec):
     """Most tokens of prompt and output together; longer rows are refused."""
     step_s: Annotated[float, Field(ge=0)] = 0.02
     """Seconds per decode step; with 0 answers come at once."""
+    dimensions: Annotated[int, Field(ge=1, le=65_536)] = 384
+    """Length of the vectors of `task: embed`, unless `output.dimensions` says another."""
 
 
 EngineSpec: TypeAlias = Annotated[

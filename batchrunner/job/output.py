@@ -8,7 +8,9 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.core.types import ForwardTask
 from batchrunner.job.fields import Duration, Spec, UserPath
+from batchrunner.tasks.embed import Dtype
 
 RESULT_COLUMNS = {
     "row": "Position of the row in the input, from 0.",
@@ -27,6 +29,8 @@ RESULT_COLUMNS = {
 }
 """Columns of a result besides the carried ones, with their meanings: `row` comes first, the others after the
 carried columns."""
+OF_TEXTS = frozenset({"output", "finish_reason", "completion_tokens"})
+"""Columns of RESULT_COLUMNS that a task without decoding lacks."""
 REASONING = "reasoning"
 ANSWER_COLUMNS = {
     REASONING: "What the model thought before its answer; null if it did not. It is there by itself where "
@@ -83,11 +87,26 @@ class OutputSpec(Spec):
     """Most rows in a result file (part). A part is also written every 30 s."""
     durable: Duration = 1.0
     """Time within which a finished row is safe on disk, in a journal or in a part."""
+    dtype: Dtype = "float32"
+    """With `task: embed`: type of the numbers of a vector."""
+    normalize: bool = False
+    """With `task: embed`: whether each vector is divided by its length. Many models do so themselves."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """With `task: embed`: length of the vectors, for a model that was trained to give shorter ones too
+    (Matryoshka; `matryoshka_dimensions` or `is_matryoshka` in its config.json). Unset: the model's own."""
 
     @property
     def asked(self) -> list[str]:
         """The columns that the job asks for, beyond those of every result, in the order of the results."""
         return [name for name in ANSWER_COLUMNS if name in self.columns]
+
+
+def result_columns(task: ForwardTask | None) -> list[str]:
+    """Return the columns of every result, without the carried ones; `task` is None for generating."""
+    if task is None:
+        return [*RESULT_COLUMNS]
+    own = (name for name, _ in task.columns)
+    return [*(name for name in RESULT_COLUMNS if name not in OF_TEXTS), *own]
 
 
 def name_clash(names: Mapping[str, str], taken: str) -> WrongValueError:

@@ -6,18 +6,22 @@ current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.core.types import ForwardTask
 from batchrunner.job.check import CheckSpec, OnLength
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
 from batchrunner.job.fields import CountOrShare, Duration, PythonFunction, Share, Spec, UserPath
-from batchrunner.job.output import RESPONSE, RESULT_COLUMNS, SAMPLE, OutputSpec, name_clash
+from batchrunner.job.output import RESPONSE, SAMPLE, OutputSpec, name_clash, result_columns
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.storage import StorageSpec
+from batchrunner.job.task_fields import check_task_fields, given_fields
+from batchrunner.tasks.table import TASKS, TaskName, last_part
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
@@ -107,6 +111,9 @@ class LimitsSpec(Spec):
 class Job(Spec):
     """A batch-inference job."""
 
+    task: TaskName = "generate"
+    """What the model does with each prompt. `generate`: it writes a text. `embed`: it makes a vector, in the
+    column `embedding`; prompts are texts or token ids."""
     input: InputSpec
     """Where the rows come from."""
     prompt: PromptSpec
@@ -158,6 +165,17 @@ class Job(Spec):
     python_path: list[UserPath] = []
     """Directories in which the modules of Python functions are looked up first, before the current directory
     and the installed packages. By default the directory of the job file."""
+
+    @property
+    def forward(self) -> ForwardTask | None:
+        """The task, if it is one without decoding."""
+        kind = TASKS.get(self.task)
+        return kind(**{last_part(field): attrgetter(field)(self) for field in kind.takes}) if kind else None
+
+    @model_validator(mode="after")
+    def _fields_of_task(self) -> Job:
+        check_task_fields(self.task, given_fields(self))
+        return self
 
     @property
     def parsing(self) -> ParseSpec | None:
@@ -300,7 +318,7 @@ class Job(Spec):
         if len(carried) < len(self.input.columns):
             raise ValueError("input.columns, as renamed, has a name twice")
         more = [*([SAMPLE] if self.output.explode else []), *([RESPONSE] if self.prompt.batch else [])]
-        for name in (*RESULT_COLUMNS, *self.output.asked, *more):
+        for name in (*result_columns(self.forward), *self.output.asked, *more):
             if name in carried:
                 raise name_clash(carried, name)
         return self

@@ -1,5 +1,7 @@
 """Converts outcomes into Arrow tables with the columns of a part, without `pa.array` (`arrow_array`)."""
 
+from __future__ import annotations
+
 import datetime as dt
 from array import array
 from collections.abc import Iterable, Sequence
@@ -9,10 +11,11 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
+from batchrunner.core.types import LEFT_OUT, Completion, ForwardTask, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.output import PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
+from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
 from batchrunner.output.json_shape import shape_of
+from batchrunner.tasks.embed import VECTOR, WIDTHS
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
 """Stands for the answer of a row without one."""
@@ -34,8 +37,8 @@ _FROM_1970 = {pa.date32(): _days, pa.timestamp("us"): _microseconds}
 """How Arrow counts dates and times without a zone."""
 _PARSED_TYPES = {
     "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),
-    "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(), "date": pa.date32(),
-    "timestamp": pa.timestamp("us"), "json": pa.string(),
+    "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
+    "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
 }  # fmt: skip
 """Types of columns that a Python function makes, by their names."""
 _TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
@@ -54,6 +57,8 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
 """Types of the columns that a job can ask for, or that come by themselves, of one output."""
 EXPLODED = "explode"
 """Key of a part's metadata that says so: a carried column may be called `sample` too."""
+TASK = "task"
+"""Key of a part's metadata that names a task without decoding: a carried column may be called `output`."""
 FURTHER = {"batchrunner": "further"}
 """Metadata of the columns that some starts of a run may have, and others not."""
 OF_THE_PROMPT = {"prompt_logprobs"}
@@ -69,12 +74,17 @@ def result_schema(
     explode: bool = False,
     parsed: Sequence[tuple[str, ColumnKind]] = (),
     json_type: pa.DataType | None = None,
+    task: ForwardTask | None = None,
+    vector: int | None = None,
 ) -> pa.Schema:
     """Return the schema of a part: `row`, the carried columns, then the columns of the result.
 
     `columns` are those that the job asks for, keys of ANSWER_TYPES; `parsed` are those of `parse`, and
     `json_type` is the type of the answers' JSON, if it is no text. With `samples` above 1 some of all these
     are lists, with one value for each sample, unless each sample has a row of its own (`explode`).
+
+    A `task` without decoding has no columns of texts. `vector` is the length of its vectors; as long as that
+    is not known, their column is missing.
     """
 
     def each(kind: pa.DataType) -> pa.DataType:
@@ -91,7 +101,7 @@ def result_schema(
         "attempts": pa.int32(),
         "error": pa.string(),
     }
-    first, *rest = RESULT_COLUMNS
+    first, *rest = (name for name in RESULT_COLUMNS if task is None or name not in OF_TEXTS)
     fields = [
         pa.field(first, types[first], nullable=False),
         *([pa.field(SAMPLE, pa.int32())] if explode else []),
@@ -101,14 +111,22 @@ def result_schema(
     for name in columns:
         kind = json_type if name == PARSED and json_type is not None else ANSWER_TYPES[name]
         fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind), metadata=FURTHER))
-    fields += [pa.field(name, each(parsed_type(kind))) for name, kind in parsed]
+    for name, kind in parsed:
+        if kind[0] != VECTOR:
+            fields.append(pa.field(name, each(parsed_type(kind))))
+        elif vector is not None:
+            fields.append(pa.field(name, pa.list_(_PARSED_TYPES[kind[1]], vector), metadata=FURTHER))
     return pa.schema(fields, metadata=metadata)
 
 
-def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
-    """Return the schema of the parts that this start of a run writes."""
+def schema_of_run(
+    carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str], vector: int | None = None
+) -> pa.Schema:
+    """Return the schema of the parts that this start of a run writes; `vector` is as in `result_schema`."""
     json_type = None if plan.schema is None else shape_of(plan.schema).type
     told = {**metadata, EXPLODED: "true"} if plan.explode else metadata
+    if plan.task is not None:
+        told = {**told, TASK: plan.task.name}
     return result_schema(
         carried,
         samples=plan.samples,
@@ -117,7 +135,41 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]
         explode=plan.explode,
         parsed=plan.parsed,
         json_type=json_type,
+        task=plan.task,
+        vector=vector,
     )
+
+
+class RunSchema:
+    """The schema of the parts of a run, which is whole once the length of its vectors is known."""
+
+    def __init__(
+        self,
+        carried: pa.Schema,
+        plan: AnswerPlan,
+        metadata: dict[str, str],
+        earlier: pa.Schema | None = None,
+    ) -> None:
+        """`earlier` is the schema of results of earlier starts, whose vectors tell the length."""
+        self._of = carried, plan, metadata
+        self._vectors = {name: WIDTHS[kind[1]] for name, kind in plan.parsed if kind[0] == VECTOR}
+        self.vector: int | None = None
+        """Length of the vectors; None until it is known."""
+        fields = (field for field in earlier or () if field.name in self._vectors)
+        for kind in (field.type for field in fields):
+            self.vector = kind.list_size if pa.types.is_fixed_size_list(kind) else None
+        self.schema = schema_of_run(*self._of, self.vector)
+
+    def misfit(self, completion: Completion) -> str | None:
+        """Say why the vectors of an answer fit no column of the run; the first that comes always fits."""
+        for name, width in self._vectors.items():
+            length = len(completion.columns[name][0]) // width
+            if self.vector is None:
+                self.vector = length
+                self.schema = schema_of_run(*self._of, length)
+            if length != self.vector:
+                return f"the vector has {length} numbers, and those of other rows have {self.vector}"
+        return None
 
 
 def parsed_type(kind: ColumnKind) -> pa.DataType:
@@ -133,6 +185,11 @@ def parsed_type(kind: ColumnKind) -> pa.DataType:
 def may_be_missing(field: pa.Field) -> bool:
     """Tell whether a column of a part may be missing in others of the run."""
     return b"batchrunner" in (field.metadata or {})
+
+
+def has_texts(schema: pa.Schema) -> bool:
+    """Tell whether a part has the columns of texts."""
+    return TASK.encode() not in (schema.metadata or {})
 
 
 def is_exploded(schema: pa.Schema) -> bool:
@@ -192,16 +249,16 @@ def table_of(
 
     values: dict[str, Sequence[Any]] = {
         "row": [ref.row for ref in refs],
-        "output": per_sample(texts),
-        "finish_reason": per_sample(reasons),
         "prompt_tokens": prompt_tokens,
         "cached_tokens": cached_tokens,
-        "completion_tokens": per_sample(counts),
         "latency_s": latencies,
         "attempts": attempts,
         "error": errors,
     }
-    if None in values["finish_reason"]:
+    if has_texts(schema):
+        for name, given in (("output", texts), ("finish_reason", reasons), ("completion_tokens", counts)):
+            values[name] = per_sample(given)
+    if has_texts(schema) and None in values["finish_reason"]:
         left_out = LEFT_OUT if samples == 1 or explode else [LEFT_OUT] * samples
         told = zip(rows, values["finish_reason"], strict=True)
         values["finish_reason"] = [left_out if row.outcome.is_left_out else reason for row, reason in told]
@@ -220,7 +277,8 @@ def table_of(
 def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """Return an array of texts, bytes, numbers, booleans, dates, times, or lists and structs of these.
 
-    None becomes null. A struct is a mapping; a key that it lacks is null.
+    None becomes null. A struct is a mapping; a key that it lacks is null. A list of fixed size is the bytes
+    of its numbers.
 
     `pa.array` does the same, but imports pandas where that is installed: 47 MB, and 0.2 s while rows wait.
     Lone surrogates, which JSON can carry and Parquet's UTF-8 cannot, become question marks.
@@ -230,9 +288,9 @@ def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         lists = [value or () for value in values]
         inner = arrow_array(list(chain.from_iterable(lists)), kind.value_type)
         return pa.Array.from_buffers(kind, len(values), [nulls, _offsets(lists)], children=[inner])
-    if pa.types.is_struct(kind):
-        fields = [arrow_array([(value or {}).get(f.name) for value in values], f.type) for f in kind]
-        return pa.Array.from_buffers(kind, len(values), [nulls], children=fields)
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_struct(kind):
+        children = [_vectors(values, kind)] if pa.types.is_fixed_size_list(kind) else _members(values, kind)
+        return pa.Array.from_buffers(kind, len(values), [nulls], children=children)
     if pa.types.is_boolean(kind):
         return pa.Array.from_buffers(kind, len(values), [nulls, _bits(values, (None, False))])
     if pa.types.is_string(kind):
@@ -246,6 +304,17 @@ def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     stored = values if nulls is None else [value or 0 for value in values]
     numbers = array(_NUMBER_CODES[kind], stored)
     return pa.Array.from_buffers(kind, len(values), [nulls, pa.py_buffer(numbers)])
+
+
+def _vectors(values: Sequence[bytes | None], kind: pa.FixedSizeListType[Any, Any]) -> pa.Array:
+    """Return the numbers of vectors, whose bytes are as they stand in the array, one vector after another."""
+    empty = bytes(kind.list_size * kind.value_type.bit_width // 8)
+    content = pa.py_buffer(b"".join(empty if value is None else value for value in values))
+    return pa.Array.from_buffers(kind.value_type, len(values) * kind.list_size, [None, content])
+
+
+def _members(values: Sequence[Any], kind: pa.StructType) -> list[pa.Array]:
+    return [arrow_array([(value or {}).get(field.name) for value in values], field.type) for field in kind]
 
 
 def _of_bytes(values: Sequence[bytes], kind: pa.DataType, nulls: pa.Buffer | None) -> pa.Array:

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchrunner.core.types import LEFT_OUT, Outcome
-from batchrunner.job.output import CUT, SAMPLE
-from batchrunner.output.columns import is_exploded
+from batchrunner.job.output import CUT, OF_TEXTS, SAMPLE
+from batchrunner.output.columns import has_texts, is_exploded
 
 COUNTED_COLUMNS = [
     *("row", "error", "attempts", "finish_reason"),
@@ -125,14 +125,20 @@ class RowCounts:
         sent = rows.filter(pc.greater(rows.column("attempts"), 0))
         self.failed += failed.num_rows
         self.ok += ok.num_rows
+        self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
+        self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
+        self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0
+        self.duplicates += pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0
+        if "completion_tokens" in rows.column_names:
+            self._add_texts(samples)
+
+    def _add_texts(self, samples: pa.Table) -> None:
+        """Count the texts of a table with a row for each sample."""
         ok_samples = samples.filter(pc.is_null(samples.column("error")))
         self.cut += _rows_with(CUT, ok_samples)
         left_out = _rows_with(LEFT_OUT, ok_samples)
         self.left_out += left_out
-        self.duplicates += (pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0) - left_out
-        self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
-        self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
-        self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0
+        self.duplicates -= left_out
         sent_samples = samples.filter(pc.greater(samples.column("attempts"), 0))
         self.output_tokens += pc.sum(each_sample(sent_samples.column("completion_tokens"))).as_py() or 0
         for found in pc.value_counts(each_sample(ok_samples.column("finish_reason"))).to_pylist():
@@ -151,8 +157,9 @@ class RowCounts:
 
 
 def counted_columns(schema: pa.Schema) -> list[str]:
-    """Return the columns of a part that RowCounts.add_table reads."""
-    return [*COUNTED_COLUMNS, SAMPLE] if is_exploded(schema) else COUNTED_COLUMNS
+    """Return the columns of a part that RowCounts.add_table reads; some tasks have no texts to count."""
+    columns = [name for name in COUNTED_COLUMNS if name not in OF_TEXTS or has_texts(schema)]
+    return [*columns, SAMPLE] if is_exploded(schema) else columns
 
 
 def _first_samples(rows: pa.Table) -> pa.Table:

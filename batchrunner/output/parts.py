@@ -41,7 +41,8 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
     listing, or come from a try of this call that failed after writing it. Raises OSError or
     TaskLockLostError, and then leaves no file behind.
     """
-    table = pa.concat_tables(tables).sort_by("row")
+    # those from before the length of vectors was known lack their column
+    table = pa.concat_tables(tables, promote_options="default").sort_by("row")
     for number in count(first):
         path = run_dir.part(number)
         try:

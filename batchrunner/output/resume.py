@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,15 +110,20 @@ def _read_journals(run_dir: RunDir) -> list[pa.Table]:
     return found
 
 
-def schema_of_results(run_dir: RunDir) -> pa.Schema | None:
-    """Return the schema of the run's results; None where it has neither parts nor journals."""
+def schema_of_results(run_dir: RunDir, wanted: Sequence[str] = ()) -> pa.Schema | None:
+    """Return the schema of the run's results; None where it has neither parts nor journals.
+
+    It is that of the first part, or of the first one that has the columns `wanted`.
+    """
     with contextlib.suppress(FileNotFoundError):  # it became a part, or was moved away, since it was listed
         for path in run_dir.all_parts():
             with open_part(path) as part:
-                return part.schema_arrow
+                if {*wanted} <= {*part.schema_arrow.names}:
+                    return part.schema_arrow
         for path in (path for task in run_dir.all_tasks() for path in task.journals()):
             for table in read_journal(path):
-                return table.schema
+                if {*wanted} <= {*table.schema.names}:
+                    return table.schema
     return None
 
 

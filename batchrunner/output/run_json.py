@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from batchrunner.job.spec import Job
 from batchrunner.output.files import write_json
 from batchrunner.output.run_dir import OWNER, TUNE, RunDir
 from batchrunner.output.run_facts import RunFacts, problem_in
+from batchrunner.tasks.table import GENERATE, TASKS
 
 MOST_DEPTH = 3
 """Levels of directories below output.path that are searched for other runs."""
@@ -24,7 +26,9 @@ FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
 """What a user types to discard a run, for error messages."""
-_MISSING: dict[str, Any] = {"types": {}, "explode": False, "parse": None, "check": {}}
+_MISSING: dict[str, Any] = {
+    "types": {}, "explode": False, "parse": None, "check": {}, "task": GENERATE, "task_fields": {},
+}  # fmt: skip
 """Parts of a fingerprint that may be missing, and what they then are."""
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
@@ -49,7 +53,14 @@ def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, A
         **({"explode": True} if job.output.explode else {}),
         **(parsing or {}),  # left out where there is none, as in runs of earlier versions
         **({"check": _conditions(job)} if job.has_check or job.on_length else {}),
+        **({"task": job.task, "task_fields": _task_fields(job)} if job.task != GENERATE else {}),
     }
+
+
+def _task_fields(job: Job) -> dict[str, Any]:
+    """Return the values of the job's fields that its task takes, by their names in the job."""
+    values = {field: attrgetter(field)(job) for field in TASKS[job.task].takes}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _conditions(job: Job) -> dict[str, Any]:
@@ -76,6 +87,8 @@ def check_same_run(
     difference = _files_difference(old["files"], new["files"])
     difference = difference or _limit_difference(old["limit"], new["limit"])
     for name in (
+        "task",
+        "task_fields",
         "filter",
         "columns",
         "rename",
@@ -141,14 +154,17 @@ def _difference(name: str, old: Any, new: Any) -> str:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}):
             if old.get(key) != new.get(key):
-                return f"{_label(name)}.{key} was {_brief(old.get(key))} and is {_brief(new.get(key))}"
+                return f"{_label(name, key)} was {_brief(old.get(key))} and is {_brief(new.get(key))}"
     return f"{_label(name)} was {_brief(old)} and is {_brief(new)}"
 
 
-def _label(name: str) -> str:
-    return {"explode": "output.explode"}.get(
+def _label(name: str, key: str | None = None) -> str:
+    if name == "task_fields" and key is not None:
+        return key
+    label = {"explode": "output.explode"}.get(
         name, f"input.{name}" if name in {"filter", "columns", "rename", "types"} else name
     )
+    return label if key is None else f"{label}.{key}"
 
 
 def _brief(value: Any) -> str:

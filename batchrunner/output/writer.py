@@ -16,7 +16,7 @@ from batchrunner.core.row_set import from_column
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.output.columns import table_of
+from batchrunner.output.columns import RunSchema, table_of
 from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.journal import Journal
@@ -58,7 +58,7 @@ class ResultWriter:
     def __init__(
         self,
         run_dir: RunDir,
-        schema: pa.Schema,
+        schema: RunSchema,
         *,
         part_rows: int,
         plan: AnswerPlan,
@@ -166,7 +166,7 @@ class ResultWriter:
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
         plan = self._plan
         return table_of(
-            outcomes, self._schema, samples=plan.samples, columns=plan.names, explode=plan.explode
+            outcomes, self._schema.schema, samples=plan.samples, columns=plan.names, explode=plan.explode
         )
 
     async def _publish(self, part: _PendingPart) -> None:
@@ -249,7 +249,9 @@ class _PendingPart:
 
     def row_set(self) -> BitMap64:
         """Return the ordinals of its rows."""
-        return from_column(pa.concat_tables(self._tables).column("row"))
+        return from_column(
+            pa.chunked_array([part for table in self._tables for part in table.column("row").chunks])
+        )
 
     def close(self) -> None:
         """Close the journal, where it is open."""
@@ -268,7 +270,7 @@ def _text_bytes(outcome: Outcome) -> int:
 
 def _bytes_of(value: Any) -> int:
     """Return the approximate bytes of a value in a part."""
-    if isinstance(value, str):
+    if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, list):
         return sum(map(_bytes_of, value))

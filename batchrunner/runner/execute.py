@@ -84,8 +84,9 @@ async def execute(
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
             engine = make_engine(
-                job.engine, log_dir=run_dir.log_directory, limits=job.limits, detokenizer=detokenizer_for(job)
-            )
+                job.engine, log_dir=run_dir.log_directory, limits=job.limits,
+                detokenizer=detokenizer_for(job), task=job.task,
+            )  # fmt: skip
             stack.push_async_callback(engine.close)
             with engine_starting(run_dir):
                 info = await _open(engine, control)

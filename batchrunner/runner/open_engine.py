@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from batchrunner.core.errors import BatchrunError
+from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.standard_streams import open_missing_descriptors
 from batchrunner.core.types import EngineInfo
 from batchrunner.engines.base import Engine
@@ -18,6 +18,7 @@ from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
+from batchrunner.tasks.table import GENERATE, TaskName
 
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
@@ -135,20 +136,45 @@ class OpenEngine:
     `spec` is the `engine` part of a job that it was made from; `info` is what the engine reports of itself.
     """
 
-    def __init__(self, portal: BlockingPortal, spec: EngineSpec, engine: Engine, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        portal: BlockingPortal,
+        spec: EngineSpec,
+        engine: Engine,
+        info: EngineInfo,
+        task: TaskName = GENERATE,
+    ) -> None:
         self._engine = engine
+        self.task = task
+        """Task of a job that it was opened for."""
         self.spec = spec
         self.info = info
         self.loop = EngineLoop(portal, engine, info)
         """The loop on which it lives."""
 
     def call(self, job: Job, **options: Any) -> Report:
-        """Run a job on this engine and wait; an interrupt ends the run, whose finished rows are kept."""
+        """Run a job on this engine and wait; an interrupt ends the run, whose finished rows are kept.
+
+        Raises JobError for a job of another task.
+        """
+        self.refuse_other_task(job.task)
         return self.loop.start(functools.partial(execute, job, **options)).wait()
 
     async def acall(self, job: Job, **options: Any) -> Report:
-        """Run a job on this engine; cancelling it ends the run, whose finished rows are kept."""
+        """Run a job on this engine; cancelling it ends the run, whose finished rows are kept.
+
+        Raises JobError for a job of another task.
+        """
+        self.refuse_other_task(job.task)
         return await self.loop.start(functools.partial(execute, job, **options)).wait_async()
+
+    def refuse_other_task(self, task: TaskName) -> None:
+        """Raise JobError for a task that it was not opened for; a simulated engine does them all."""
+        if task != self.task and not self.info.simulated:
+            raise JobError(
+                f"engine: it was opened for task {self.task}, and the job's is {task}",
+                hint=f'open it with open_engine(…, task="{task}")',
+            )
 
 
 @contextmanager

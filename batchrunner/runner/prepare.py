@@ -89,6 +89,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
             asks=answers.asks,
             functions=functions,
             expression=job.check.expression,
+            task=answers.task,
         )
         AnswerChecker(job, answers, dataset.schema.names)  # raises what is wrong with the checks
     except BaseException:

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 from batchrunner.core.console import DETAIL
 from batchrunner.core.errors import BatchrunError, StorageError
@@ -17,11 +16,11 @@ from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.feedback import write_decisions
 from batchrunner.engines.base import Engine
-from batchrunner.output.columns import schema_of_run
+from batchrunner.output.columns import RunSchema
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.events import EventLog, attempts_in
-from batchrunner.output.resume import read_done
+from batchrunner.output.resume import read_done, schema_of_results
 from batchrunner.output.run_json import fingerprint, without_secrets, write_run_json
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import ResultWriter
@@ -30,6 +29,7 @@ from batchrunner.report.totals import make_report, verdict_of_done, versions
 from batchrunner.runner.attempt import Attempt
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Control
+from batchrunner.runner.fitting_results import fitting
 from batchrunner.runner.handover import Handover, StoredAndGiven
 from batchrunner.runner.parsed_results import parsing
 from batchrunner.runner.prepare import PreparedJob, facts_of_functions
@@ -41,10 +41,6 @@ from batchrunner.runner.stop_rules import FailureLimit
 from batchrunner.runner.task_rows import FixedRows
 
 log = logging.getLogger(__name__)
-
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 async def build_run(
@@ -69,9 +65,10 @@ async def build_run(
     earlier_starts, earlier_s = attempts_in(run_dir.events)
     _write_start(prepared, attempt, info, events)
     windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
+    schema = await asyncio.to_thread(_schema, prepared, info)
     writer = ResultWriter(
         run_dir,
-        _schema(prepared, info),
+        schema,
         part_rows=job.output.part_rows,
         plan=prepared.answers,
         durable_s=job.output.durable,
@@ -83,7 +80,7 @@ async def build_run(
     results: Results = writer
     if handover is not None:
         results = StoredAndGiven(writer, handover, prepared.answers)
-    results = parsing(results, prepared.functions)
+    results = parsing(fitting(results, schema, prepared.answers), prepared.functions)
     sending = build_sending(
         job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
         control, display, prepared.answers, prepared.dataset.schema.names, began=began,
@@ -129,11 +126,13 @@ def _write_start(prepared: PreparedJob, attempt: Attempt, info: EngineInfo, even
     )
 
 
-def _schema(prepared: PreparedJob, info: EngineInfo) -> pa.Schema:
+def _schema(prepared: PreparedJob, info: EngineInfo) -> RunSchema:
     metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
     if info.simulated:
         metadata["simulated"] = "true"
-    return schema_of_run(prepared.renderer.carried_schema, prepared.answers, metadata)
+    task = prepared.answers.task
+    earlier = None if task is None else schema_of_results(prepared.run_dir, prepared.answers.names)
+    return RunSchema(prepared.renderer.carried_schema, prepared.answers, metadata, earlier)
 
 
 def _log_start(attempt: Attempt, windows: Windows, events: EventLog) -> None:

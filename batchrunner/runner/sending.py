@@ -83,7 +83,7 @@ async def open_windows(job: Job, engine: Engine, info: EngineInfo, *, unsent: in
     limits = ConcurrencyLimits(
         info,
         QueueBand(*job.queue),
-        tokens_a_row(job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None),
+        tokens_a_row(_most_new_tokens(job)),
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,
     )
@@ -92,6 +92,13 @@ async def open_windows(job: Job, engine: Engine, info: EngineInfo, *, unsent: in
     gauges = QueueGauges()
     first = limits.begin(gauges.believable(await engine.loads(), {}, now), now, unsent=unsent)
     return Windows(limits, gauges, Slots(limits.windows), first)
+
+
+def _most_new_tokens(job: Job) -> int | None:
+    """Return the most output tokens of a row; None where they differ by row."""
+    if job.forward is not None:
+        return 0
+    return job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +198,7 @@ def _reorderer(job: Job, info: EngineInfo, schedulers: Sequence[Decision], *, de
     reorders = job.order != "input"
     return Reorderer(
         ReuseDistance(info, len(schedulers)) if reorders and info.caches_prefixes else None,
-        OutputLengths() if reorders else None,
+        OutputLengths() if reorders and job.forward is None else None,
         dedupe=dedupe,
         caches=len(schedulers),
     )

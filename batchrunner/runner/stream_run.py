@@ -51,7 +51,7 @@ async def send_stream(
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(contextlib.closing(display))
             if engine is None or info is None:
-                engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits)
+                engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=job.task)
                 stack.push_async_callback(engine.close)
                 info = await engine.open()
             for note in info.notes:

@@ -17,7 +17,8 @@ import batchrunner
 from batchrunner.job.batch_call import job_of_batch
 from batchrunner.output.parts import write_part
 from tests.conftest import batchrun, eventually, require_modules, started
-from tests.support.fake_sglang import Body, FakeSGLang, Sent
+from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.support.raw_answers import Body
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.output.events import read_events
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
 from tests.support.fake_gateway import FakeGateway
-from tests.support.fake_sglang import Behaviour, Body, Endless, FakeSGLang, OnWire, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.fragile import FRAGILE
 from tests.support.launchable import launchable
+from tests.support.raw_answers import Body, Endless, OnWire
 from tests.support.rows import rows_once, status_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from typing import Any, Literal, TypeAlias
 from aiohttp import web
 
 from tests.support.asked_answers import add_asked
+from tests.support.embeddings import embeddings, prompts_of, vector_of
 from tests.support.event_answer import EventAnswer, is_bundle, rows_of
+from tests.support.raw_answers import Body, Endless, OnWire, Said
 from tests.support.server_thread import PATIENCE_S, ServerThread
 
 Behaviour: TypeAlias = Literal[
@@ -52,34 +54,6 @@ class Sent:
     """How often this prompt has been sent, this one included."""
     together: int = 1
     """Rows of the request that it came in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """The body of an answer with status 200."""
-
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OnWire:
-    """All bytes of an HTTP answer, after which the connection ends."""
-
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Endless:
-    """An answer of events that does not end after them."""
-
-    events: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """The text of a good answer."""
-
-    text: str
 
 
 Bundles: TypeAlias = Literal["rows"] | Body | OnWire | Endless
@@ -174,6 +148,10 @@ class FakeSGLang(ServerThread):
         self.internal_state: Literal["refuses", "takes", "takes on each rank", "nonsense"] = "refuses"
         """What /set_internal_state does with a conservativeness; SGLang 0.5.23 refuses it."""
         self.conservativeness = 1.0
+        self.vector: Callable[[Sent], list[float]] = vector_of
+        """What becomes of a prompt for an embedding."""
+        self.floats = False
+        """Whether vectors are lists of numbers, as of a release without `encoding_format`."""
         self.weights = "default"
         """Version of the weights, which the description and the answers tell."""
         self.polls: Literal["answer", "hang", "gone"] = "answer"
@@ -234,6 +212,7 @@ class FakeSGLang(ServerThread):
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
             app.router.add_post("/v1/completions", self._generate)
+            app.router.add_post("/v1/embeddings", self._embed)
         else:
             app.router.add_get("/{anything:.*}", self._something_else)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
@@ -354,6 +333,32 @@ class FakeSGLang(ServerThread):
             return await self._react(request, sent, what)
         finally:
             self._in_flight -= 1
+
+    async def _embed(self, request: web.Request) -> web.StreamResponse:
+        """Answer prompts with vectors: all of them, or as one that the script lets fail."""
+        if refusal := self._locked(request):
+            return refusal
+        body = await request.json()
+        self.requests += 1
+        prompts = prompts_of(body)
+        rows = [self._note(request.path, {**body, "prompt": each}, len(prompts)) for each in prompts]
+        self._in_flight += len(rows)
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        try:
+            whats = [self.script(sent) for sent in rows]
+            for sent, what in zip(rows, whats, strict=True):
+                if isinstance(what, (Body, OnWire)):
+                    return self._write(request, what)
+                if what == "hold":
+                    await self._hold(sent)
+                elif what != "answer":
+                    return await self._react(request, sent, what)
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            vectors = [self.vector(sent) for sent in rows]
+            return web.json_response(embeddings(body, vectors, as_floats=self.floats))
+        finally:
+            self._in_flight -= len(rows)
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Answer several rows as the real one does: each by an event, when it ends."""

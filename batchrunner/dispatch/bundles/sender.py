@@ -26,6 +26,7 @@ from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
 
+CHARACTERS_A_TOKEN = 4
 MOST_REFUSALS = 32
 """Bundles that an engine may refuse before it has answered any; then it gets no more."""
 
@@ -139,7 +140,7 @@ class BundleSender:
         loop = asyncio.get_running_loop()
         row = BundledRow(request, loop.create_future())
         self._filling.append(row)
-        self._filling_tokens += len(request.prompt)
+        self._filling_tokens += _tokens(request)
         if len(self._filling) >= most or self._filling_tokens >= MOST_TOKENS:
             self._send_filled()
         elif len(self._filling) == 1:
@@ -226,17 +227,28 @@ def bundle_senders(
     if info.simulated:  # it has no front process
         fixed = 1
     most_tokens = job.sampling.max_new_tokens
-    short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
+    is_forward = job.forward is not None
+    short = is_forward or (isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS)
+    # a list of rows without decoding has one reply: what keeps texts alone is no matter there
+    one_by_one = None if is_forward else info.one_by_one
 
     def sender(route: str) -> BundleSender:
         size = BundleSize(TIMING.bundle_fill, fixed, short=short)
-        return BundleSender(engine, route, size, totals, events, info.one_by_one)
+        return BundleSender(engine, route, size, totals, events, one_by_one)
 
     return {route: sender(route) for route in info.routes}
 
 
+def _tokens(request: Request) -> int:
+    """Return the tokens of a prompt, a guess where it is a text."""
+    length = len(request.prompt)
+    return length if request.kind == "input_ids" else length // CHARACTERS_A_TOKEN
+
+
 def why_alone(request: Request) -> str | None:
     """Say why a row is a request of its own; None where it can share one."""
+    if request.task is not None:
+        return None
     if request.kind != "input_ids":
         return "the engine tokenizes their prompts"
     sampling = request.sampling

@@ -195,14 +195,14 @@ def _find_longest_outputs(window: Iterable[PendingRow], lengths: OutputLengths) 
 def _without_duplicates(window: list[PendingRow]) -> list[PendingRow]:
     """Return the rows without duplicates, which are added to the first row that is like them.
 
-    Only rows at temperature 0 are sure to get the same answer.
+    Only rows at temperature 0, or of a task without decoding, are sure to get the same answer.
     """
     first: dict[tuple[bytes, str, str], PendingRow] = {}
     kept = []
     sampling, text = None, ""
     for row in window:
         original = row
-        if row.request.sampling.get("temperature") == 0:
+        if row.request.task is not None or row.request.sampling.get("temperature") == 0:
             if row.request.sampling is not sampling:  # nearly always all rows have the same one
                 sampling, text = row.request.sampling, repr(row.request.sampling)
             read = repr(row.request.row) if row.request.row else ""

@@ -1,7 +1,6 @@
 """The HTTP client of one SGLang server, or of several replicas of one model, behind a gateway or not."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -9,33 +8,35 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from batchrunner.core.errors import (
-    EngineBusyError,
     EngineDownError,
     NoAnswerError,
+    RequestError,
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, EngineInfo, Incident, Request, RequestBody, SchedulerLoad
-from batchrunner.engines.base import Engine, IncidentQueue, PlacedRequest, RowAnswers
+from batchrunner.core.types import Completion, EngineInfo, Request, RequestBody, SchedulerLoad
+from batchrunner.engines.base import PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.body_replies import completion_of_body
 from batchrunner.engines.http.bundles import BundlePoster
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import DeathVerdicts
+from batchrunner.engines.http.lists import ListSender, WholeReplies
 from batchrunner.engines.http.load_poller import LoadPoller
 from batchrunner.engines.http.model_guard import Model, ModelGuard, common_model, model_in
 from batchrunner.engines.http.poster import RowPoster, content_of
 from batchrunner.engines.http.questions import OPEN_TIMEOUT_S, ModelOfServer, ModelsOfWorkers, ServerQuestions
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.sessions import LOOPBACK, HttpSessions
+from batchrunner.engines.http.task_replies import answer_of
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.engines.model_names import ModelNames
 from batchrunner.input.request_bodies import with_model
 from batchrunner.input.tokenize.detokenizer import Detokenizer
+from batchrunner.tasks.table import GENERATE, TaskName
 
-_OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _JSON = {"Content-Type": "application/json"}
 _NO_SUCH_PATH = {404, 405}
 GATEWAY_ROUTE = "gateway"
@@ -60,8 +61,13 @@ class SGLangClient:
         request_timeout_s: float,
         detokenizer: Detokenizer | None = None,
         verdicts: DeathVerdicts | None = None,
+        task: TaskName = GENERATE,
     ) -> None:
-        """Take a `detokenizer` if the replicas have no tokenizer, and `verdicts` if we started them."""
+        """Take a `detokenizer` if the replicas have no tokenizer, and `verdicts` if we started them.
+
+        The replicas must have a model for the `task`.
+        """
+        self._task = task
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.guard = ModelGuard()
@@ -71,8 +77,8 @@ class SGLangClient:
         self._api_key = api_key
         self._timeout_s = request_timeout_s
         self._sessions: HttpSessions | None = None
-        self._poster: RowPoster | None = None
         self._bundles: BundlePoster | None = None
+        self._posts: WholeReplies | None = None
         self._gateway: str | None = None
         self._checks_answers = False
         self._vocabulary: int | None = None
@@ -143,10 +149,15 @@ class SGLangClient:
             if whole
             else wire.bytes_of(wire.body_of(request))
         )
-        key = {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
-        reply = await self._post(self.endpoints[route], wire.path_of(request), body, key)
+        key = self._key(request)
+        assert self._posts is not None
+        reply = await self._posts.post(self.endpoints[route], wire.path_of(request), body, key)
+        if isinstance(reply, RequestError):
+            raise reply
         if whole:
             completion = completion_of_body(request.prompt, reply)
+        elif request.task is not None:
+            completion = answer_of(request, reply)
         else:
             completion = replies.completion_of(request, reply, self._detokenizer)
         url = self.endpoints[route].url
@@ -166,8 +177,12 @@ class SGLangClient:
                 rows.append(PlacedRequest(place, self._checked(request)))
             except RowRefusedError as refusal:
                 answers.ended(place, refusal)
-        if rows:
+        if rows and rows[0].request.task is None:
             await self._bundles.post(self.endpoints[route], rows, answers)
+        elif rows:
+            assert self._posts is not None
+            lists = ListSender(self._posts, self.guard, confirms=self._checks_answers)
+            await lists.send(self.endpoints[route], rows, answers, self._key(rows[0].request))
 
     async def tokens_of(self, request: Request) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
@@ -206,14 +221,16 @@ class SGLangClient:
     def _use(self, sessions: HttpSessions) -> ServerQuestions:
         """Make what sends rows by these sessions, and what puts questions."""
         behind_gateway = self._gateway is not None
-        self._poster = RowPoster(
+        poster = RowPoster(
             sessions.rows, self.guard, self.failures, behind_gateway=behind_gateway, timeout_s=self._timeout_s
         )
-        self._bundles = BundlePoster(self._poster, self.guard, self.failures, self._detokenizer)
+        self._bundles = BundlePoster(poster, self.guard, self.failures, self._detokenizer)
+        self._posts = WholeReplies(poster, self.guard, self._poller)
         return ServerQuestions(
             sessions.questions,
             behind_gateway=behind_gateway,
             has_detokenizer=self._detokenizer is not None,
+            task=self._task,
         )
 
     def _checked(self, request: Request) -> Request:
@@ -227,6 +244,10 @@ class SGLangClient:
             raise RowRefusedError("the server has no tokenizer: a whole request needs one")
         return self._detokenizer.with_stop_ids(request)
 
+    def _key(self, request: Request) -> dict[str, str] | None:
+        """Return the header by which a gateway chooses a replica."""
+        return {AFFINITY_HEADER: request.affinity} if self._gateway and request.affinity else None
+
     def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
         """Guard the model of every address that takes rows; that of replicas that we started too."""
         self.guard.begin(model)
@@ -236,52 +257,3 @@ class SGLangClient:
             self.guard.watch(workers.url, ModelsOfWorkers(questions, workers, model), pause_s=pause_s)
         for url in self.replicas if self._gateway is None else ():
             self.guard.watch(url, ModelOfServer(questions, url, model))
-
-    async def _post(
-        self, endpoint: Endpoint, path: str, body: bytes, headers: dict[str, str] | None
-    ) -> bytes:
-        """Send a body and return the whole reply; raises what a refusal or a failure means."""
-        assert self._poster is not None
-        if endpoint.closed:
-            raise EngineDownError(endpoint.closed)
-        sent_at = time.monotonic()
-        answer = await self._poster.post(endpoint, path, body, headers, sent_at)
-        endpoint.answers += 1
-        self.failures.record(endpoint.url, alive=True)
-        if answer.status == _OK:
-            return answer.content
-        error = replies.error_of(*answer)
-        if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
-            self.guard.doubt(endpoint.url)
-        named = next((url for url in self.replicas if f"{url}/" in str(error)), None)
-        if named is not None and isinstance(error, EngineDownError):
-            raise await self.failures.classify(named, sent_at, str(error))
-        raise error
-
-
-class HttpEngine(Engine):
-    """The part of an engine on HTTP servers that is the same whoever started the servers."""
-
-    def __init__(self, client: SGLangClient) -> None:
-        self._client = client
-        self._incidents = IncidentQueue()
-
-    async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once; see `Engine.generate`."""
-        return await self._client.generate(request, route)
-
-    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
-        """Send several requests in one; see `Engine.generate_many`."""
-        await self._client.generate_many(requests, route, answers)
-
-    async def tokens_of(self, request: Request) -> list[int] | None:
-        """Ask the first server; see `Engine.tokens_of`."""
-        return await self._client.tokens_of(request)
-
-    def incidents(self) -> list[Incident]:
-        """Return what happened to the servers; see `Engine.incidents`."""
-        return self._incidents.take()
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._client.close()

@@ -12,33 +12,57 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.model_guard import Model, ModelQuestion, model_in
 from batchrunner.engines.http.status import KEY_REFUSED, MODEL_INFO, NOT_REACHED, SERVER_INFO, ServerStatus
 from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.tasks.table import GENERATE, TASKS, TaskName
 
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 
 
+def check_does(task: TaskName, generates: object, who: str) -> None:
+    """Raise EngineStartError where a model cannot do a task; `generates` is what its server says of it.
+
+    `who` says in words which server it is, and which model it serves. One that does not say may do anything.
+    """
+    kind = TASKS.get(task)
+    by_generation = kind is None or kind.by_generation
+    if by_generation and generates is False:
+        raise EngineStartError(f"{who}, which does not generate text")
+    if kind is not None and not by_generation and generates is True:
+        raise EngineStartError(
+            f"{who}, which {kind.wrong_model}", hint=f"start it with --is-embedding for task: {task}"
+        )
+
+
 class ServerQuestions:
     """Asks servers what they are."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, *, behind_gateway: bool, has_detokenizer: bool
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        behind_gateway: bool,
+        has_detokenizer: bool,
+        task: TaskName = GENERATE,
     ) -> None:
-        """With a detokenizer (`has_detokenizer`) a server may be one without a tokenizer."""
+        """With a detokenizer (`has_detokenizer`) a server may be one without a tokenizer.
+
+        A server must have a model for the `task`.
+        """
+        self._task = task
         self._session = session
         self._behind_gateway = behind_gateway
         self._has_detokenizer = has_detokenizer
 
     async def model_info(self, url: str) -> dict[str, Any]:
-        """Return the server's model; raises EngineStartError where it is none that generates text."""
+        """Return the server's model; raises EngineStartError where it cannot do the task."""
         status, model = await self._ask(url, MODEL_INFO)
         path = model.get("model_path")
         if not isinstance(path, str) or not path:
             raise EngineStartError(
                 f"{url}: something answers, but it is not SGLang (GET {MODEL_INFO[0]} gave {status})"
             )
-        if model.get("is_generation") is False:
-            raise EngineStartError(f"{url}: serves {path}, which does not generate text")
+        check_does(self._task, model.get("is_generation"), f"{url}: serves {path}")
         return model
 
     async def server_info(self, url: str) -> dict[str, Any]:

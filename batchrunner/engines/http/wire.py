@@ -11,6 +11,7 @@ from batchrunner.core.types import AskedColumns, Request, RequestBody
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
 from batchrunner.job.output import OF_TOKENS
+from batchrunner.tasks.table import TASKS
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {
@@ -21,7 +22,7 @@ _CHAT_NAMES = {
 
 
 GENERATE_PATH, TOKENIZE_PATH = "/generate", "/v1/tokenize"
-ROW_PATHS = (GENERATE_PATH, *BATCH_PATHS)
+ROW_PATHS = tuple(dict.fromkeys((GENERATE_PATH, *BATCH_PATHS, *(task.path for task in TASKS.values()))))
 """Endpoints that rows are sent to."""
 ANY_MODEL = "default"
 """Name by which SGLang serves its model, whatever that is called."""
@@ -29,18 +30,22 @@ ANY_MODEL = "default"
 
 def path_of(request: Request) -> str:
     """Return the endpoint for this kind of prompt: the server renders the chat template of messages."""
+    if request.task is not None:
+        return request.task.path
     if request.kind == "messages":
         return CHAT_PATH
     return GENERATE_PATH if request.kind != "body" else str(request.prompt.path)
 
 
 def refuse_deadly(request: Request, vocabulary: int | None) -> None:
-    """Raise RowRefusedError for a prompt that a server would accept and die of.
+    """Raise RowRefusedError for a prompt that a server would accept and die of, or that its task cannot take.
 
     In SGLang 0.5.23 an empty `text` and a token id that the model does not have end the scheduler, and with
     it every row in flight.
     """
     if request.kind == "messages":
+        if request.task is not None:
+            raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
         return
     if isinstance(request.prompt, RequestBody):
         for prompt in prompts_in(request.prompt):
@@ -85,6 +90,8 @@ NO_PROMPT_LOGPROBS = (
 
 def body_of(request: Request) -> dict[str, Any]:
     """Make the body for the endpoint of this kind of prompt."""
+    if request.task is not None:
+        return request.task.body([request])
     return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 

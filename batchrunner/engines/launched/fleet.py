@@ -14,9 +14,10 @@ from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoa
 from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.hang_detector import HangDetector
-from batchrunner.engines.http.client import HttpEngine, SGLangClient
+from batchrunner.engines.http.client import SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.endpoint import Endpoint
+from batchrunner.engines.http.engine import HttpEngine
 from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.http.internal_state import set_conservativeness
 from batchrunner.engines.launched.gateway import GatewayProcess
@@ -29,6 +30,7 @@ from batchrunner.engines.recovery.healer import Healer, healer_for
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
+from batchrunner.tasks.table import GENERATE, TaskName
 
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
@@ -106,12 +108,17 @@ class LaunchedFleet(HttpEngine):
         log_dir: Path,
         limits: LimitsSpec,
         detokenizer: Detokenizer | None = None,
+        task: TaskName = GENERATE,
     ) -> None:
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
         timeout_s = limits.request_timeout
         super().__init__(
             SGLangClient(
-                api_key=self._key, request_timeout_s=timeout_s, detokenizer=detokenizer, verdicts=self
+                api_key=self._key,
+                request_timeout_s=timeout_s,
+                detokenizer=detokenizer,
+                verdicts=self,
+                task=task,
             )
         )
         self._spec = spec

@@ -20,8 +20,8 @@ from batchrunner.advise.roofline import TokenWork
 from batchrunner.core.errors import ResumeError
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.row_values import values_of
-from batchrunner.job.output import SAMPLE
-from batchrunner.output.columns import is_exploded
+from batchrunner.job.output import OF_TEXTS, SAMPLE
+from batchrunner.output.columns import has_texts, is_exploded
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.journal import read_journal
 from batchrunner.output.parts import open_part
@@ -118,10 +118,16 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
         raise ResumeError(f"{where}: results cannot be read: {str(failure).splitlines()[0]}") from None
 
 
+def _columns(schema: pa.Schema) -> list[str]:
+    """Return the columns of results that are read several times."""
+    names = [name for name in _READ if name not in OF_TEXTS or has_texts(schema)]
+    return [*names, SAMPLE] if is_exploded(schema) else names
+
+
 def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals: list[pa.Table]) -> None:
     """Give duckdb the view `results` with each row once; the values of samples are always lists."""
     schema = pq.read_schema(parts[0]) if parts else journals[0].schema
-    read = [*_READ, SAMPLE] if is_exploded(schema) else _READ
+    read = _columns(schema)
     empty = pa.schema([schema.field(name) for name in read]).empty_table()
     connection.register("journals", pa.concat_tables(journals or [empty]))
     names = ", ".join(read)
@@ -131,8 +137,12 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals
         _register_parts(connection, [glob.escape(str(part)) for part in parts], names)
     else:
         connection.execute("CREATE VIEW parts AS SELECT * FROM journals LIMIT 0")
-    several = pa.types.is_list(schema.field("completion_tokens").type)
-    tokens, reasons = (name if several else f"[{name}]" for name in ("completion_tokens", "finish_reason"))
+    tokens, reasons = "[]::INTEGER[]", "[]::VARCHAR[]"
+    if has_texts(schema):
+        several = pa.types.is_list(schema.field("completion_tokens").type)
+        tokens, reasons = (
+            name if several else f"[{name}]" for name in ("completion_tokens", "finish_reason")
+        )
     connection.execute(f"""CREATE VIEW results AS
         SELECT row, attempts, error, if({once}, latency_s, NULL) AS latency_s,
             if({once}, prompt_tokens, NULL) AS prompt_tokens,
@@ -201,7 +211,7 @@ def _journals(tasks: Sequence[RunDir]) -> tuple[list[pa.Table], list[dict[str, A
     for path in (path for task in tasks for path in task.journals()):
         with contextlib.suppress(FileNotFoundError):
             for table in read_journal(path):
-                tables.append(table.select([*_READ, SAMPLE] if is_exploded(table.schema) else _READ))
+                tables.append(table.select(_columns(table.schema)))
                 rows = _shown(table.slice(0, ANSWERS))
     return tables, rows
 

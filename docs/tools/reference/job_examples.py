@@ -1,6 +1,7 @@
 """Examples and units for the page on job files; a test reads each example as a job."""
 
 EXAMPLES = {
+    "task": "embed",
     "input.path": "[data/2024/*.parquet, more.parquet]",
     "input.columns": "[id, title]",
     "input.types": "{score: float64, zip: string}",
@@ -50,6 +51,9 @@ EXAMPLES = {
     "output.explode": "true",
     "output.part_rows": "50000",
     "output.durable": "10s",
+    "output.dtype": "float16",
+    "output.normalize": "true",
+    "output.dimensions": "256",
     "engine.urls": "['http://gpu1:30000', 'http://gpu2:30000']",
     "engine.api_key_env": "MY_SGLANG_KEY",
     "engine.args": "{mem-fraction-static: 0.88, enable-metrics: true}",
@@ -68,6 +72,7 @@ EXAMPLES = {
     "engine.max_total_tokens": "100000",
     "engine.context_length": "4096",
     "engine.step_s": "0",
+    "engine.dimensions": "1024",
     "check.json": "true",
     "check.regex": "'^(yes|no)$'",
     "check.expression": "parsed.score <= 10 and output | length < 500",
@@ -104,6 +109,14 @@ EXAMPLES = {
 }
 """An example of each field's value, as YAML, by the field's path."""
 
+_EMBED = "{task: embed, prompt: {text: '{{ text }}'}}"
+ALONGSIDE = {
+    "task": "{prompt: {text: '{{ text }}'}}",
+    "output.dtype": _EMBED,
+    "output.normalize": _EMBED,
+    "output.dimensions": _EMBED,
+}
+"""Other parts of a job without which a field is refused."""
 COMPANIONS = {
     "input": "{path: rows.parquet}",
     "input.types": "{path: rows.csv}",
@@ -137,6 +150,8 @@ UNITS = {
     "sampling.n": "outputs",
     "output.top_logprobs": "tokens",
     "output.part_rows": "rows",
+    "output.dimensions": "numbers",
+    "engine.dimensions": "numbers",
     "limits.python_memory_gb": "GiB",
     "limits.python_processes": "processes",
     "engine.tp": "GPUs",

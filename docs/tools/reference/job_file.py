@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from batchrunner.job.spec import Job
-from docs.tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS, WHOLE_JOBS
+from docs.tools.reference.job_examples import ALONGSIDE, COMPANIONS, EXAMPLES, UNITS, WHOLE_JOBS
 from docs.tools.reference.markdown import fenced, one_line
 
 HEAD = """# Job file
@@ -110,11 +110,12 @@ def example(path: str, kind: str = "") -> dict[str, Any]:
     A field that has no example is null in it: a test says where to write one.
     """
     section, dot, name = path.rpartition(".")
+    alongside = yaml.safe_load(ALONGSIDE.get(path, "{}"))
     if not dot:
-        return {name: yaml.safe_load(EXAMPLES.get(path, ""))}
+        return {name: yaml.safe_load(EXAMPLES.get(path, "")), **alongside}
     beside = next((COMPANIONS[key] for key in (path, kind, section) if key in COMPANIONS), "{}")
     value = kind if path == "engine.kind" else yaml.safe_load(EXAMPLES.get(path, ""))
-    return {section: {**yaml.safe_load(beside), name: value}}
+    return {**alongside, section: {**yaml.safe_load(beside), name: value}}
 
 
 def _value(default: object) -> str:

@@ -5,8 +5,11 @@ import pyarrow as pa
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPLE_COLUMN
 from batchrunner.output.columns import ANSWER_TYPES, result_schema
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
+from batchrunner.tasks.table import TASKS
 from docs.tools.reference.markdown import table
 
+VECTOR_LENGTH = 384
+"""Length of a vector in the page's types."""
 RESULTS = """# Result columns
 
 Columns of the Parquet files in `RUN/parts` and `RUN/merged`. The columns that `input.columns` copies
@@ -27,6 +30,12 @@ EXPLODED = """## One row for each output
 
 With `output.explode` no column is such a list, and there is one more, after `row`:"""
 
+OF_TASKS = """## Columns of other tasks
+
+A job whose `task` is not `generate` has no columns `output`, `finish_reason` and `completion_tokens`. Its own
+stand after all others. A list of fixed size has the length of the first vector; a part in which all rows
+failed before that was known lacks the column, and `merge` fills in nulls."""
+
 LOG = """# Events
 
 `RUN/events.jsonl` has one JSON object for each event, in order of time; a run of several tasks has one
@@ -45,7 +54,21 @@ def result_columns() -> str:
         head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
     )
     exploded = table(head, [[f"`{SAMPLE}`", "int32", SAMPLE_COLUMN]])
-    return f"{RESULTS}\n\n{always}\n\n{ASKED}\n\n{asked}\n\n{EXPLODED}\n\n{exploded}"
+    own = table(["task", *head], (row for name in TASKS for row in _own_columns(name)))
+    parts = [RESULTS, always, ASKED, asked, EXPLODED, exploded, OF_TASKS, own]
+    return "\n\n".join(parts)
+
+
+def _own_columns(name: str) -> list[list[str]]:
+    """Return the columns of a task, with their types and meanings."""
+    task = TASKS[name]()
+    kinds = result_schema(
+        pa.schema([]), samples=1, metadata={}, parsed=task.columns, task=task, vector=VECTOR_LENGTH
+    )
+    return [
+        [f"`{name}`", f"`{column}`", str(kinds.field(column).type), task.meanings[column]]
+        for column, _ in task.columns
+    ]
 
 
 def events() -> str:

@@ -1,0 +1,76 @@
+"""Which fields of a job go with its task: each that has no effect is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pydantic import BaseModel
+
+from batchrunner.core.errors import WrongValueError
+from batchrunner.tasks.table import GENERATE, TASKS, TaskName
+
+OF_DECODING = (
+    "sampling", "parse", "check", "on_length", "output.columns", "output.explode", "output.top_logprobs",
+)  # fmt: skip
+"""Fields about texts that a model writes; of a section, all fields in it."""
+OF_CHATS = (
+    "prompt.user",
+    "prompt.system",
+    "prompt.messages",
+    "prompt.continue",
+    "prompt.chat_template_kwargs",
+)
+"""Fields of prompts that a chat template makes."""
+KEPT = {"sampling.lora_path"}
+"""Fields of these that every task takes."""
+OF_TASKS = sorted({field for kind in TASKS.values() for field in kind.takes})
+"""Fields that only tasks without decoding have."""
+
+
+def given_fields(job: BaseModel) -> list[str]:
+    """Return the fields that a job gives, in two levels, such as `sampling.n`."""
+    found = []
+    for name in _given(job):
+        found.append(name)
+        section = getattr(job, name)
+        if isinstance(section, BaseModel):
+            fields = type(section).model_fields
+            found += [f"{name}.{fields[key].alias or key}" for key in _given(section)]
+    return found
+
+
+def _given(section: BaseModel) -> list[str]:
+    """Return the fields that a section gives and that are not as without them."""
+    fields = type(section).model_fields
+    return [
+        name
+        for name in fields
+        if name in section.model_fields_set
+        and getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]
+
+
+def check_task_fields(task: TaskName, given: Collection[str]) -> None:
+    """Raise WrongValueError where a field has no effect on the task."""
+    kind = TASKS.get(task)
+    for field in given:
+        if field in OF_TASKS and (kind is None or field not in kind.takes):
+            names = " or ".join(name for name, other in TASKS.items() if field in other.takes)
+            raise WrongValueError(f"{field}: goes with task: {names}", hint="leave it out, or name the task")
+    if kind is None:
+        return
+    for field in given:
+        if field in OF_CHATS:
+            raise WrongValueError(
+                f"{field}: task: {task} takes no chat",
+                hint="give prompt.text, a template or a column, or prompt.input_ids",
+            )
+        if field == "prompt.batch":
+            raise WrongValueError(
+                f"prompt.batch: the requests of a batch file go as they are, and task is {task}",
+                hint=f"leave out the task ({GENERATE})",
+            )
+        section = field.partition(".")[0]
+        has_parts = any(other.startswith(f"{field}.") for other in given)
+        if field not in KEPT and not has_parts and (field in OF_DECODING or section in OF_DECODING):
+            raise WrongValueError(f"{field}: task: {task} writes no text", hint="leave it out")

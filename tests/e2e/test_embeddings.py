@@ -1,0 +1,371 @@
+"""Jobs with `task: embed`: each row has its vector, whatever happens on the way."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    batchrun_merge,
+    job_of,
+    parts_of,
+    report_of,
+    results_of,
+    write_job,
+    write_rows,
+)
+from tests.support.embeddings import LENGTH, vector_for
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.raw_answers import Body
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.fake_sglang import Sent
+
+EMBED: dict[str, Any] = {"task": "embed"}
+ROWS = 40
+
+
+@pytest.fixture
+def embedder() -> Iterator[FakeSGLang]:
+    """A server of an embedding model."""
+    with FakeSGLang(arguments={"is_generation": False}) as fake:
+        yield fake
+
+
+def ids_job(directory: Path, engine: Any, rows: int = ROWS, **changes: Any) -> dict[str, Any]:
+    """A job whose prompts are token ids, which go in lists of 8."""
+    path = directory / "input.parquet"
+    if not path.exists():
+        write_rows(path, rows, ids=[[n, n + 1, 7] for n in range(rows)])
+    more = {"prompt": {"input_ids": "ids"}, "bundle": 8, "window": 32, **changes}
+    return job_of(directory, engine, **EMBED, **more)
+
+
+def run(job: dict[str, Any], directory: Path, *options: str) -> Any:
+    return batchrun(write_job(job, directory), *options)
+
+
+def vectors_of(job: dict[str, Any]) -> list[Any]:
+    return [row["embedding"] for row in results_of(job)]
+
+
+def expected(rows: int = ROWS) -> list[list[float]]:
+    return [vector_for(str([n, n + 1, 7])) for n in range(rows)]
+
+
+def column_type(job: dict[str, Any]) -> pa.DataType:
+    (kind,) = {part.schema.field("embedding").type for part in parts_of(job["output"]["path"])}
+    return kind
+
+
+def test_lists_of_rows_have_their_vectors(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """Rows go in lists, and each has its own vector, its prompt tokens, and the columns of its task only."""
+    job = ids_job(tmp_path, embedder, input={"columns": ["id"]})
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert vectors_of(job) == expected()
+    assert column_type(job) == pa.list_(pa.float32(), LENGTH)
+    assert parts_of(job["output"]["path"])[0].schema.names == [
+        *("row", "id", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error", "embedding"),
+    ]
+    assert {row["prompt_tokens"] for row in results_of(job)} == {3}
+    assert embedder.requests < ROWS
+    assert report_of(job)["bundles"]["most_rows"] == 8
+    assert {row["attempts"] for row in results_of(job)} == {1}
+
+
+@pytest.mark.page
+def test_page_and_advice(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """The run has its page, without outputs; status and advice read its results."""
+    embedder.script = lambda sent: "too long" if sent.prompt == str([3, 4, 7]) else "answer"
+    job = ids_job(tmp_path, embedder, limits={"max_failed_rows": 1})
+    assert run(job, tmp_path).exit_code == 0
+    page = (Path(job["output"]["path"]) / "report.html").read_text()
+    assert "Latency" in page
+    assert "results cannot be read" not in page
+    for command in ("status", "advise"):
+        result = batchrun(command, job["output"]["path"])
+        assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize("engine", ["server", "simulated"])
+def test_texts_have_vectors(tmp_path: Path, embedder: FakeSGLang, engine: str) -> None:
+    """Prompts may be texts, from a column or a template; equal ones are sent once."""
+    path = write_rows(tmp_path / "input.parquet", 6, same=["x"] * 6)
+    job = job_of(
+        tmp_path, embedder if engine == "server" else {**INSTANT, "dimensions": LENGTH},
+        **EMBED, input={"path": str(path)}, prompt={"text": "query: {{ same }}"}, bundle="off",
+    )  # fmt: skip
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    found = vectors_of(job)
+    assert len(found) == 6
+    assert [each == found[0] and len(each) == LENGTH for each in found] == [True] * 6
+    assert sorted(row["attempts"] for row in results_of(job)) == [0] * 5 + [1]
+
+
+@pytest.mark.parametrize("as_floats", [False, True])
+def test_dtype_normalize_dimensions(tmp_path: Path, embedder: FakeSGLang, as_floats: bool) -> None:
+    """Vectors are shortened by the server, and made of length 1 and of 16 bits here."""
+    embedder.floats = as_floats
+    job = ids_job(tmp_path, embedder, output={"dtype": "float16", "normalize": True, "dimensions": 4})
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert column_type(job) == pa.list_(pa.float16(), 4)
+    for found, whole in zip(vectors_of(job), expected(), strict=True):
+        norm = math.hypot(*whole[:4])
+        assert found == list(struct.unpack("<4e", struct.pack("<4e", *(n / norm for n in whole[:4]))))
+
+
+def test_merged_and_exported(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """One dataset of all vectors; JSON Lines, CSV and Arrow have them too."""
+    job = ids_job(tmp_path, embedder, output={"dtype": "float16", "part_rows": 16})
+    assert run(job, tmp_path).exit_code == 0
+    assert len(parts_of(job["output"]["path"])) > 1
+    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
+    assert merged.column("row").to_pylist() == list(range(ROWS))
+    assert merged.column("embedding").to_pylist() == expected()
+    for ending in ("jsonl", "csv", "arrow"):
+        file = tmp_path / f"out.{ending}"
+        result = batchrun("export", job["output"]["path"], file)
+        assert result.exit_code == 0, result.stderr
+    with pa.ipc.open_file(tmp_path / "out.arrow") as arrow:
+        assert arrow.read_all().column("embedding").to_pylist() == expected()
+    assert str(expected()[0][0]) in (tmp_path / "out.jsonl").read_text()
+
+
+def test_a_bad_row_of_a_list_fails_alone(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """The server refuses a list for one row: that row fails, and the others have had one try."""
+    bad = str([5, 6, 7])
+    embedder.script = lambda sent: "too long" if sent.prompt == bad else "answer"
+    job = ids_job(tmp_path, embedder, limits={"max_failed_rows": 1})
+    assert run(job, tmp_path).exit_code == 0
+    rows = results_of(job)
+    assert [row["row"] for row in rows if row["error"]] == [5]
+    assert "longer than the model's context length" in rows[5]["error"]
+    assert rows[5]["embedding"] is None
+    assert [row["embedding"] for row in rows if row["row"] != 5] == [*expected()[:5], *expected()[6:]]
+    assert {row["attempts"] for row in rows} == {1}
+
+
+@pytest.mark.parametrize("what", ["disconnect", "busy 503", "broken 500", "not json", "no answer"])
+@pytest.mark.usefixtures("quick_retries")
+def test_odd_ends_of_lists(tmp_path: Path, embedder: FakeSGLang, what: Any) -> None:
+    """What goes wrong once with each row's first try is tried again."""
+    embedder.script = lambda sent: what if sent.tries == 1 and sent.body["input"] else "answer"
+    job = ids_job(tmp_path, embedder, rows=12)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert vectors_of(job) == expected(12)
+
+
+def odd_vector(sent: Sent) -> list[float]:
+    whole = vector_for(sent.prompt)
+    return {
+        str([1, 2, 7]): [math.nan, *whole[1:]],
+        str([2, 3, 7]): [math.inf, *whole[1:]],
+        str([3, 4, 7]): [],
+        str([4, 5, 7]): whole[:5],
+        str([5, 6, 7]): [0.0] * LENGTH,
+        str([6, 7, 7]): [1e5, *whole[1:]],
+    }.get(sent.prompt, whole)
+
+
+@pytest.mark.parametrize("as_floats", [False, True])
+def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bool) -> None:
+    """NaN, infinite, empty, of another length, too large for 16 bits: these rows fail, with the reason."""
+    embedder.vector, embedder.floats = odd_vector, as_floats
+    job = ids_job(
+        tmp_path, embedder, bundle="off", window=1, order="input", output={"dtype": "float16"},
+        limits={"max_failed_rows": 5, "abort_failed_share": 1},
+    )  # fmt: skip
+    assert run(job, tmp_path).exit_code == 0
+    errors = {row["row"]: row["error"] for row in results_of(job) if row["error"]}
+    assert errors == {
+        1: "the vector has numbers that are NaN or infinite",
+        2: "the vector has numbers that are NaN or infinite",
+        3: "the vector is empty",
+        4: "the vector has 5 numbers, and those of other rows have 8",
+        6: "output.dtype: the vector has numbers too large for float16",
+    }
+    assert column_type(job) == pa.list_(pa.float16(), LENGTH)
+    assert [row["embedding"] is None for row in results_of(job)][:7] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_a_zero_vector_has_no_direction(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """It cannot be divided by its length."""
+    embedder.vector = odd_vector
+    job = ids_job(tmp_path, embedder, rows=6, output={"normalize": True}, limits={"max_failed_rows": "100%"})
+    run(job, tmp_path)
+    assert results_of(job)[5]["error"] == "output.normalize: the vector is zero"
+
+
+def test_parts_without_a_vector(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """A start in which every row fails leaves parts that merge with those of the next start."""
+    embedder.script = lambda sent: "too long" if int(sent.prompt[1:].split(",")[0]) < 8 else "answer"
+    tolerant = {"max_failed_rows": "100%", "abort_failed_share": 1}
+    job = ids_job(tmp_path, embedder, limits=tolerant, input={"limit": 8})
+    assert run(job, tmp_path).exit_code == 0
+    assert "embedding" not in parts_of(job["output"]["path"])[0].schema.names
+    job["input"]["limit"] = ROWS
+    assert run(job, tmp_path).exit_code == 0
+    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
+    assert merged.column("embedding").to_pylist() == [None] * 8 + expected()[8:]
+    assert merged.schema.field("embedding").type == pa.list_(pa.float32(), LENGTH)
+
+
+def test_resume_keeps_the_length(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """The next start compares vectors with those of the one before, and does only what is left."""
+    job = ids_job(tmp_path, embedder, input={"limit": 10})
+    assert run(job, tmp_path).exit_code == 0
+    embedder.forget()
+    embedder.vector = lambda sent: vector_for(sent.prompt)[:4]
+    job["input"]["limit"], job["limits"] = 12, {"max_failed_rows": 2, "abort_failed_share": 1}
+    assert run(job, tmp_path).exit_code == 0
+    assert sorted(embedder.prompts) == [str([n, n + 1, 7]) for n in (10, 11)]
+    assert vectors_of(job) == [*expected(10), None, None]
+    assert results_of(job)[10]["error"] == "the vector has 4 numbers, and those of other rows have 8"
+
+
+def test_tasks_join_and_others_are_refused(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """A run is resumed with the same task and vectors, by one task or by several that join."""
+    job = ids_job(tmp_path, embedder)
+    assert run(job, tmp_path, "--join").exit_code == 0
+    assert run(job, tmp_path, "--join").exit_code == 0
+    assert vectors_of(job) == expected()
+    other = {**job, "output": {**job["output"], "dtype": "float16"}}
+    result = run(other, tmp_path, "--join")
+    assert result.exit_code == 2
+    assert "output.dtype was 'float32' and is 'float16'" in result.stderr
+    result = run({key: value for key, value in job.items() if key != "task"}, tmp_path, "--join")
+    assert result.exit_code == 2
+    assert "task was 'embed' and is 'generate'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "generates", "message"),
+    [
+        ("embed", True, "serves fake/model, which generates text and makes no embeddings: start it with"),
+        ("generate", False, "serves fake/model, which does not generate text"),
+    ],
+)
+def test_a_model_for_another_task(tmp_path: Path, task: str, generates: bool, message: str) -> None:
+    """One line before anything is sent."""
+    with FakeSGLang(arguments={"is_generation": generates}) as fake:
+        job = job_of(tmp_path, fake, task=task)
+        result = run(job, tmp_path)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert fake.requests == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": {"temperature": 0}}, "sampling.temperature: task: embed writes no text: leave it out"),
+        ({"sampling": {"n": 2}}, "sampling.n: task: embed"),
+        ({"sampling": {"json_schema": {"type": "object"}}}, "sampling.json_schema: task: embed"),
+        ({"parse": "json:loads"}, "parse: task: embed"),
+        ({"check": {"json": True}}, "check.json: task: embed"),
+        ({"on_length": "fail"}, "on_length: task: embed"),
+        ({"output": {"columns": ["logprobs"]}}, "output.columns: task: embed"),
+        ({"output": {"explode": True}}, "output.explode: task: embed"),
+        ({"prompt": {"user": "{{ text }}"}}, "prompt.user: task: embed takes no chat: give prompt.text"),
+        ({"prompt": {"messages": "text"}}, "prompt.messages: task: embed"),
+        ({"prompt": {"batch": "strict"}}, "prompt.batch: the requests of a batch file"),
+        ({"output": {"dtype": "float64"}}, "output.dtype"),
+        ({"output": {"dimensions": 0}}, "output.dimensions"),
+        (
+            {"input": {"columns": ["text"], "rename": {"text": "embedding"}}},
+            "a column 'embedding' of its own",
+        ),
+        ({"task": "generate", "output": {"dtype": "float16"}}, "output.dtype: goes with task: embed"),
+        ({"task": "embedd"}, "task: "),
+    ],
+)
+def test_fields_of_other_tasks(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """Each field without effect is refused by its name, in one line."""
+    result = batchrun("check", write_job(job_of(tmp_path, **{**EMBED, **changes}), tmp_path))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_dimensions_that_the_model_lacks(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """A server that does not heed `dimensions` fails the rows."""
+    embedder.vector = lambda sent: vector_for(sent.prompt)
+    job = ids_job(tmp_path, embedder, rows=4, output={"dimensions": 3}, limits={"max_failed_rows": 4})
+    run(job, tmp_path)
+    assert {row["error"] for row in results_of(job)} == {
+        "the vector has 8 numbers, and output.dimensions is 3"
+    }
+
+
+def test_a_carried_output_column(tmp_path: Path) -> None:
+    """Names of columns that only texts have are free."""
+    path = write_rows(tmp_path / "input.parquet", 3, output=["a", "b", "c"])
+    job = job_of(tmp_path, **EMBED, input={"path": str(path), "columns": ["output"]})
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert [row["output"] for row in results_of(job)] == ["a", "b", "c"]
+    assert run(job, tmp_path).exit_code == 0
+
+
+def test_an_odd_list_reply(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """A reply with fewer vectors than rows says nothing of any: they are sent in other lists."""
+    short = Body(b'{"data": [{"embedding": [1.0, 2.0], "index": 0}]}')
+    embedder.script = lambda sent: short if sent.together > 1 else "answer"
+    job = ids_job(tmp_path, embedder, rows=16)
+    assert run(job, tmp_path).exit_code == 0
+    assert vectors_of(job) == expected(16)
+    assert {row["attempts"] for row in results_of(job)} == {1}
+
+
+def test_the_function_embed() -> None:
+    """The library makes vectors of texts, in order, of numbers that numpy reads without a copy."""
+    engine = {**INSTANT, "dimensions": 16}
+    table = batchrunner.embed(["a cat", "a dog", "a cat"], engine=engine, normalize=True)
+    vectors = table.column("embedding").combine_chunks()
+    assert vectors.type == pa.list_(pa.float32(), 16)
+    matrix = vectors.flatten().to_numpy(zero_copy_only=True).reshape(3, 16)
+    assert (matrix[0] == matrix[2]).all()
+    assert not (matrix[0] == matrix[1]).all()
+    assert abs((matrix * matrix).sum(axis=1) - 1).max() < 1e-5
+    shorter = batchrunner.embed(
+        [{"t": "x", "n": 1}], prompt="{{ t }}", columns=["n"], engine=engine, dimensions=4
+    )
+    assert len(shorter.column("embedding")[0]) == 4
+    assert shorter.column("n").to_pylist() == [1]
+    assert batchrunner.embed([], prompt="text", engine=engine).num_rows == 0
+
+
+def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
+    """An open engine takes jobs of its task only."""
+    with batchrunner.open_engine(embedder.url, task="embed") as engine:
+        assert batchrunner.embed(["x"], engine=engine).column("embedding").to_pylist() == [vector_for("x")]
+        with pytest.raises(batchrunner.JobError, match="was opened for task embed, and the"):
+            batchrunner.generate(["x"], engine=engine)
+    with (
+        pytest.raises(batchrunner.JobError, match="task 'embeddings': give one of generate, embed"),
+        batchrunner.open_engine(embedder.url, task="embeddings"),  # type: ignore[arg-type]
+    ):
+        pass
