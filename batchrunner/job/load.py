@@ -29,6 +29,8 @@ _OWN_NAMES = (["engine", "env"], ["input", "rename"], ["input", "types"])
 """Paths of mappings whose keys are the user's own, in which upper and lower case differ."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
+_SGLANG_NAMES = {"tp": "tp-size", "dp": "dp-size", "ep": "ep-size", "pp": "pp-size"}
+"""Short names of SGLang's arguments."""
 
 
 def load_job(
@@ -286,10 +288,25 @@ def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str | Non
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}" if known else ""
-    if path[:1] == ["engine"] and isinstance(tree, Mapping) and isinstance(tree.get("engine"), Mapping):
-        kind = tree["engine"].get("kind")
-        hint += f" (to replace the whole engine: --set 'engine={{kind: {kind}}}')" if not near else ""
+    if not near and path[:1] == ["engine"] and isinstance(tree, Mapping):
+        hint = f"{_argument_hint(path, known, tree)}{hint} {_engine_hint(tree)}"
     return hint.strip() or None
+
+
+def _argument_hint(path: list[str], known: list[str], tree: Mapping[str, Any]) -> str:
+    """Return where an argument of SGLang goes that stands beside the engine's fields."""
+    if len(path) != 2 or "args" not in known:  # noqa: PLR2004 - engine.NAME
+        return ""
+    name = path[1].lstrip("-").replace("_", "-")
+    value = _brief(tree["engine"][path[1]])
+    return f"an argument of SGLang goes into engine.args: {{{_SGLANG_NAMES.get(name, name)}: {value}}}; "
+
+
+def _engine_hint(tree: Mapping[str, Any]) -> str:
+    engine = tree.get("engine")
+    if not isinstance(engine, Mapping):
+        return ""
+    return f"(to replace the whole engine: --set 'engine={{kind: {engine.get('kind')}}}')"
 
 
 def _known_keys(path: list[str], schema: dict[str, Any], tree: object) -> list[str]:

@@ -197,6 +197,23 @@ def test_unknown_keys_name_all_where_none_is_near() -> None:
 
 
 @pytest.mark.parametrize(
+    ("engine", "argument"),
+    [
+        ("kind: server, model: m, tp: 2", "tp-size: 2"),
+        ("kind: server, model: m, mem_fraction_static: 0.8", "mem-fraction-static: 0.8"),
+        ("kind: inprocess, model: m, dp: 4", "dp-size: 4"),
+        ("kind: gateway, model: m, chunked-prefill-size: 512", "chunked-prefill-size: 512"),
+    ],
+)
+def test_an_argument_beside_the_fields_of_an_engine_is_told_where_it_goes(engine: str, argument: str) -> None:
+    """SGLang's arguments stand in engine.args, as they are written there; a server elsewhere takes none."""
+    told = f"an argument of SGLang goes into engine.args: {{{argument}}}"
+    assert told in refusal(f"engine={{{engine}}}")
+    example([f"engine={{kind: server, model: m, args: {{{argument}}}}}"])
+    assert "engine.args" not in refusal("engine={kind: attach, urls: ['http://a'], tp: 2}")
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("", "(got nothing)"),
