@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import BatchrunError, InputError, JobError
+from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.engines.registry import make_engine
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.parquet_copy import write_parquet
+from batchrunner.input.parquet_copy import about_rows, write_parquet
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, Row, default_prompt, paths_of
 from batchrunner.job.answers import plan_answers
@@ -306,21 +306,11 @@ def stream(
 
 @contextmanager
 def _rows_and_run() -> Iterator[tuple[Path, Path]]:
-    """Give the paths of a file for the rows of a call and of its run directory, which are deleted.
-
-    An InputError about the file says "rows": the program knows no such file.
-    """
+    """Give the paths of a file for the rows of a call and of its run directory, which are deleted."""
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         source = Path(scratch) / "input.parquet"
-        try:
+        with about_rows(source):
             yield source, Path(scratch) / "run"
-        except InputError as failure:
-            if str(source) not in failure.message:
-                raise
-            hint = None if failure.hint == failure.advice else failure.hint
-            renamed = type(failure)(failure.message.replace(str(source), "rows"), hint=hint)
-            renamed.report = failure.report
-            raise renamed from None
 
 
 def _run(job: Job, engine: OpenEngine | None, **options: Any) -> Report:

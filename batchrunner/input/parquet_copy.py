@@ -30,6 +30,20 @@ def write_parquet(data: object, path: Path) -> None:
 
 
 @contextlib.contextmanager
+def about_rows(path: Path) -> Iterator[None]:
+    """Let an InputError about the file with a program's rows say "rows": the program knows no such file."""
+    try:
+        yield
+    except InputError as failure:
+        if str(path) not in failure.message:
+            raise
+        hint = None if failure.hint == failure.advice else failure.hint
+        renamed = type(failure)(failure.message.replace(str(path), "rows"), hint=hint)
+        renamed.report = failure.report
+        raise renamed from None
+
+
+@contextlib.contextmanager
 def _writing_parquet(path: Path) -> Iterator[None]:
     try:
         with writing(path):

@@ -18,7 +18,7 @@ from batchrunner.core.types import EngineInfo, PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
-from batchrunner.input.parquet_copy import write_parquet
+from batchrunner.input.parquet_copy import about_rows, write_parquet
 from batchrunner.input.tables import rows_known
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
@@ -99,6 +99,8 @@ class StreamCall:
     async def in_run_directory(self, output: Path) -> AsyncGenerator[dict[str, Any]]:
         """Yield rows as they end, and store them in a run directory; rows of earlier starts come first."""
         async with contextlib.AsyncExitStack() as stack:
+            if not self._paths:
+                stack.enter_context(about_rows(RunDir(output).given))
             paths = self._paths or [await self._keep_rows(output, stack)]
             dataset = await asyncio.to_thread(Dataset, paths, RunDir(output).path.resolve())
             job = self._make_job(dataset.schema, paths, output)
