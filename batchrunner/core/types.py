@@ -262,6 +262,8 @@ class EngineInfo:
     """Name of the GPU model, where the engine runs on this machine and all its GPUs are of one model."""
     gpus: int | None = None
     """GPUs of this machine, where the engine was started here and may use all of them."""
+    tp: int | None = None
+    """GPUs that the weights of a replica are split over, where the engine was started here."""
     log: str | None = None
     """Path of the engine's log, where this machine has it."""
     one_by_one: str | None = "the engine takes one row in a request"

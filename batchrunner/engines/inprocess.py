@@ -43,6 +43,8 @@ from batchrunner.engines.http.server_info import answers_in_pieces, prefill_toke
 from batchrunner.engines.http.task_replies import answer_of, answers_of
 from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
 from batchrunner.engines.model_names import ModelNames
+from batchrunner.engines.parallelism import with_tp
+from batchrunner.engines.recovery.fits import split_over
 from batchrunner.input.request_bodies import with_model
 from batchrunner.job.engine import InprocessEngine
 from batchrunner.tasks.table import GENERATE, TaskName
@@ -99,6 +101,7 @@ class InprocessSGLang(Engine):
     async def open(self) -> EngineInfo:
         """Load the model; see `Engine.open`."""
         check_model(self._spec.model)
+        self._spec = await asyncio.to_thread(with_tp, self._spec)
         cpu = on_cpu(self._spec.device)
         if cpu:
             # for SGLang and the processes that it spawns; before it is first imported
@@ -130,6 +133,7 @@ class InprocessSGLang(Engine):
             caches_prefixes=not self._engine.server_args.disable_radix_cache,
             tokenizing=tokenizer_info(_model_info(manager), manager.server_args.resolved_dict()),
             card=None if cpu else await asyncio.to_thread(card_name),
+            tp=split_over(self._spec.args),
             one_by_one=answers_in_pieces(vars(self._engine.server_args)),
             notes=(CPU_NOTE,) if cpu else (),
         )

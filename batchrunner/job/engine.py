@@ -59,6 +59,17 @@ def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str
     return clean
 
 
+Tp: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1)]
+_TP_NAMES = ("tp", "tp-size", "tensor-parallel-size")
+
+
+def _one_tp(args: Mapping[str, Any], why: str) -> None:
+    """Raise ValueError where the arguments have the number of GPUs that `engine.tp` is for."""
+    for name in _TP_NAMES:
+        if name in args:
+            raise ValueError(f"say engine.tp instead of --{name}: {why}")
+
+
 class LaunchedEngine(_LocalEngine):
     """Base class of engines whose servers the run starts."""
 
@@ -85,6 +96,16 @@ class ServerEngine(LaunchedEngine):
     """`server`: the run starts and stops it."""
     model: UserPath
     """Model directory, or a model name that SGLang can load."""
+    tp: Tp | None = None
+    """GPUs that the weights are split over (tensor parallelism, SGLang's `--tp-size`). `auto`: the fewest
+    that have room for the weights and a KV pool, by the model's files and the GPUs here; the log says why.
+    By default what `args` say, or 1."""
+
+    @model_validator(mode="after")
+    def _one_number(self) -> ServerEngine:
+        if self.tp is not None:
+            _one_tp(self.args, "both say the same")
+        return self
 
 
 class GatewayEngine(LaunchedEngine):
@@ -104,8 +125,9 @@ class GatewayEngine(LaunchedEngine):
     """With `url`: name of the environment variable with the API key of gateway and workers."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Number of replicas. `auto` is one for every `tp` visible GPUs, and one on a CPU."""
-    tp: Annotated[int, Field(ge=1)] = 1
-    """GPUs per replica (tensor parallelism, SGLang's `--tp-size`)."""
+    tp: Tp = 1
+    """GPUs per replica (tensor parallelism, SGLang's `--tp-size`). `auto`: the fewest that have room for the
+    weights and a KV pool, by the model's files and the GPUs here; the log says why."""
     policy: Literal["auto", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
     """How the gateway chooses a replica. `auto` uses the gateway's policy `manual` with routing keys from
     batchrunner: rows with a common prefix go to one replica, all others to the one with the fewest requests.
@@ -128,9 +150,7 @@ class GatewayEngine(LaunchedEngine):
         if self.url is not None and self.model_fields_set & launch_only:
             names = ", ".join(sorted(self.model_fields_set & launch_only))
             raise ValueError(f"{names}: goes with `model`, not with `url`, where everything runs already")
-        for name in ("tp", "tp-size", "tensor-parallel-size"):
-            if name in self.args:
-                raise ValueError(f"say engine.tp instead of --{name}: it also decides the number of replicas")
+        _one_tp(self.args, "it also decides the number of replicas")
         return self
 
 
@@ -151,6 +171,14 @@ class InprocessEngine(_LocalEngine):
     """`inprocess`: the Python class `sglang.Engine` in batchrunner's own process."""
     model: UserPath
     """Model directory, or a model name that SGLang can load."""
+    tp: Tp | None = None
+    """GPUs that the weights are split over, as for kind `server`."""
+
+    @model_validator(mode="after")
+    def _one_number(self) -> InprocessEngine:
+        if self.tp is not None:
+            _one_tp(self.args, "both say the same")
+        return self
 
 
 class SimulatedEngine(Spec):

@@ -18,6 +18,7 @@ from batchrunner.core.errors import JobError
 from batchrunner.engines.device import gpus
 from batchrunner.engines.flags import command_line
 from batchrunner.engines.model_files import check_model
+from batchrunner.engines.parallelism import with_tp
 from batchrunner.job.engine import GatewayEngine, InprocessEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
@@ -129,10 +130,11 @@ def engine_to_tune(job: Job) -> ServerEngine:
     """
     match job.engine:
         case ServerEngine():
-            return job.engine
-        case InprocessEngine(model=model, args=args, device=device):
-            return ServerEngine(kind="server", model=model, args=args, device=device)
-        case GatewayEngine(model=str(model), tp=tp):
+            return _with_args_only(with_tp(job.engine))
+        case InprocessEngine(model=model, device=device):
+            return ServerEngine(kind="server", model=model, args=with_tp(job.engine).args, device=device)
+        case GatewayEngine(model=str(model)):
+            tp = int(with_tp(job.engine).tp)
             found = gpus(job.engine.env)
             cards = {"CUDA_VISIBLE_DEVICES": ",".join(found[:tp])} if found else {}
             log.info("a gateway: one replica is tuned alone, for all of them")
@@ -147,6 +149,11 @@ def engine_to_tune(job: Job) -> ServerEngine:
                 "none",
                 hint="use kind server or gateway with a model, or see what `batchrun advise` says",
             )
+
+
+def _with_args_only(engine: ServerEngine) -> ServerEngine:
+    """Return the engine with its `tp` among its arguments only, where a search reads it."""
+    return engine.model_copy(update={"tp": None})
 
 
 class TrialHistory:

@@ -25,7 +25,8 @@ from batchrunner.engines.launched.sglang_server import SGLangServer
 from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised
 from batchrunner.engines.logs.reader import LogFollower
 from batchrunner.engines.model_files import check_model, model_identity
-from batchrunner.engines.recovery.fits import cards_of, check_fits
+from batchrunner.engines.parallelism import with_tp
+from batchrunner.engines.recovery.fits import cards_of, check_fits, split_over
 from batchrunner.engines.recovery.healer import Healer, healer_for
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import GatewayEngine, ServerEngine
@@ -136,19 +137,20 @@ class LaunchedFleet(HttpEngine):
 
     async def open(self) -> EngineInfo:
         """Start servers and gateway, all at once, and wait until they are ready; see `Engine.open`."""
-        spec = self._spec
-        assert spec.model is not None
-        check_model(spec.model)
+        model = self._spec.model
+        assert model is not None
+        check_model(model)
+        spec = self._spec = await asyncio.to_thread(with_tp, self._spec)
         cpu = on_cpu(spec.device)
         raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
-        tp = spec.tp if isinstance(spec, GatewayEngine) else None
-        await asyncio.to_thread(check_fits, spec.model, server_args(spec.args, cpu=cpu), tp=tp, cpu=cpu)
-        self._healer = await asyncio.to_thread(healer_for, spec, spec.model, self._incidents, tp=tp, cpu=cpu)
+        tp = int(spec.tp) if isinstance(spec, GatewayEngine) else None
+        await asyncio.to_thread(check_fits, model, server_args(spec.args, cpu=cpu), tp=tp, cpu=cpu)
+        self._healer = await asyncio.to_thread(healer_for, spec, model, self._incidents, tp=tp, cpu=cpu)
         self._replicas = {
             server.url: FleetReplica(
                 server, self._gateway, self._client.failures, self._incidents, hang_s=self._hang_s
             )
-            for server in self._make_servers(spec.model, cpu=cpu, healer=self._healer)
+            for server in self._make_servers(model, cpu=cpu, healer=self._healer)
         }
         programs: list[FleetReplica | GatewayProcess] = [*self._replicas.values()]
         if self._gateway:
@@ -165,9 +167,10 @@ class LaunchedFleet(HttpEngine):
         return dataclasses.replace(
             info,
             kind=spec.kind,
-            model=model_identity(spec.model),
+            model=model_identity(model),
             card=None if cpu else await asyncio.to_thread(card_name),
             gpus=len(gpus()) if counted else None,
+            tp=split_over(spec.args, tp),
             log=str(log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
         )
@@ -236,12 +239,12 @@ class LaunchedFleet(HttpEngine):
         make = functools.partial(SGLangServer, spec, model, key=self._key, cpu=cpu, healer=healer)
         if not isinstance(spec, GatewayEngine):
             return [make(log_path=self._log_dir / "engine-server.log")]
-        slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args, spec.tp), spec.replicas)
+        slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args, int(spec.tp)), spec.replicas)
         return [
             make(
                 log_path=self._log_dir / f"engine-replica-{n}.log",
                 name=f"replica {n}",
-                argv=("--tp-size", str(spec.tp)) if spec.tp > 1 else (),
+                argv=("--tp-size", str(spec.tp)) if int(spec.tp) > 1 else (),
                 environ={
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
                     **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),

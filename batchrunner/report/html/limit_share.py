@@ -48,7 +48,7 @@ def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, eng
 
     Raises UnknownLimitError with what is missing; nothing is guessed.
     """
-    info, args = facts["engine"], _args(facts["job"]["engine"])
+    info, args = facts["engine"], _args(facts["job"]["engine"], facts["engine"])
     if info.get("simulated"):
         raise UnknownLimitError("the engine is simulated")
     name = info.get("card")
@@ -74,13 +74,15 @@ def share_of_limit(facts: Mapping[str, Any], replicas: int, work: TokenWork, eng
     return LimitShare(limit(work, model, setting), max(engine_s, 1e-9), name, setting, model)
 
 
-def _args(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _args(spec: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's arguments by their long names; raises UnknownLimitError for what is not covered."""
     args = {str(name).replace("_", "-"): value for name, value in (spec.get("args") or {}).items()}
     for name in ("dp-size", "pp-size", "ep-size", "attn-dp-size"):
         if int(args.get(name_in(args, name)) or 1) > 1:
             raise UnknownLimitError(f"the formulas do not cover --{name}")
-    args["tp-size"] = int(spec.get("tp") or args.get(name_in(args, "tp-size")) or 1)
+    given = spec.get("tp")
+    chosen = given if isinstance(given, int) else info.get("tp")  # by the run, for `auto`
+    args["tp-size"] = int(chosen or args.get(name_in(args, "tp-size")) or 1)
     return args
 
 
