@@ -38,6 +38,21 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")
 ]
 
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Serve the run's figures for Prometheus at this port; 0 takes any free one.",
+    ),
+]
+MetricsHostOption = Annotated[
+    str,
+    typer.Option("--metrics-host", metavar="HOST", help="Address of this machine for --metrics-port."),
+]
+
 
 def with_limit(overrides: list[str] | None, limit: int | None) -> list[str]:
     """Return what `--set` gives, and then what `--limit` does."""

@@ -12,6 +12,8 @@ from batchrunner.cli.options import (
     JobArgument,
     JsonOption,
     LimitOption,
+    MetricsHostOption,
+    MetricsPortOption,
     NoPythonOption,
     QuietOption,
     SetOption,
@@ -19,6 +21,7 @@ from batchrunner.cli.options import (
     with_limit,
 )
 from batchrunner.core.console import show, tell
+from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import BatchrunError
 
 
@@ -31,6 +34,11 @@ def _telling_report(*, quiet: bool) -> Iterator[None]:
         if error.report is not None and not quiet:
             tell("\n".join(error.report.lines()))
         raise
+
+
+def _metrics(port: int | None, host: str) -> MetricsAddress | None:
+    """Return where metrics are served; None without a port."""
+    return None if port is None else MetricsAddress(port, host)
 
 
 def run(
@@ -54,6 +62,8 @@ def run(
         ),
     ] = False,
     no_python: NoPythonOption = False,
+    metrics_port: MetricsPortOption = None,
+    metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -74,6 +84,7 @@ def run(
             shard=shard,
             join=join,
             no_python=no_python,
+            metrics=_metrics(metrics_port, metrics_host),
             quiet=quiet,
             as_json=as_json,
         )
@@ -122,6 +133,8 @@ def batch(
         bool,
         typer.Option("--join", help="Share the lines with all other starts that say --join."),
     ] = False,
+    metrics_port: MetricsPortOption = None,
+    metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -149,8 +162,9 @@ def batch(
     )
     with _telling_report(quiet=quiet or as_json):
         done = run_batch(
-            files, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json
-        )
+            files, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json,
+            metrics=_metrics(metrics_port, metrics_host),
+        )  # fmt: skip
     if as_json:
         show(done.as_dict())
     elif not quiet or done.report.exit_code:

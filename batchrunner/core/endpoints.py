@@ -1,5 +1,16 @@
-"""Endpoints of OpenAI's interface that generate text; SGLang has them too."""
+"""Endpoints of OpenAI's interface that generate text (SGLang has them too), and of our own metrics."""
+
+from typing import NamedTuple
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH)
 """Endpoints that the lines of a batch file may be for."""
+
+
+class MetricsAddress(NamedTuple):
+    """Where the metrics of a run are served."""
+
+    port: int
+    """0 is any free one; the log says which."""
+    host: str = "127.0.0.1"
+    """By default only programs of this machine can ask."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import JobError, OutputError
 from batchrunner.job.batch_call import job_of_batch
 from batchrunner.job.spec import Job
@@ -100,11 +101,13 @@ def prepare_batch(
 
 
 def run_batch(
-    files: BatchFiles, job: Job, *, fresh: bool, retry_failed: bool, join: bool, quiet: bool, as_json: bool
-) -> BatchRun:
+    files: BatchFiles, job: Job, *, fresh: bool, retry_failed: bool, join: bool, quiet: bool, as_json: bool,
+    metrics: MetricsAddress | None = None,
+) -> BatchRun:  # fmt: skip
     """Run or resume a batch, and write its results once all lines are done; raises BatchrunError."""
     report = run_in_foreground(
-        job, (), fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json
-    )
+        job, (), fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json,
+        metrics=metrics,
+    )  # fmt: skip
     is_done = not report.rows_left and publish(RunDir(files.run), files.results, files.errors)
     return BatchRun(report, files, is_done)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import uvloop
 
 from batchrunner.core.console import is_no_detail, tell_failure, wants_json
+from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.core.timing import TIMING
@@ -22,7 +23,9 @@ from batchrunner.report.report import Report
 from batchrunner.runner.cluster.slurm import task_name
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
+from batchrunner.runner.metrics import metrics_server
 from batchrunner.runner.progress import Display, ProgressBar, make_display
+from batchrunner.runner.progress_calls import Displays
 from batchrunner.runner.shard import JoinTask, Shard, new_join_task, parse_shard
 
 log = logging.getLogger(__name__)
@@ -50,10 +53,11 @@ def run_in_foreground(
     shard: str | None = None,
     join: bool = False,
     no_python: bool = False,
+    metrics: MetricsAddress | None = None,
 ) -> Report:
     """Run a job; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError.
 
-    `no_python` refuses a job that runs Python functions.
+    `no_python` refuses a job that runs Python functions. `metrics` is where its metrics are served.
     """
     loaded = load_job(job, overrides=overrides, no_python=no_python)
     part = _part_of(shard, join=join)
@@ -70,17 +74,20 @@ def run_in_foreground(
                 fresh=fresh,
                 retry_failed=retry_failed,
                 part=part,
-                display=display,
+                display=Displays([display, *pages]),
                 control=control,
             )
 
     bounds = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    stack = contextlib.ExitStack()
+    pages = stack.enter_context(metrics_server(metrics))
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
         return runner.run(supervised())
     finally:
+        stack.close()
         if not control.at_once:  # else it would wait for threads, such as one that renders a row
             runner.close()
         # uvloop leaves its own handlers behind, which would ignore a Ctrl-C

@@ -1,0 +1,171 @@
+"""`--metrics-port` serves the state of a run to Prometheus, and the dashboard asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from batchrunner.core.endpoints import MetricsAddress
+from batchrunner.core.types import SchedulerLoad
+from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.runner.metrics import OF_RUN, OF_SCHEDULER, PREFIX, SCHEDULER, metrics_server
+from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
+
+DOCS = ROOT / "docs"
+ADDRESS = re.compile(r"metrics: (http://\S+)")
+Values = dict[tuple[str, str], float]
+"""Values by the name of a sample and its scheduler, "" for the whole run."""
+
+
+def read(url: str) -> Values:
+    with urllib.request.urlopen(url) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {
+        (sample.name, sample.labels.get("scheduler", "")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_run_at_work(tmp_path: Path, server: FakeSGLang) -> None:
+    """While rows are at the engine the page says what ended, failed, is left and in flight, by scheduler."""
+
+    held = [f"row {number}" for number in range(8, 12)]
+    server.script = lambda sent: (
+        "bad schema" if sent.prompt == "row 3" else "hold" if sent.prompt in held else "answer"
+    )
+    job = job_of(tmp_path, server, rows=12, window=4, limits={"max_failed_rows": 1})
+    with started(write_job(job, tmp_path), "--metrics-port", "0") as process:
+        process.wait_for_line("metrics: http://127.0.0.1:")
+        found = ADDRESS.search(process.lines[-1])
+        assert found
+        url = found[1]
+        told = ("batchrunner_rows_done_total", ""), ("batchrunner_rows_in_flight", "")
+        eventually(lambda: [read(url).get(name) for name in told] == [8, 4])
+        values = read(url)
+        expected = {
+            "running": 1, "rows_selected": 12, "rows_failed_total": 1, "rows_left": 4, "rows_in_flight": 4,
+            "window": 4, "rows_waiting_for_retry": 0, "retractions_total": 0, "run_info": 1,
+        }  # fmt: skip
+        assert {name: values[PREFIX + name, ""] for name in expected} == expected
+        assert values["batchrunner_output_tokens_total", ""] == 7 * 5
+        cached, prompt = (
+            values[f"batchrunner_{name}_total", ""] for name in ("cached_prompt_tokens", "prompt_tokens")
+        )
+        assert 0 < cached <= prompt
+        for name in ("running_requests", "waiting_requests", "token_usage_ratio"):
+            assert (SCHEDULER + name, server.url) in values
+        server.answer_held()
+        assert process.end() == 0
+    assert len(results_of(job)) == 12
+
+
+STATE = Snapshot(
+    100, 40, 2, 5.0, 900.0, 4000.0, 800.0, 64, 60, 3, 7,
+    tuple(SchedulerLoad(f"http://a:3000{n}", "loads", 10 + n, 20 + n, 0.5) for n in range(2)),
+    {"http://a:30000": (100, 2000)},
+    {"http://a:30000": {"window": 32, "retractions": 4, "output_tokens_per_s": 450.0, "corner": "good"}},
+    simulated=False, rows_per_request=2.5, output_tokens=11, prompt_tokens=22, cached_tokens=5,
+)  # fmt: skip
+
+
+def test_each_figure_of_the_display_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    """What is not known, such as a scheduler's window, is absent and not 0."""
+    with caplog.at_level("INFO", "batchrunner"), metrics_server(MetricsAddress(0)) as (page,):
+        url = caplog.messages[-1].removeprefix("metrics: ")
+        before = read(url)
+        page.show(STATE)
+        values = read(url)
+        page.close()
+        after = read(url)
+    assert before == {("batchrunner_running", ""): 0}
+    assert (values["batchrunner_running", ""], after["batchrunner_running", ""]) == (1, 0)
+    assert values["batchrunner_rows_left", ""] == 60
+    assert values["batchrunner_time_left_seconds", ""] == 12
+    assert values["batchrunner_rows_per_request", ""] == 2.5
+    assert values["batchrunner_prompt_tokens_total", ""] == 22
+    first, second = "http://a:30000", "http://a:30001"
+    assert values["batchrunner_scheduler_waiting_requests", second] == 21
+    assert values["batchrunner_scheduler_waiting_requests_high", first] == 2000
+    assert values["batchrunner_scheduler_retractions_total", first] == 4
+    assert ("batchrunner_scheduler_window", second) not in values
+    names = {name for name, _ in values}
+    assert all(any(name.startswith(PREFIX + own) for name in names) for own in OF_RUN)
+    assert all(any(name.startswith(SCHEDULER + own) for name in names) for own in OF_SCHEDULER)
+
+
+@pytest.mark.parametrize("command", ["run", "batch"])
+def test_a_port_in_use(command: str, tmp_path: Path) -> None:
+    """Another program has it: one line says so and what to do, and no row was sent."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = write_job(job_of(tmp_path), tmp_path)
+        words: list[object] = [job]
+        if command == "batch":
+            requests = tmp_path / "requests.jsonl"
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            requests.write_text(json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}))
+            words = ["batch", requests, "-o", tmp_path / "results.jsonl", "--model", "simulated"]
+        refused = batchrun(*words, "--metrics-port", port)
+    assert refused.exit_code == 2
+    assert f"--metrics-port {port}: cannot listen at 127.0.0.1: Address already in use" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [("70000",), ("-1",), ("x",), ("0", "--metrics-host", "no.such.host.invalid")]
+)
+def test_no_such_address(words: tuple[str, ...], tmp_path: Path) -> None:
+    """A port or an address that cannot be is refused before the run."""
+    refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--metrics-port", *words)
+    assert refused.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_server_ends_with_the_run(tmp_path: Path) -> None:
+    """The same port can be had by the next run."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = write_job(job_of(tmp_path), tmp_path)
+    for _ in range(2):
+        assert batchrun(job, "--fresh", "--metrics-port", port).exit_code == 0
+
+
+def exposed() -> set[str]:
+    """Return the names of all metrics, as Prometheus has them."""
+    names = {"batchrunner_running", "batchrunner_run_info"}
+    for prefix, own in ((PREFIX, OF_RUN), (SCHEDULER, OF_SCHEDULER)):
+        names |= {f"{prefix}{name}{'_total' if kind == 'counter' else ''}" for name, (kind, _) in own.items()}
+    return names
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    """Each query of the Grafana dashboard names metrics that exist."""
+    text = (DOCS / "assets" / "grafana-dashboard.json").read_text()
+    queries = [target["expr"] for panel in json.loads(text)["panels"] for target in panel["targets"]]
+    assert len(queries) > 10
+    asked = set(re.findall(r"batchrunner_\w+", text))
+    assert asked <= exposed()
+    assert all(re.search(r"batchrunner_\w+", query) for query in queries)
+
+
+def test_the_page_explains_each_metric() -> None:
+    """docs/how-to/watch-a-run.md has all of them; a name that begins with … has the prefix of its row."""
+    page = (DOCS / "how-to" / "watch-a-run.md").read_text()
+    rows = re.findall(r"^\| (`batchrunner_.*?) \|", page, re.MULTILINE)
+    told = set()
+    for row in rows:
+        prefix = SCHEDULER if f"`{SCHEDULER}" in row else PREFIX
+        told |= {re.sub("^…_", prefix, name) for name in re.findall(r"`([^`]+)`", row)}
+    assert told == exposed()
