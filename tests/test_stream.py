@@ -60,8 +60,10 @@ async def test_a_column_that_is_given_twice_names_no_file_of_ours(tmp_path: Path
     """The rows came from the program, also where a run directory keeps them."""
     arrays = [pa.array(["a"]), pa.array(["b"]), pa.array([1])]
     table = pa.Table.from_arrays(arrays, names=["text", "text", "n"])
-    for number, call in enumerate(({"prompt": "{{ text }}"}, {"prompt": "{{ n }}", "columns": ["text"]})):
-        with pytest.raises(InputError, match=r"^rows: has 2 columns 'text': (prompt|input)\.\w+ can mean one"):
+    calls: list[dict[str, Any]] = [{"prompt": "{{ text }}"}, {"prompt": "{{ n }}", "columns": ["text"]}]
+    said = r"^rows: has 2 columns 'text': (prompt|input)\.\w+ can mean one"
+    for number, call in enumerate(calls):
+        with pytest.raises(InputError, match=said):
             await all_of(table, output=tmp_path / str(number), engine="simulated", **call)
 
 
