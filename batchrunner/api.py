@@ -24,6 +24,8 @@ from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec
+from batchrunner.job.tasks.embed import Dtype
+from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.report.report import Report
@@ -33,8 +35,6 @@ from batchrunner.runner.progress import Display
 from batchrunner.runner.progress_calls import ProgressListener, make_displays
 from batchrunner.runner.shard import new_join_task
 from batchrunner.runner.stream_call import JobMaker, StreamCall
-from batchrunner.tasks.embed import Dtype
-from batchrunner.tasks.table import GENERATE, TASKS, TaskName
 
 JobSource = Job | Mapping[str, Any] | str | Path
 

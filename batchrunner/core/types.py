@@ -152,8 +152,8 @@ class Outcome(NamedTuple):
 class ForwardTask(ABC):
     """A task that a model does in one forward pass, without decoding, such as an embedding. Pure.
 
-    A subclass says all that differs from other tasks; `batchrunner.tasks` has one file for each. Its instance
-    has the values of the job's fields that it takes, and goes along with each request.
+    A subclass says all that differs from other tasks; `batchrunner.job.tasks` has one file for each. Its
+    instance has the values of the job's fields that it takes, and goes along with each request.
     """
 
     name: ClassVar[str]

@@ -16,7 +16,7 @@ from batchrunner.engines.http.engine import HttpEngine
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks.table import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
 

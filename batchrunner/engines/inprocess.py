@@ -47,7 +47,7 @@ from batchrunner.engines.parallelism import with_tp
 from batchrunner.engines.recovery.fits import split_over
 from batchrunner.input.request_bodies import with_model
 from batchrunner.job.engine import InprocessEngine
-from batchrunner.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks.table import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from batchrunner.core.errors import WrongValueError
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.fields import Duration, Spec, UserPath
-from batchrunner.tasks.embed import Dtype
+from batchrunner.job.tasks.embed import Dtype
 
 RESULT_COLUMNS = {
     "row": "Position of the row in the input, from 0.",

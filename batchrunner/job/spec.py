@@ -21,7 +21,7 @@ from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.storage import StorageSpec
 from batchrunner.job.task_fields import check_task_fields, given_fields
-from batchrunner.tasks.table import TASKS, TaskName, last_part
+from batchrunner.job.tasks.table import TASKS, TaskName, last_part
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 

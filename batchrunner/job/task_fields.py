@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pydantic import BaseModel
 
 from batchrunner.core.errors import WrongValueError
-from batchrunner.tasks.table import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
 
 OF_DECODING = (
     "sampling", "parse", "check", "on_length", "output.columns", "output.explode", "output.top_logprobs",

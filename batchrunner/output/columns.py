@@ -14,8 +14,8 @@ from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import LEFT_OUT, Completion, ForwardTask, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
+from batchrunner.job.tasks.embed import VECTOR, WIDTHS
 from batchrunner.output.json_shape import shape_of
-from batchrunner.tasks.embed import VECTOR, WIDTHS
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
 """Stands for the answer of a row without one."""

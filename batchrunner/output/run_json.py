@@ -15,10 +15,10 @@ from batchrunner.core.hooks.functions import name_of
 from batchrunner.core.types import InputFile
 from batchrunner.job.answers import EarlierAnswers
 from batchrunner.job.spec import Job
+from batchrunner.job.tasks.table import GENERATE, TASKS
 from batchrunner.output.files import write_json
 from batchrunner.output.run_dir import OWNER, TUNE, RunDir
 from batchrunner.output.run_facts import RunFacts, problem_in
-from batchrunner.tasks.table import GENERATE, TASKS
 
 MOST_DEPTH = 3
 """Levels of directories below output.path that are searched for other runs."""

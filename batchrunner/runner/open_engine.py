@@ -16,9 +16,9 @@ from batchrunner.core.types import EngineInfo
 from batchrunner.engines.base import Engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
+from batchrunner.job.tasks.table import GENERATE, TaskName
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
-from batchrunner.tasks.table import GENERATE, TaskName
 
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"

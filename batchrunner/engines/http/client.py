@@ -35,7 +35,7 @@ from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.engines.model_names import ModelNames
 from batchrunner.input.request_bodies import with_model
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks.table import GENERATE, TaskName
 
 _JSON = {"Content-Type": "application/json"}
 _NO_SUCH_PATH = {404, 405}

@@ -12,7 +12,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.model_guard import Model, ModelQuestion, model_in
 from batchrunner.engines.http.status import KEY_REFUSED, MODEL_INFO, NOT_REACHED, SERVER_INFO, ServerStatus
 from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.tasks.table import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from batchrunner.core.types import AskedColumns, Request, RequestBody
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
 from batchrunner.job.output import OF_TOKENS
-from batchrunner.tasks.table import TASKS
+from batchrunner.job.tasks.table import TASKS
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {

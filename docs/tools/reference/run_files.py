@@ -3,9 +3,9 @@
 import pyarrow as pa
 
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPLE_COLUMN
+from batchrunner.job.tasks.table import TASKS
 from batchrunner.output.columns import ANSWER_TYPES, result_schema
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
-from batchrunner.tasks.table import TASKS
 from docs.tools.reference.markdown import table
 
 VECTOR_LENGTH = 384

@@ -3,7 +3,7 @@
 from typing import Literal, TypeAlias
 
 from batchrunner.core.types import ForwardTask
-from batchrunner.tasks.embed import EmbedTask
+from batchrunner.job.tasks.embed import EmbedTask
 
 TaskName: TypeAlias = Literal["generate", "embed"]
 """`task` of a job."""

@@ -83,7 +83,7 @@ class EmbedTask(ForwardTask):
     path = "/v1/embeddings"
     wrong_model = "generates text and makes no embeddings"
     takes = ("output.dtype", "output.normalize", "output.dimensions")
-    meanings = {  # noqa: RUF012 - a class variable of the base class
+    meanings = {
         EMBEDDING: "The vector of the prompt, all of one length; null if the row failed.",
     }
 
