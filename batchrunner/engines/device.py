@@ -10,6 +10,11 @@ from typing import Any
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
 """A stand-in for the package `sgl_kernel`, which needs CUDA; first on the engine's PYTHONPATH on a CPU."""
 
+SERVER_MODULES = Path(__file__).with_name("server_modules")
+"""Packages for SGLang's processes, last on the engine's PYTHONPATH."""
+MEAN_POOLING: Mapping[str, str] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
+"""Environment of an engine whose vectors are means over all tokens; SGLang's encoders take the first one."""
+
 CPU_NOTE = (
     "SGLang's CPU engine: for trying jobs and for tests, slow by nature; a GPU is used where there is one"
 )
@@ -91,7 +96,13 @@ def program_environment(own: Mapping[str, str], *, cpu: bool = False) -> dict[st
     """Return the environment of a program that we start: ours, the CPU's needs, and the program's own."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
+    environ["PYTHONPATH"] = with_server_modules(environ)
     return {**environ, **(cpu_environment(environ) if cpu else {}), **own}
+
+
+def with_server_modules(environ: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH of an engine: that of an environment, and our packages for SGLang."""
+    return os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
 
 
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:

@@ -35,13 +35,24 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.types import Completion, EngineInfo, Request, RequestBody, SchedulerLoad
 from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
-from batchrunner.engines.device import CPU_NOTE, CPU_SHIM, card_name, cpu_environment, on_cpu, server_args
+from batchrunner.engines.device import (
+    CPU_NOTE,
+    CPU_SHIM,
+    MEAN_POOLING,
+    SERVER_MODULES,
+    card_name,
+    cpu_environment,
+    on_cpu,
+    server_args,
+    with_server_modules,
+)
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.body_replies import completion_of_body
 from batchrunner.engines.http.questions import check_does
 from batchrunner.engines.http.server_info import answers_in_pieces, prefill_tokens, tokenizer_info
 from batchrunner.engines.http.task_replies import answer_of, answers_of
-from batchrunner.engines.model_files import check_model, model_identity, vocabulary_of
+from batchrunner.engines.inbox import Inbox
+from batchrunner.engines.model_files import check_model, model_identity, takes_mean, vocabulary_of
 from batchrunner.engines.model_names import ModelNames
 from batchrunner.engines.parallelism import with_tp
 from batchrunner.engines.recovery.fits import split_over
@@ -54,29 +65,6 @@ log = logging.getLogger(__name__)
 
 _ENDPOINTS = {"/v1/embeddings": ("serving_embedding", "OpenAIServingEmbedding", "EmbeddingRequest")}
 """SGLang's module, its class of the endpoint and the class of its body, by a task's path."""
-
-
-class Inbox:
-    """Takes outputs in the engine's thread, and passes them on as answers in the runner's loop."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, rows: Sequence[PlacedRequest], answers: RowAnswers
-    ) -> None:
-        self._loop = loop
-        self._rows = rows
-        self._answers = answers
-
-    def put(self, output: Any) -> None:
-        """Pass on an output that ends a row."""
-        if output["meta_info"]["finish_reason"] is None:
-            return
-        place, request = self._rows[output["index"]]
-        result: Completion | RequestError
-        try:
-            result = replies.completion_of(request, output)
-        except RequestError as failure:
-            result = failure
-        self._loop.call_soon_threadsafe(self._answers.ended, place, result)
 
 
 class InprocessSGLang(Engine):
@@ -107,6 +95,9 @@ class InprocessSGLang(Engine):
             # for SGLang and the processes that it spawns; before it is first imported
             os.environ.update(cpu_environment(dict(os.environ)))
             sys.path.insert(0, str(CPU_SHIM))
+        if self._task != GENERATE and takes_mean(self._spec.model):
+            os.environ.update(MEAN_POOLING, PYTHONPATH=with_server_modules(os.environ))
+            sys.path.append(str(SERVER_MODULES))
         self._portal = self._stack.enter_context(start_blocking_portal("asyncio"))
         self._watch_for_death()
         log.info("starting sglang.Engine for %s", self._spec.model)

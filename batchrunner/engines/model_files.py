@@ -73,6 +73,15 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
     return language_part(config) if config else of_mistral(read_json(directory / MISTRAL_CONFIG))
 
 
+def takes_mean(model: str) -> bool:
+    """Tell whether a model's authors take the mean over all tokens as its vector, by its files.
+
+    sentence-transformers writes them; False where they are not on this machine.
+    """
+    pooling = read_json(model_directory(model) / "1_Pooling" / "config.json")
+    return pooling.get("pooling_mode_mean_tokens") is True
+
+
 def vocabulary_of(model: str) -> int | None:
     """Return the number of token ids that a model knows, or None where its files are not on this machine."""
     size = read_config(model).get("vocab_size")

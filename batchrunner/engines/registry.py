@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import assert_never
 
 from batchrunner.engines.base import Engine
-from batchrunner.engines.device import on_cpu
-from batchrunner.engines.model_files import model_identity, read_config
+from batchrunner.engines.device import MEAN_POOLING, on_cpu
+from batchrunner.engines.model_files import model_identity, read_config, takes_mean
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import (
     AttachEngine,
@@ -67,8 +67,10 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     kind, model = TASKS.get(task), launched_model(spec)
     if kind is None or model is None or not isinstance(spec, (LaunchedEngine, InprocessEngine)):
         return spec
-    args = kind.server_args(read_config(model), cpu=on_cpu(spec.device))
-    return spec.model_copy(update={"args": {**args, **spec.args}})
+    args = {**kind.server_args(read_config(model), cpu=on_cpu(spec.device)), **spec.args}
+    if isinstance(spec, InprocessEngine) or not takes_mean(model):
+        return spec.model_copy(update={"args": args})
+    return spec.model_copy(update={"args": args, "env": {**MEAN_POOLING, **spec.env}})
 
 
 def model_of(spec: EngineSpec) -> str | None:

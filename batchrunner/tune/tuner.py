@@ -68,6 +68,8 @@ def tune(
         raise JobError(
             "prompt.batch: whole requests cannot be tuned for", hint="tune with a job of prompts like them"
         )
+    if job.forward is not None:
+        raise JobError(f"task: {job.task}: only generating is tuned", hint="tune with a job of task generate")
     engine = engine_to_tune(job)
     if apply and own_engine(Path(source)) != job.engine:
         raise JobError(

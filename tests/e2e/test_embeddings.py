@@ -369,3 +369,10 @@ def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
         batchrunner.open_engine(embedder.url, task="embeddings"),  # type: ignore[arg-type]
     ):
         pass
+
+
+def test_tuning_is_for_texts(tmp_path: Path) -> None:
+    """Trials count generated tokens, which vectors have none of."""
+    result = batchrun("tune", write_job(job_of(tmp_path, **EMBED), tmp_path))
+    assert result.exit_code == 2
+    assert "task: embed: only generating is tuned" in result.stderr

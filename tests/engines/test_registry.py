@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
 from batchrunner.core.errors import (
     JobError,
 )
-from batchrunner.engines.registry import model_of
+from batchrunner.engines.registry import for_task, model_of
 from batchrunner.job.load import parse_engine
 from tests.conftest import (
     batchrun,
@@ -46,3 +47,28 @@ def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
     result = batchrun("check", write_job(missing, tmp_path))
     assert result.exit_code == 2
     assert "no such model directory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mean", "args", "env"),
+    [
+        ("BertModel", True, {"disable-radix-cache": True, "chunked-prefill-size": -1}, {"mean_pooling"}),
+        ("BertModel", False, {"disable-radix-cache": True, "chunked-prefill-size": -1}, set()),
+        ("Qwen3ForCausalLM", False, {}, set()),
+    ],
+)
+def test_a_server_for_embeddings(
+    tmp_path: Path, architecture: str, mean: bool, args: dict[str, Any], env: set[str]
+) -> None:
+    """A launched server gets what its model needs for the task, below the job's own arguments."""
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"architectures": [architecture]}))
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_mean_tokens": mean}
+    (tmp_path / "1_Pooling" / "config.json").write_bytes(orjson.dumps(pooling))
+    own = {"mem-fraction-static": 0.7}
+    spec = {"kind": "server", "model": str(tmp_path), "device": "cpu", "args": own}
+    given = parse_engine(spec)
+    made = for_task(given, "embed").model_dump()
+    assert made["args"] == {"is-embedding": True, "context-length": None, **args, **own}
+    assert set(made["env"].values()) == env
+    assert for_task(given, "generate") == given

@@ -1,0 +1,27 @@
+"""The encoders, under the names of the architectures that they stand for."""
+
+from typing import Any
+
+from sglang.srt.layers.pooler import Pooler, PoolingType
+from sglang.srt.models import bert, roberta
+
+
+class BertModel(bert.BertModel):  # type: ignore[misc]
+    """BERT with the mean over all tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        """Take SGLang's arguments."""
+        super().__init__(**options)
+        self.pooler = Pooler(pooling_type=PoolingType.MEAN, normalize=True)
+
+
+class XLMRobertaModel(roberta.XLMRobertaModel):  # type: ignore[misc]
+    """XLM-RoBERTa with the mean over all tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        """Take SGLang's arguments."""
+        super().__init__(**options)
+        self.pooler = Pooler(pooling_type=PoolingType.MEAN, normalize=True)
+
+
+EntryClass = [BertModel, XLMRobertaModel]
