@@ -16,15 +16,12 @@ import pytest
 from batchrunner.engines.device import has_gpu
 from batchrunner.output.events import read_events
 from tests.conftest import SMALL_MODEL, eventually, report_of, require_engine, results_of, write_job
-from tests.support.memory_cgroup import memory_cgroup
+from tests.support.engine_processes import START_S
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-START_S = 600
-"""A start takes half a minute on a quiet machine, and minutes on a busy one."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -34,8 +31,6 @@ def _prepared() -> None:
     require_engine("sglang")
 
 
-MUCH_KV = {"head": 512}
-"""A tiny model of 16 kB of KV a token."""
 FOR_A_CARD = {"hidden": 1024, "layers": 4, "head": 64}
 """32 kB a token, with heads that a card's attention backends know."""
 
@@ -66,29 +61,6 @@ def whole(job: dict[str, Any], rows: int) -> bool:
 def rows_done(directory: Path) -> int:
     samples = [e for e in read_events(directory / "run" / "events.jsonl") if e["event"] == "sample"]
     return int(samples[-1]["rows_done"]) if samples else 0
-
-
-def test_killed_by_the_kernel_in_mid_run(tmp_path: Path) -> None:
-    """The limit of its cgroup closes in until the kernel kills it: it comes back with half the pool."""
-    args = {"max-total-tokens": 100_000}
-    job = long_rows_job(tmp_path, MUCH_KV, [120] * 120, tokens=2, device="cpu", args=args)
-    command = [sys.executable, "-m", "batchrunner", write_job(job, tmp_path)]
-    with (
-        memory_cgroup(8 << 30) as group,
-        subprocess.Popen(group.command(*command), stderr=subprocess.PIPE, text=True) as process,
-    ):
-        eventually(lambda: rows_done(tmp_path) >= 16 or process.poll() is not None, START_S)
-        eventually(lambda: group.squeeze(16 << 20) or process.poll() is not None, START_S)
-        group.set_limit(8 << 30)
-        _, errors = process.communicate(timeout=START_S)
-    assert process.returncode == 0, errors[-4000:]
-    assert "killed by the kernel for want of memory: max-total-tokens 100000 -> 50000" in errors, errors[
-        -4000:
-    ]
-    assert whole(job, 120)
-    assert report_of(job)["rows_resumed"] == 0
-    healed = [told for told in report_of(job)["incidents"] if told["what"] == "healed"]
-    assert [told["kind"] for told in healed] == ["killed"]
 
 
 HOG = """

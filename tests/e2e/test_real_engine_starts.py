@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,22 @@ from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import TrialRequest
 from batchrunner.tune.trial import TrialRunner
 from batchrunner.tune.tuner import engine_to_tune
-from tests.conftest import ROOT, SMALL_MODEL, require_engine
+from tests.conftest import ROOT, SMALL_MODEL, eventually, require_engine
+from tests.support.engine_processes import (
+    START_S,
+    command_line,
+    descendants_of,
+    marked,
+    processes_of,
+    scheduler_of,
+    wait_while_it_runs,
+)
+from tests.support.engine_site.sitecustomize import SPAWN
+from tests.support.memory_cgroup import MemoryCgroup, memory_cgroup_if_possible, require_cgroup
 from tests.support.server_thread import PATIENCE_S
 from tests.support.tiny_model import make_tiny_llama
 
 JOBS = ROOT / "jobs"
-START_S = 600
-"""A start takes half a minute on a quiet machine, and minutes on a busy one."""
-
 STRUCK_ROWS = 500
 OTHER_PYTHON = shutil.which("python3", path=str(Path(sys.executable).parent))
 """Another name of this interpreter: what it starts is told by its command line."""
@@ -74,39 +83,8 @@ def _tiny_job(tmp_path: Path, tiny: Path, rows: int, *, kind: str = "server", to
     return [sys.executable, "-m", "batchrunner", str(job)]
 
 
-def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + START_S
-    while not condition():
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def _engine_processes(marker: str) -> list[int]:
-    """Processes whose environment has the marker: the engine's whole tree, however it renames itself."""
-    found = []
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdigit() and marker.encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
-
-
-def _command_line(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return ""
-
-
-def _scheduler(tmp_path: Path) -> int:
-    """Return the scheduler's process of the engine whose environment bears this mark."""
-    return next(
-        pid
-        for pid in _engine_processes(f"BATCHRUNNER_TEST_MARK={tmp_path}")
-        if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+def _more_than(before: int, count: Callable[[], int]) -> bool:
+    return count() > before
 
 
 @dataclass(frozen=True)
@@ -114,21 +92,28 @@ class StruckRun:
     """A run whose engine is killed, then hangs, whose runner is killed, and the start that ends it."""
 
     directory: Path
+    group: MemoryCgroup | None
+    """Where memory ran out; None where no cgroup could be made, and the engine got a SIGKILL."""
     errors: str
     """Standard error of the first start."""
     tree: list[str]
     """Command lines of the runner, the launcher, the server and its children when the runner was killed."""
     kept: int
     """Rows in parts when the runner was killed."""
-    outlived_s: float
-    """Seconds until the last process of the engine was gone."""
+    outlived: list[str]
+    """Command lines of the engine that never ended after that."""
     report: dict[str, Any]
     """What the second start wrote to standard output."""
 
     @property
-    def events(self) -> list[str]:
+    def events(self) -> list[dict[str, Any]]:
+        """Events of both starts."""
+        return [*read_events(self.directory / "run" / "events.jsonl")]
+
+    @property
+    def names(self) -> list[str]:
         """Names of the events of both starts."""
-        return [event["event"] for event in read_events(self.directory / "run" / "events.jsonl")]
+        return [event["event"] for event in self.events]
 
 
 @pytest.fixture(scope="module")
@@ -139,47 +124,62 @@ def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
     """
     directory = tmp_path_factory.mktemp("struck")
     command = _tiny_job(directory, tiny, rows=STRUCK_ROWS, tokens=60)
-    command += ["--set", "limits.hang=5", "--set", f"engine.python={OTHER_PYTHON}"]
-    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(directory)}
-    marker = f"BATCHRUNNER_TEST_MARK={directory}"
+    command += ["--set", "limits.hang=3", "--set", f"engine.python={OTHER_PYTHON}"]
+    command += ["--set", "engine.args={max-total-tokens: 100000}"]
+    # what it learns of the memory is not for other tests
+    environ = marked({**os.environ, "XDG_CACHE_HOME": str(directory / "cache")}, directory)
     parts = directory / "run" / "parts"
     lines: list[str] = []
 
     def written() -> int:
         return len(list(parts.glob("part-*.parquet")))
 
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(memory_cgroup_if_possible(8 << 30))
+        process = stack.enter_context(
+            subprocess.Popen(
+                group.command(*command) if group else command,
+                env={**environ, SPAWN: "1"}, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+        stack.callback(process.kill)
         assert process.stderr is not None
         reader = threading.Thread(target=lines.extend, args=(process.stderr,))
         reader.start()
-        for strike in (signal.SIGKILL, signal.SIGSTOP):
-            before = written()
-            _wait_for(lambda before=before: written() > before, process)
-            os.kill(_scheduler(directory), strike)
-            backs = sum("the engine is back" in line for line in lines)
-            _wait_for(
-                lambda backs=backs: sum("the engine is back" in line for line in lines) > backs, process
-            )
-        before = written()
-        _wait_for(lambda: written() > before, process)
-        tree = [_command_line(pid) for pid in _engine_processes(marker)]
-        process.send_signal(signal.SIGKILL)
-        killed = time.monotonic()
+
+        def backs() -> int:
+            return sum("the engine is back" in line for line in lines)
+
+        for blow in ("death", "hang"):
+            victim, before, comebacks = scheduler_of(process), written(), backs()
+            wait_while_it_runs(process, partial(_more_than, before, written))
+            if blow == "hang":
+                os.kill(victim, signal.SIGSTOP)
+            elif group:
+                group.run_out(victim)
+            else:
+                os.kill(victim, signal.SIGKILL)
+            wait_while_it_runs(process, partial(_more_than, comebacks, backs))
+        wait_while_it_runs(process, partial(_more_than, written(), written))
+        pids = [process.pid, *descendants_of(process.pid)]
+        tree = [*map(command_line, pids)]
+        process.kill()
         reader.join()
-    kept = pq.read_table(parts).num_rows
-    while _engine_processes(marker) and time.monotonic() < killed + 60:
-        time.sleep(0.1)
-    outlived_s = time.monotonic() - killed
+        kept = pq.read_table(parts).num_rows
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: not processes_of(directory) and not any(map(command_line, pids)))
+        outlived = [*filter(None, map(command_line, {*pids, *processes_of(directory)}))]
     done = subprocess.run(
-        [*command, "--json"], env=environ, capture_output=True, text=True, timeout=START_S, check=True
+        [*command, "--json"], env=environ, capture_output=True, text=True, timeout=START_S, check=False
     )
-    return StruckRun(directory, "".join(lines), tree, kept, outlived_s, json.loads(done.stdout))
+    assert done.returncode == 0, done.stderr
+    return StruckRun(directory, group, "".join(lines), tree, kept, outlived, json.loads(done.stdout))
 
 
 def test_killed_runner_takes_its_server_along(struck: StruckRun) -> None:
     """SIGKILL of the runner ends the server; no file has the key."""
     assert len(struck.tree) >= 4  # runner, launcher, server, scheduler
-    assert struck.outlived_s < 30
+    assert struck.outlived == []
     log = (struck.directory / "run" / "engine-server.log").read_text(errors="replace")
     assert "api_key='***'" in log or '"***"' in log or "***" in log
 
@@ -197,14 +197,22 @@ def test_engine_that_dies_is_started_again(struck: StruckRun) -> None:
     """A scheduler that is killed in mid-run takes its server along; both come back."""
     assert "the engine died" in struck.errors
     assert struck.errors.index("the engine died") < struck.errors.index("the engine is back")
-    assert "engine_died" in struck.events
+    assert "engine_died" in struck.names
 
 
 def test_engine_that_hangs_is_started_again(struck: StruckRun) -> None:
     """A scheduler that stands still, behind an HTTP side that answers, is found out and started again."""
     hung = struck.errors.index("the engine did nothing for")
     assert "the engine is back" in struck.errors[hung:]
-    assert "engine_hangs" in struck.events
+    assert "engine_hangs" in struck.names
+
+
+def test_killed_by_the_kernel_in_mid_run(struck: StruckRun) -> None:
+    """Its cgroup has no memory left, so that the kernel kills it: it comes back with half the pool."""
+    require_cgroup(struck.group)
+    told = "killed by the kernel for want of memory: max-total-tokens 100000 -> 50000"
+    assert told in struck.errors, struck.errors[-4000:]
+    assert [event["kind"] for event in struck.events if event["event"] == "engine_healed"] == ["killed"]
 
 
 @pytest.mark.parametrize(

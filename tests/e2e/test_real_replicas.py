@@ -6,32 +6,23 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
 from batchrunner.engines.launched.fleet import LaunchedFleet
-from tests.conftest import (
-    SMALL_MODEL,
-    job_of,
-    require_engine,
-    results_of,
-    write_job,
-)
+from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of
+from tests.support.engine_processes import START_S, descendants_of
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from batchrunner.engines.launched.process import LaunchedProcess
-START_S = 300
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -68,59 +59,17 @@ def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 6
     )
 
 
-def _marked(marker: str) -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if marker.encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-    return found
-
-
-def test_killed_runner_leaves_nothing(tmp_path: Path, tiny: Path) -> None:
-    """SIGKILL of the runner ends the replicas and the gateway. (First: before the fixture's own are up.)"""
-    job = _long_job(tmp_path, fleet_of(tiny), rows=5000)
-    command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
-    environ = {**os.environ, "BATCHRUNNER_TEST_MARK": str(tmp_path)}
-    marker = f"BATCHRUNNER_TEST_MARK={tmp_path}"
-    parts = tmp_path / "run" / "parts"
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            deadline = time.monotonic() + START_S
-            while not list(parts.glob("part-*.parquet")):
-                assert process.poll() is None, process.stderr and process.stderr.read()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            assert len(_marked(marker)) >= 9  # runner, 3 launchers, 2 servers with a scheduler each, gateway
-        finally:
-            process.kill()
-    deadline = time.monotonic() + 30
-    while _marked(marker):
-        assert time.monotonic() < deadline, "something outlived the runner"
-        time.sleep(0.1)
-    assert pq.read_table(parts).num_rows >= 50
-
-
 def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
     made = engine._engine
     assert isinstance(made, LaunchedFleet)
     return made
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return what a process has started, and only that, by the kernel's own lists of children."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *_descendants(child)]
-    return found
-
-
 def _signal(process: LaunchedProcess, number: signal.Signals) -> None:
     """Send a signal to the program and all that it started, and not to its launcher."""
     assert process._process is not None
     assert process._process.returncode is None
-    victims = _descendants(process._process.pid)
+    victims = descendants_of(process._process.pid)
     assert victims
     assert os.getpid() not in victims
     for pid in victims:
@@ -135,9 +84,7 @@ def _run_and(
 
     def wait_and_strike() -> None:
         folder = Path(job["output"]["path"]) / "parts"
-        deadline = time.monotonic() + START_S
-        while len(list(folder.glob("part-*.parquet"))) < parts and time.monotonic() < deadline:
-            time.sleep(0.05)
+        eventually(lambda: len(list(folder.glob("part-*.parquet"))) >= parts, START_S)
         strike()
 
     striker = threading.Thread(target=wait_and_strike)
@@ -147,20 +94,34 @@ def _run_and(
     return report
 
 
-def _schedulers(job: dict[str, Any]) -> set[str]:
-    """Return those that were seen to run rows."""
+def _prefills(engine: batchrunner.OpenEngine) -> dict[str, int]:
+    """Return how often each replica has begun rows, by what it has logged so far."""
+    replicas = _fleet(engine)._replicas.values()
+    return {r.url: r.process.log_path.read_text(errors="replace").count("Prefill batch") for r in replicas}
+
+
+def _run_on_both(engine: batchrunner.OpenEngine, job: dict[str, Any]) -> Any:
+    """Run a job; return when each replica has logged that it began rows of it."""
+    before = _prefills(engine)
+    report = batchrunner.run(job, engine=engine)
+    eventually(lambda: all(count > before[url] for url, count in _prefills(engine).items()))
+    return report
+
+
+def _polled(job: dict[str, Any]) -> set[str]:
+    """Return the schedulers whose load was polled."""
     lines = (Path(job["output"]["path"]) / "events.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines if '"sample"' in line]
-    return {s["scheduler"] for sample in samples for s in sample["signals"] if s["running"] > 0}
+    return {signal["scheduler"] for sample in samples for signal in sample["signals"]}
 
 
 def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """All rows are answered, by both replicas, whose loads are polled; the key is in no log."""
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
-    report = batchrunner.run(job, engine=replicas)
+    report = _run_on_both(replicas, job)
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 300, 0)
     fleet = _fleet(replicas)
-    assert _schedulers(job) == fleet._replicas.keys()
+    assert _polled(job) == fleet._replicas.keys()
     assert report.engine["max_running"] == 64
     for log in fleet._log_dir.glob("engine-*.log"):
         assert fleet._key not in log.read_text(errors="replace")
@@ -179,19 +140,15 @@ def test_replica_that_is_killed(
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 1200, 0)
     assert [row["row"] for row in results_of(job)] == list(range(1200))
     assert report.retries > 0
-    deadline = time.monotonic() + START_S
-    while "replica 0 is back" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.1)
+    eventually(lambda: "replica 0 is back" in caplog.text, START_S)
     assert "replica 0 died (exit 137)" in caplog.text
-    assert "replica 0 is back" in caplog.text
     again = _long_job(tmp_path / "again", fleet_of(tmp_path), rows=200)
-    assert batchrunner.run(again, engine=replicas).rows_ok == 200
-    assert victim.url in _schedulers(again)
+    assert _run_on_both(replicas, again).rows_ok == 200
 
 
 def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """A replica that is stopped for 3 s keeps its rows; woken, it does them, and the next job uses both."""
-    victim, other = _fleet(replicas)._replicas.values()
+    victim, _ = _fleet(replicas)._replicas.values()
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
     job["limits"] = {"max_attempts": 1}
 
@@ -205,8 +162,7 @@ def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: P
     assert [row["row"] for row in results_of(job)] == list(range(1200))
     # How the rest of that job was shared depends on the machine's speed: a second job shows both at work.
     again = _long_job(tmp_path / "again", fleet_of(tmp_path), rows=300)
-    assert batchrunner.run(again, engine=replicas).rows_ok == 300
-    assert _schedulers(again) == {victim.url, other.url}
+    assert _run_on_both(replicas, again).rows_ok == 300
 
 
 def test_gateway_that_is_killed(

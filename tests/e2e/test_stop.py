@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +20,14 @@ from tests.conftest import (
     started,
     write_job,
 )
+from tests.support.engine_processes import (
+    command_line,
+    descendants_of,
+    marked,
+    processes_of,
+    wait_while_it_runs,
+)
+from tests.support.launchable import launchable
 from tests.support.started_runs import held_from, rows_in, rows_sent
 
 if TYPE_CHECKING:
@@ -156,3 +166,40 @@ def test_a_signal_while_the_engine_starts(
         assert process.end() == code
     assert "Traceback" not in "".join(process.lines)
     assert f"batchrun: {told} while the engine was starting\n" in process.lines
+
+
+WITH_CHILD = """
+import subprocess
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "with child"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+    }
+    def asked(self, body):
+        while int(body["text"].split()[1]) >= 100:
+            time.sleep(1)
+        self.answer("to " + body["text"])
+"""
+
+
+@pytest.mark.gateway
+def test_a_kill_takes_gateway_and_replicas_along(tmp_path: Path) -> None:
+    """SIGKILL of the runner in mid-run ends all that it has started, and what that has started."""
+    engine = {**launchable(tmp_path, WITH_CHILD), "kind": "gateway", "replicas": 2}
+    job = job_of(tmp_path, engine, rows=200, output={"part_rows": 50})
+    command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
+    parts = tmp_path / "run" / "parts"
+    with subprocess.Popen(
+        command, env=marked(os.environ, tmp_path), stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            wait_while_it_runs(process, lambda: list(parts.glob("part-*.parquet")))
+            others = descendants_of(process.pid)
+            # 3 launchers, gateway, 2 servers with a child each
+            assert len(others) >= 8, [command_line(pid) for pid in others]
+        finally:
+            process.kill()
+    eventually(lambda: not processes_of(tmp_path) and not any(map(command_line, others)))
+    assert sum(part.num_rows for part in parts_of(tmp_path / "run")) >= 50

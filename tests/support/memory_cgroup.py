@@ -5,14 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.server_thread import PATIENCE_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+ROOM_BYTES = 64 << 20
+"""Memory that is left when it begins to run out."""
+_EATER = """
+import re, sys
+events, before = sys.argv[1], int(sys.argv[2])
+eaten = []
+while int(re.search(r"^oom_kill (\\d+)$", open(events).read(), re.M)[1]) == before:
+    eaten.append(b"x" * (2 << 20))
+"""
 
 
 @dataclass(frozen=True)
@@ -34,16 +49,16 @@ class MemoryCgroup:
     def set_limit(self, limit_bytes: int) -> None:
         (self.path / self.limit).write_text(str(limit_bytes))
 
-    def squeeze(self, room_bytes: int) -> bool:
-        """Leave so much more than the least in use until now; tell whether the kernel has killed.
-
-        To be called often. The limit never grows: it would follow what is in use.
-        """
-        limit = int((self.path / self.usage).read_text()) + room_bytes
-        if limit < int((self.path / self.limit).read_text()):
-            with contextlib.suppress(OSError):  # v1 refuses a limit below what is in use by then
-                self.set_limit(limit)
-        return self.kills > 0
+    def run_out(self, victim: int) -> None:
+        """Let memory run out, whatever its processes do: the kernel kills the victim before all others."""
+        before = int((self.path / self.limit).read_text())
+        Path(f"/proc/{victim}/oom_score_adj").write_text("1000")
+        self.set_limit(int((self.path / self.usage).read_text()) + ROOM_BYTES)
+        eater = self.command(sys.executable, "-c", _EATER, self.path / self.events, self.kills)
+        try:
+            subprocess.run(eater, check=True, timeout=PATIENCE_S)
+        finally:
+            self.set_limit(before)
 
     def command(self, *command: object) -> list[str]:
         """Return a command that runs another one in it."""
@@ -54,6 +69,21 @@ class MemoryCgroup:
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
     """Make a cgroup with this limit, empty again at the end; skips by name where that cannot be done."""
+    with memory_cgroup_if_possible(limit_bytes) as group:
+        require_cgroup(group)
+        assert group is not None
+        yield group
+
+
+def require_cgroup(group: MemoryCgroup | None) -> None:
+    """Skip, by name, what needs a cgroup where none could be made."""
+    if group is None:
+        pytest.skip("skipped: no memory cgroup can be made here")
+
+
+@contextlib.contextmanager
+def memory_cgroup_if_possible(limit_bytes: int) -> Iterator[MemoryCgroup | None]:
+    """Make a cgroup with this limit, empty again at the end; None where that cannot be done."""
     name = f"batchrunner-test-{os.getpid()}"
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
     v2 = ("memory.max", "memory.current", "memory.events")
@@ -66,7 +96,8 @@ def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
         with contextlib.suppress(OSError):
             group.path.rmdir()
     else:
-        pytest.skip("skipped: no memory cgroup can be made here")
+        yield None
+        return
     try:
         yield group
     finally:
