@@ -411,7 +411,7 @@ async def test_a_pause_after_a_refusal(server: FakeSGLang) -> None:
     """While the consumer pauses nothing is sent: that is no time in which the engine takes no row."""
     server.script = lambda sent: "busy 503" if sent.prompt == "row 10" and sent.tries < 3 else "answer"
     server.refusal_s = 0.5  # it comes when all others wait to be given
-    options: dict[str, Any] = {"engine": server.url, "limits": {"engine_wait": 0.3}}
+    options: dict[str, Any] = {"engine": server.url, "limits": {"engine_wait": 1.2}}
     async with aclosing(batchrunner.stream((f"row {i}" for i in range(300)), prompt=TEXT, **options)) as rows:
         seen = [(await anext(rows))["row"]]
         await asyncio.sleep(2)  # longer than refusal and limits.engine_wait

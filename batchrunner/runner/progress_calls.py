@@ -72,10 +72,9 @@ class ProgressCalls:
     def show(self, snapshot: Snapshot) -> None:
         """Tell the present state, if the last call is old enough."""
         self._untold = snapshot
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + TIMING.progress
+        if time.monotonic() >= self._next:
             self._tell()
+            self._next = time.monotonic() + TIMING.progress
 
     def close(self) -> None:
         """Tell the last state."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -19,12 +20,12 @@ import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
+from batchrunner.output.events import read_events
 from tests.conftest import ROOT, events_of, eventually, job_of, results_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -35,6 +36,12 @@ LIMITS = {"max_attempts": 1, "engine_wait": 20}
 def all_answered(job: dict[str, Any], rows: int) -> bool:
     results = results_of(job)
     return [row["row"] for row in results if row["error"] is None] == list(range(rows))
+
+
+def in_flight(job: dict[str, Any]) -> int:
+    """Return the most rows that a running job was seen to have in flight."""
+    events = [*read_events(Path(job["output"]["path"]) / "events.jsonl")]
+    return max((event["in_flight"] for event in events if event["event"] == "sample"), default=0)
 
 
 def server_again(stack: contextlib.ExitStack, port: int) -> threading.Timer:
@@ -200,14 +207,19 @@ def test_a_server_that_is_killed_with_long_rows(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(elsewhere(port, 600))
 
-        def kill() -> None:
-            process.kill()
-            server_again(stack, port).start()
-
-        threading.Timer(engine_wait_s + 1, kill).start()
         engine = {"kind": "attach", "urls": [f"http://127.0.0.1:{port}"]}
         limits = {"max_attempts": 1, "engine_wait": engine_wait_s}
         job = job_of(tmp_path, engine, rows=4, limits=limits)
+
+        def kill() -> None:
+            eventually(lambda: in_flight(job) == 4)
+            threading.Event().wait(engine_wait_s + 1)
+            process.kill()
+            server_again(stack, port).start()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
         report = batchrunner.run(job)
+        killer.join()
     assert (report.exit_code, report.retries > 0) == (0, True)
     assert all_answered(job, 4)

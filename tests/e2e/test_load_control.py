@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency import corners
 from batchrunner.dispatch.snapshot import load_line, sample_line
-from tests.conftest import batchrun, job_of, report_of, results_of
+from tests.conftest import batchrun, eventually, job_of, report_of, results_of
 from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.launchable import launchable
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     import pytest
@@ -47,8 +49,8 @@ def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
 
 def test_the_queue_is_held_and_reported(tmp_path: Path) -> None:
     """The window settles so that the queue is in its band, and the report says for how long it was."""
-    with FakeSGLang(max_running=32, delay_s=0.2) as server:
-        job = job_of(tmp_path, server, rows=1500)
+    with FakeSGLang(max_running=32, delay_s=0.8) as server:  # 40 rows/s, which a slow machine manages too
+        job = job_of(tmp_path, server, rows=500)
         batchrunner.run(job)
         load = report_of(job)["load"]
         assert load["steady_s"] > 3
@@ -61,9 +63,9 @@ def test_the_queue_is_held_and_reported(tmp_path: Path) -> None:
 def test_the_corner_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A well used pool and a queue: an event, a word on the status line, and a share in the report."""
     monkeypatch.setattr(corners, "TOLD_AFTER_S", 0.0)
-    with FakeSGLang(max_running=32, delay_s=0.2) as server:
+    with FakeSGLang(max_running=32, delay_s=0.8) as server:
         server.used_tokens = 19_000
-        job = job_of(tmp_path, server, rows=1500)
+        job = job_of(tmp_path, server, rows=400)
         batchrunner.run(job)
         good = next(event for event in events_of(job, "corner") if event["corner"] == "good")
         assert (good["scheduler"], good["token_usage"]) == (server.url, 0.95)
@@ -98,7 +100,7 @@ def test_the_band_can_be_set(tmp_path: Path) -> None:
 def test_a_load_endpoint_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the load is not told any more the run goes on, held to what was known, and says so."""
     with FakeSGLang(max_running=32, delay_s=0.05) as server:
-        monkeypatch.setattr(TIMING, "silent_scheduler", 0.5)
+        monkeypatch.setattr(TIMING, "silent_scheduler", 1.0)
         job = job_of(tmp_path, server, rows=1500)
 
         def script(sent: Sent) -> Behaviour:
@@ -123,10 +125,23 @@ def test_a_poll_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         def script(sent: Sent) -> Behaviour:
             if len(server.sent) == 100:
                 server.polls = "hang"
-            return "answer"
+            return "hold" if sent.prompt == "row 999" else "answer"
+
+        def wait_for_polls() -> None:
+            eventually(lambda: server.hung >= 3 and len(server.sent) == 1000)
+            server.answer_held()
 
         server.script = script
-        assert batchrunner.run(job).wall_s < 20
+        waiter = threading.Thread(target=wait_for_polls)
+        waiter.start()
+        batchrunner.run(job)
+        waiter.join()
+        assert server.hung >= 3  # each was given up, and the next one was sent
+        assert whole(job, 1000)
+        monkeypatch.setattr(TIMING, "status_timeout", PATIENCE_S)
+        server.polls = "answer"
+        server.forget()
+        assert batchrunner.run(job, fresh=True).exit_code == 0  # with a poll that is never given up
         assert whole(job, 1000)
 
 
@@ -146,12 +161,12 @@ def test_refusals_narrow_the_window(tmp_path: Path) -> None:
 
 def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
     """Two replicas, one of them ten times slower, are both kept busy and neither is overloaded."""
-    fast = FakeSGLang(max_running=8, delay_s=0.05)  # 160 rows/s, which a busy machine manages too
-    with fast as server, FakeSGLang(max_running=8, delay_s=0.5) as lame:
-        job = job_of(tmp_path, rows=1200)
+    fast = FakeSGLang(max_running=8, delay_s=0.2)  # 40 rows/s, which a slow machine manages too
+    with fast as server, FakeSGLang(max_running=8, delay_s=2) as lame:
+        job = job_of(tmp_path, rows=400)
         job["engine"] = {"kind": "attach", "urls": [server.url, lame.url]}
         batchrunner.run(job)
-        assert whole(job, 1200)
+        assert whole(job, 400)
         assert len(lame.sent) < len(server.sent) / 4
         assert lame.most_in_flight <= 8 + 250
 

@@ -274,7 +274,7 @@ def test_deadline(tmp_path: Path, server: FakeSGLang) -> None:
         {"kind": "simulated", "step_s": 0.01, "max_running": 2},
         rows=5000,
         sampling={"max_new_tokens": 5},
-        limits={"deadline": 1},
+        limits={"deadline": 3},
     )
     result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 1

@@ -44,6 +44,9 @@ class Handler(Server):
             if mark != "/no":
                 open(mark, "w").close()
             stuck.set()
+        later = int(body["text"].split()[1]) >= int(os.environ.get("LATER", 10**9))
+        while later and not os.path.exists(os.environ["BACK"]):
+            time.sleep(0.02)
         if stuck.is_set():
             until = time.monotonic() + 600
             while time.monotonic() < until and not os.path.exists(os.environ.get("GO_ON", "/no")):
@@ -102,13 +105,23 @@ def test_a_slow_server_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_replica_that_hangs_behind_a_gateway(tmp_path: Path) -> None:
     """It is taken out and started again; every row is answered, and none is blamed."""
-    job = sticky_job(tmp_path, 1500, "row 117", ONCE=str(tmp_path / "once"), SLOW_S="0.1")
+    back = tmp_path / "back"  # until it is, the other one answers no row from 900 on
+    job = sticky_job(tmp_path, 1000, "row 117", ONCE=str(tmp_path / "once"), LATER="900", BACK=str(back))
     job["engine"] |= {"kind": "gateway", "replicas": 2}
-    job["window"] = 16  # so that the other one is not done with all rows before it is back
+    job["window"] = 16
     job["limits"]["hang"] = 2  # with polls between a stall and a hang on a busy machine too
-    result = batchrun(write_job(job, tmp_path))
+
+    def see_it_back() -> None:
+        log = tmp_path / "run" / "events.jsonl"
+        eventually(lambda: log.exists() and '"engine_back"' in log.read_text())
+        back.touch()
+
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(see_it_back)
+        result = batchrun(write_job(job, tmp_path))
+        seen.result()
     assert result.exit_code == 0, result.stderr
-    assert [row["row"] for row in results_of(job) if row["error"] is None] == list(range(1500))
+    assert [row["row"] for row in results_of(job) if row["error"] is None] == list(range(1000))
     assert events_of(job) == ["engine_out", "engine_hangs", "engine_in", "engine_back"]
 
 

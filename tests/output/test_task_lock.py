@@ -25,6 +25,7 @@ from batchrunner.output.task_holder import (
 )
 from batchrunner.output.task_lock import TaskLock
 from tests.conftest import job_of, results_of, started, write_job
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +197,7 @@ def test_of_many_one_takes_over(tmp_path: Path, turn: int) -> None:
     threads = [threading.Thread(target=contend, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while len(told) + len(won) < 16 and time.monotonic() < deadline:
         time.sleep(0.01)
     over.set()

@@ -41,7 +41,7 @@ def test_calls_are_a_second_apart(tmp_path: Path, server: FakeSGLang) -> None:
 
     def listen(progress: batchrunner.Progress) -> None:
         told.append((time.monotonic(), progress))
-        if len(told) == 3:
+        if [progress.rows_in_flight for _, progress in told].count(10) == 2:
             enough.set()
             server.answer_held()
 
@@ -53,7 +53,7 @@ def test_calls_are_a_second_apart(tmp_path: Path, server: FakeSGLang) -> None:
     assert report.rows_ok == 10
     times = [at for at, _ in told[:-1]]
     assert all(later - earlier > TIMING.progress * 0.9 for earlier, later in itertools.pairwise(times))
-    assert [progress.rows_in_flight for _, progress in told[1:3]] == [10, 10]
+    assert [progress.rows_in_flight for _, progress in told].count(10) >= 2
     assert told[-1][1].rows_done == 10
 
 

@@ -156,7 +156,9 @@ class FakeSGLang(ServerThread):
         """Version of the weights, which the description and the answers tell."""
         self.polls: Literal["answer", "hang", "gone"] = "answer"
         self.polled = 0
-        """How often the load was asked for."""
+        """How often the load was asked for and told."""
+        self.hung = 0
+        """How often it was asked for and not told: `polls` is "hang"."""
         self._in_flight = 0
         self._released = False
         self._tries: Counter[str] = Counter()
@@ -291,6 +293,7 @@ class FakeSGLang(ServerThread):
 
     async def _loads(self, request: web.Request) -> web.Response:
         if self.polls == "hang":
+            self.hung += 1
             await self._over.wait()
         if self.polls == "gone":
             return web.Response(status=404)

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import batchrunner
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
 SECRET = "k3y'with\\odd-signs"  # made up; its repr and its JSON differ from it
-WAIT_S = 60.0
+WAIT_S = PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")
 
@@ -87,7 +88,7 @@ class Launched:
             "secret": SECRET,
             "secret_flag": "--api-key",
             "log": str(self.log),
-            "grace_s": 0.5,
+            "grace_s": WAIT_S if mode == "orderly" else 0.5,
         }
         return json.dumps(fields).encode() + b"\n"
 
