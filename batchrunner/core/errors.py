@@ -147,6 +147,9 @@ class WrongValueError(ValueError):
 class RequestError(Exception):
     """One try of one row failed; the message becomes the row's `error` if there is no further try."""
 
+    body: bytes | None = None
+    """Body of the answer by which the server refused the row; None where there is none."""
+
 
 class RowRefusedError(RequestError):
     """The row itself is at fault (too long, bad schema, template error); it is not sent again."""

@@ -20,6 +20,7 @@ from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.dispatch.queue import Backlog
+from batchrunner.dispatch.refused_bodies import refused_answer
 from batchrunner.dispatch.retries import Retries
 from batchrunner.dispatch.slots import Slots
 
@@ -110,20 +111,25 @@ class Dispatcher:
             error = self._failed(row, route, error, now)
             if error is None:
                 return
-        message = None if error is None else str(error)
-        if self._examiner is not None:
-            if completion is None:
-                completion = row.asking.last if row.asking else None
-            else:
-                completion, message, again = await self._examiner.examine(row, completion)
-                if again is not None:
-                    row.request = again
-                    self._backlog.retry_after(row, 0.0)
-                    return
+        message = None
+        if error is not None:
+            message, completion = str(error), self._kept(row, error)
+        elif self._examiner is not None and completion is not None:
+            completion, message, again = await self._examiner.examine(row, completion)
+            if again is not None:
+                row.request = again
+                self._backlog.retry_after(row, 0.0)
+                return
         await self._backlog.end(
             row, Outcome(row.request.ref, completion, message, now - sent_at, row.attempts)
         )
         self._retries.accepted()  # while it waited to be stored, nobody asked the engine
+
+    def _kept(self, row: PendingRow, error: RequestError) -> Completion | None:
+        """Return what a row that failed with an error keeps: its last answer, or that which refused it."""
+        if self._examiner is not None:
+            return self._examiner.last_answer(row)
+        return refused_answer(row.request, error)
 
     def _failed(self, row: PendingRow, route: str, error: RequestError, now: float) -> RequestError | None:
         """Decide what becomes of a row without an answer: None if it is sent again, else its error."""

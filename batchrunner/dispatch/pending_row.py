@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from batchrunner.core.types import Completion, Request, RowRef
+from batchrunner.output.check_counts import Rejected
 
 
 class Asking(msgspec.Struct):
@@ -12,7 +13,7 @@ class Asking(msgspec.Struct):
 
     first: Request
     """Its first request, as it was sent."""
-    rejected: int = 0
+    rejected: list[Rejected] = []
     """Answers that were not good."""
     continued: int = 0
     """Answers that were cut, and whose rest was asked for."""
@@ -24,7 +25,7 @@ class Asking(msgspec.Struct):
     @property
     def asks(self) -> int:
         """Times that the row was asked, without tries that had no answer."""
-        return 1 + self.rejected + self.continued
+        return 1 + len(self.rejected) + self.continued
 
 
 class PendingRow(msgspec.Struct, eq=False):

@@ -84,7 +84,8 @@ class OutputSpec(Spec):
     """Whether each output is a row of the results, with the column `sample`, where `sampling.n` is more than
     1. Else the outputs of a row are lists in one row."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Most rows in a result file (part). A part is also written every 30 s."""
+    """Most rows of the input in a result file (part), each with all its samples. A part is also written
+    every 30 s."""
     durable: Duration = 1.0
     """Time within which a finished row is safe on disk, in a journal or in a part."""
     dtype: Dtype = "float32"

@@ -160,5 +160,21 @@ def _line(row: dict[str, Any], ids: _Ids) -> _ResultLine:
     code = "invalid_request" if refused else "request_failed"
     response = None
     if status is not None:
-        response = _Response(status, request, {"error": {"message": said, "type": code, "code": status}})
+        response = _Response(status, request, _error_body(row[RESPONSE], status, said, code))
     return _ResultLine(name, row["custom_id"], response, _Error(code, error))
+
+
+def _error_body(own: str | None, status: int, said: str, code: str) -> Any:
+    """Return the body of an error as OpenAI writes it, with all that the server's own body says.
+
+    SGLang's own body is what stands below `error` there.
+    """
+    found = None if own is None else msgspec.json.decode(own)
+    error = {"message": said, "type": code, "code": status}
+    if not isinstance(found, dict):
+        return {"error": error}
+    if isinstance(found.get("error"), dict):
+        return found
+    if isinstance(found.get("message"), str):
+        return {"error": found}
+    return {**found, "error": error}

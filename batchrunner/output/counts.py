@@ -1,8 +1,7 @@
-"""Counts of finished rows and groups of their errors, in bounded memory."""
+"""Counts of finished rows, in bounded memory."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
@@ -11,57 +10,17 @@ import pyarrow.compute as pc
 
 from batchrunner.core.types import LEFT_OUT, Outcome
 from batchrunner.job.output import CUT, OF_TEXTS, SAMPLE
+from batchrunner.output.check_counts import CheckCounts
 from batchrunner.output.columns import has_texts, is_exploded
+from batchrunner.output.failures import MOST_GROUPS, OTHER, Failures
 
 COUNTED_COLUMNS = [
     *("row", "error", "attempts", "finish_reason"),
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
 ]
 """Columns of every part that RowCounts.add_table reads."""
-MOST_GROUPS = 50
-"""Failure groups that are kept; further ones are counted as OTHER."""
-OTHER = "other reasons"
 UNKNOWN = "unknown"
 """The finish reason of an answer that has none."""
-_DIGITS = re.compile(r"\d+")
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-
-
-@dataclass(slots=True)
-class Failures:
-    """Failed rows grouped by reason: messages that differ only in numbers and quoted words are one group."""
-
-    rows: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """The first row of each group, with its own message."""
-
-    def add(self, row: int, error: str) -> None:
-        """Count one failed row."""
-        group = _DIGITS.sub("N", _QUOTED.sub("'…'", error))
-        if group not in self.rows and len(self.rows) >= MOST_GROUPS:
-            group = OTHER
-        self.rows[group] += 1
-        self.examples.setdefault(group, (row, error))
-
-    def __add__(self, other: Failures) -> Failures:
-        """Return both together."""
-        both = Failures(self.rows + other.rows, {**other.examples, **self.examples})
-        return both if len(both.rows) <= MOST_GROUPS else both._folded()
-
-    def _folded(self) -> Failures:
-        kept = dict(self.rows.most_common(MOST_GROUPS))
-        rest = self.rows.total() - sum(kept.values())
-        first = next(group for group in self.rows if group not in kept)
-        examples = {OTHER: self.examples[first], **self.examples}
-        groups = Counter({**kept, OTHER: kept.get(OTHER, 0) + rest})
-        return Failures(groups, {group: examples[group] for group in groups})
-
-    def summary(self) -> list[dict[str, object]]:
-        """Return the groups, largest first, as report.json has them."""
-        return [
-            {"rows": count, "example_row": self.examples[group][0], "example": self.examples[group][1]}
-            for group, count in self.rows.most_common()
-        ]
 
 
 @dataclass(slots=True)
@@ -83,6 +42,8 @@ class RowCounts:
     retries: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
+    checks: CheckCounts = field(default_factory=CheckCounts)
+    """Answers that were not good; of a table, they stand in its metadata (`checks_in`)."""
 
     @property
     def done(self) -> int:
@@ -112,6 +73,8 @@ class RowCounts:
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
+        if outcome.attempts > 1 or outcome.error is not None:  # else no answer was rejected
+            self.checks.add(outcome)
 
     def add_table(self, rows: pa.Table) -> None:
         """Count the rows of a table that has the columns of `counted_columns`."""

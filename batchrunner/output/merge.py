@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, TaskHeldError
 from batchrunner.output.buckets import Buckets
+from batchrunner.output.check_counts import without_checks
 from batchrunner.output.columns import may_be_missing
 from batchrunner.output.files import sync_directory, writing
 from batchrunner.output.parts import open_part, recover
@@ -90,7 +91,7 @@ def in_order(parts: list[Path], work: Path, columns: list[str] | None = None) ->
         schema = pa.schema([schema.field(name) for name in columns])
     for part in parts:
         buckets.put(_with_all_columns(_read(part, columns), schema))
-    return buckets.take()
+    return map(without_checks, buckets.take())
 
 
 def distinct_rows(table: pa.Table) -> int:

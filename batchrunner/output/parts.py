@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
+from batchrunner.output.check_counts import with_checks_of
 from batchrunner.output.files import TEMPORARY, link_part, make_directory, sync_directory, whole_file
 from batchrunner.output.journal import read_journal
 from batchrunner.output.run_dir import RunDir, number_of
@@ -42,7 +43,8 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
     TaskLockLostError, and then leaves no file behind.
     """
     # those from before the length of vectors was known lack their column
-    table = pa.concat_tables(tables, promote_options="default").sort_by("row")
+    rows = pa.concat_tables(tables, promote_options="default").sort_by("row")
+    table = with_checks_of(rows, tables)
     for number in count(first):
         path = run_dir.part(number)
         try:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.row_set import from_column
+from batchrunner.output.check_counts import checks_in, with_checks_of_ok
 from batchrunner.output.columns import arrow_array
 from batchrunner.output.counts import RowCounts, counted_columns
 from batchrunner.output.files import whole_file, writing
@@ -41,6 +42,8 @@ class DoneRows:
 
     def add(self, results: pa.Table, *, without_failed: bool) -> None:
         """Add the rows of a table that has the columns of `counted_columns`."""
+        if results.num_rows:  # else they are in a part too
+            self.counts.checks += checks_in(results.schema, without_failed=without_failed)
         if without_failed:
             results = results.filter(pc.is_null(results.column("error")))
         self.rows |= from_column(results.column("row"))
@@ -137,6 +140,6 @@ def drop_failed(run_dir: RunDir) -> None:
             errors = part.read(["error"]).column("error")
             if errors.null_count == len(errors):
                 continue
-            kept = part.read().filter(pc.is_null(errors))
+            kept = with_checks_of_ok(part.read().filter(pc.is_null(errors)))
         with writing(path), whole_file(path) as temporary:
             pq.write_table(kept, temporary, compression="zstd")

@@ -16,6 +16,7 @@ from batchrunner.core.row_set import from_column
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.output.check_counts import with_checks
 from batchrunner.output.columns import RunSchema, table_of
 from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.files import make_directory, writing
@@ -151,7 +152,7 @@ class ResultWriter:
     async def _write(self, outcomes: list[Outcome], *, last: bool) -> None:
         part = self._part
         if outcomes:
-            part.add(await asyncio.to_thread(self._table_of, outcomes))
+            part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         if part.rows and (last or whole or time.monotonic() - part.began >= TIMING.part):
             if outcomes and self._publishing is not None and not self._publishing.done():
@@ -165,9 +166,10 @@ class ResultWriter:
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
         plan = self._plan
-        return table_of(
+        table = table_of(
             outcomes, self._schema.schema, samples=plan.samples, columns=plan.names, explode=plan.explode
         )
+        return with_checks(table, outcomes) if plan.checks else table
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part; rows that finish meanwhile go into the journal of the next part."""
@@ -214,6 +216,7 @@ class _PendingPart:
         self._lock = lock
         self.number = number
         self.rows = 0
+        """Rows of the input, each with all its samples."""
         self.bytes = 0
         self.began = 0.0
         self._journal_path = run_dir.journal(number, lock.token)
@@ -225,11 +228,11 @@ class _PendingPart:
         """Path under which the part will be written, unless another part has it."""
         return self._run_dir.part(self.number)
 
-    def add(self, table: pa.Table) -> None:
-        """Add rows, in memory only."""
+    def add(self, table: pa.Table, rows: int) -> None:
+        """Add the table of so many rows of the input, in memory only."""
         self.began = self.began or time.monotonic()
         self._tables.append(table)
-        self.rows += table.num_rows
+        self.rows += rows
         self.bytes += table.nbytes
 
     def append_journal(self) -> None:
@@ -264,7 +267,7 @@ def _text_bytes(outcome: Outcome) -> int:
     completion = outcome.completion
     if completion is None:
         return 0
-    size = sum(map(len, completion.texts))
+    size = sum(map(len, filter(None, completion.texts)))
     return size + sum(map(_bytes_of, completion.columns.values())) if completion.columns else size
 
 

@@ -80,7 +80,7 @@ class Report:
     """Rows that shared a request: `requests` in all, the mean `rows_per_request`, `bundles` (requests with
     several rows), the `most_rows` of one, and `rows_resent` after their bundle left them unanswered."""
     checks: dict[str, Any] = field(default_factory=dict)
-    """Answers that were not good, of this attempt; empty where all were: `rows_asked_again`, the further
+    """Answers that were not good, of all attempts; empty where all were: `rows_asked_again`, the further
     asks (`asked_again`, `continued` of them for the rest of a cut answer), `rows_mended` by them,
     `rows_failed`, the `output_tokens` that were rejected, about how many `prompt_tokens` the further asks
     had, and the `causes`."""

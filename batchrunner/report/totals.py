@@ -1,17 +1,14 @@
 """Make a report from row counts: sums over this attempt and earlier ones, and the exit code."""
 
 import platform
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
-from batchrunner.core.jsonfile import read_json
 from batchrunner.core.types import EngineInfo
 from batchrunner.core.versions import installed_version
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.output.counts import MOST_GROUPS, RowCounts
+from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import attempt_spans, attempts_in, union_s
 from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
@@ -38,6 +35,7 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
         retries=tally.retries,
         finish_reasons=dict(tally.finish_reasons),
         failures=(earlier.failures + tally.failures).summary(),
+        checks=(earlier.checks + tally.checks).as_dict(),
     )
 
 
@@ -71,7 +69,7 @@ def report_of_all(run: str | Path) -> Report:
         starts=sum(attempts_in(task.events)[0] for task in tasks),
         prompt_tokens=done.counts.prompt_tokens, cached_tokens=done.counts.cached_tokens,
         retries=done.counts.retries, finish_reasons=dict(done.counts.finish_reasons),
-        output_tokens=report.output_tokens_all_starts, checks=_checks_of(tasks),
+        output_tokens=report.output_tokens_all_starts,
         output_tokens_per_s=round(report.output_tokens_all_starts / max(wall_s, 1e-3), 1),
         rows_per_s=round(report.rows_resumed / max(wall_s, 1e-3), 2),
         engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
@@ -79,17 +77,6 @@ def report_of_all(run: str | Path) -> Report:
     if any(task.task != MAIN_TASK for task in tasks):
         report.save(run_dir.report_json)
     return report
-
-
-def _checks_of(tasks: Sequence[RunDir]) -> dict[str, Any]:
-    """Return the counts of checks of all tasks together, from the report that each has left last."""
-    reports = (read_json(task.report_json).get("checks") for task in tasks)
-    found = [checks for checks in reports if isinstance(checks, dict) and checks]
-    if not found:
-        return {}
-    causes = sorted((cause for one in found for cause in one.get("causes", [])), key=lambda c: -c["rows"])
-    counts = {name: sum(one.get(name, 0) for one in found) for name in found[0] if name != "causes"}
-    return {**counts, "causes": causes[:MOST_GROUPS]}
 
 
 def versions(info: EngineInfo) -> dict[str, str | None]:

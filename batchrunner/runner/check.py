@@ -17,7 +17,7 @@ from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
-from batchrunner.output.counts import Failures
+from batchrunner.output.failures import Failures
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, find_done, prepare
 

@@ -316,7 +316,6 @@ class Run:
             incidents=self.sending.incidents.reported,
             sharing=self.sending.reorderer.sharing(),
             bundles=self.sending.bundles.as_dict(),
-            checks=self.sending.checks.as_dict(),
             simulated=self.info.simulated,
             versions=versions(self.info),
         )

@@ -16,7 +16,6 @@ from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.dispatch.checks.examiner import AnswerExaminer
 from batchrunner.dispatch.checks.python_check import python_check
-from batchrunner.dispatch.checks.totals import CheckTotals
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -113,7 +112,6 @@ class Sending:
     reorderer: Reorderer
     totals: RouteTotals
     bundles: BundleTotals
-    checks: CheckTotals
     summary: LoadSummary
     incidents: IncidentLog
     progress: ProgressLog
@@ -159,11 +157,10 @@ def build_sending(
     feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
     bundles = BundleTotals()
     senders = bundle_senders(job, engine, info, bundles, events)
-    checks = CheckTotals()
     examiner = None
     if answers.checks:
         checker = AnswerChecker(job, answers, columns)
-        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, checks, judge)
+        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, judge)
     dispatcher = Dispatcher(
         backlog, slots, senders, retries, feedback, examiner, by_affinity=info.keeps_together
     )
@@ -187,7 +184,6 @@ def build_sending(
         reorderer=reorderer,
         totals=totals,
         bundles=bundles,
-        checks=checks,
         summary=summary,
         incidents=incidents,
         progress=progress,

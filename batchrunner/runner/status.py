@@ -9,8 +9,8 @@ from typing import Any
 from pyroaring import BitMap64
 
 from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
-from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_reason, last_sample
+from batchrunner.output.failures import Failures
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import holds_run, read_run_json, require_run_json

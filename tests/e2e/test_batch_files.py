@@ -18,7 +18,7 @@ from batchrunner.job.batch_call import job_of_batch
 from batchrunner.output.parts import write_part
 from tests.conftest import batchrun, eventually, require_modules, started
 from tests.support.fake_sglang import FakeSGLang, Sent
-from tests.support.raw_answers import Body
+from tests.support.raw_answers import Body, OnWire
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -208,6 +208,57 @@ def test_failed_lines(server: FakeSGLang, tmp_path: Path, *, to_errors: bool) ->
     server.script = lambda _: "answer"
     assert batch.do("--retry-failed", engine=server).exit_code == 0
     assert [line["error"] for line in lines_of(batch.results)] == [None] * 8
+
+
+SGLANG_SAYS = {
+    "object": "error", "message": "too long", "type": "BadRequestError", "param": None, "code": 400,
+}  # fmt: skip
+OPENAI_SAYS = {"error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}}
+MADE_HERE = {"type": "invalid_request", "code": 400}
+BODIES: dict[str, tuple[str, Any]] = {
+    "SGLang's": (json.dumps(SGLANG_SAYS, indent=1), {"error": SGLANG_SAYS}),
+    "OpenAI's": (json.dumps(OPENAI_SAYS), OPENAI_SAYS),
+    "another": (
+        '{"detail": "n is 0", "at": [1]}',
+        {"detail": "n is 0", "at": [1], "error": {"message": "n is 0", **MADE_HERE}},
+    ),
+    "a word": ('{"error": "no"}', {"error": {"message": "no", **MADE_HERE}}),
+    "no object": ("[1]", {"error": {"message": "[1]", **MADE_HERE}}),
+    "a page": ("<html>no</html>", {"error": {"message": "<html>no</html>", **MADE_HERE}}),
+    "nothing": ("", {"error": {"message": "no explanation", **MADE_HERE}}),
+    "long": (
+        json.dumps({"message": "no" * 50_000}),
+        {"error": {"message": "no" * 249 + "n…", **MADE_HERE}},
+    ),
+}
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_the_server_s_own_error_is_kept(server: FakeSGLang, tmp_path: Path) -> None:
+    """A line that the server refused has its status and its body, as OpenAI writes them."""
+    bodies = [body.encode() for body, _ in BODIES.values()]
+
+    def refuse(sent: Sent) -> OnWire:
+        body = bodies[int(sent.prompt.split()[1])]
+        return OnWire(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    server.script = refuse
+    urls = [CHAT, COMPLETIONS] * len(BODIES)
+    batch = Batch(tmp_path, [request_of(i, url=urls[i]) for i in range(len(BODIES))])
+    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    lines = lines_of(batch.errors)
+    found = {name: line["response"]["body"] for name, line in zip(BODIES, lines, strict=True)}
+    assert found == {name: body for name, (_, body) in BODIES.items()}
+    assert {line["response"]["status_code"] for line in lines} == {400}
+    assert [line["error"]["code"] for line in lines] == ["invalid_request"] * len(BODIES)
+    rows = pq.read_table(batch.run / "parts").to_pylist()
+    assert {row["output"] for row in rows} == {None}
+    server.script = lambda _: "broken 500"
+    assert batch.do("--errors", batch.errors, "--retry-failed", engine=server).exit_code == 0
+    last = lines_of(batch.errors)[0]
+    assert last["response"]["status_code"] == 500
+    assert last["response"]["body"]["error"]["message"] == "Out of memory of the last running request"
+    assert last["error"]["code"] == "request_failed"
 
 
 def test_all_lines_may_fail(server: FakeSGLang, tmp_path: Path) -> None:

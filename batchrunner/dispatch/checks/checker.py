@@ -42,7 +42,6 @@ class AnswerChecker:
             self._json = JsonCheck(plan.schema, by_row=plan.schema_by_row, where=where)
         self._schema_by_row = plan.schema_by_row
         self._pattern = None if job.check.regex is None else Pattern(job.check.regex)
-        self._regex = job.check.regex
 
     def look_at(self, request: Request, completion: Completion) -> Checked:
         """Check an answer; of several samples each must be good, and the first complaint is told."""
@@ -78,9 +77,9 @@ class AnswerChecker:
         if self._pattern is not None:
             try:
                 if not self._pattern.is_in(text):
-                    return f"the answer has no match of check.regex {self._regex!r}"
+                    return f"the answer has no match of check.regex {self._pattern.text!r}"
             except PatternTimeoutError:
-                return f"check.regex {self._regex!r} takes more than {LONGEST_S:g} s on the answer"
+                return f"check.regex {self._pattern.text!r} takes more than {LONGEST_S:g} s on the answer"
         if self._expression is not None:
             thoughts = completion.columns.get(REASONING)
             answer = {

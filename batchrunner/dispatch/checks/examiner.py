@@ -14,11 +14,11 @@ from batchrunner.dispatch.checks.asking import (
 )
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.dispatch.checks.python_check import PythonCheck
-from batchrunner.dispatch.checks.totals import CheckTotals
 from batchrunner.dispatch.pending_row import Asking, PendingRow
 from batchrunner.dispatch.tokenizers import RowTokenizer
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.check import CheckSpec
+from batchrunner.output.check_counts import ASKED_AGAIN, AskedAgain, Rejected
 
 MOST_CONTINUED = 3
 """Times that a cut answer is continued, or asked for with more tokens: twice as many each time."""
@@ -43,7 +43,6 @@ class AnswerExaminer:
         plan: AnswerPlan,
         check: CheckSpec,
         tokenizer: RowTokenizer,
-        totals: CheckTotals,
         python: PythonCheck | None = None,
     ) -> None:
         """Take the parts; `python` is the condition that a Python function is."""
@@ -52,11 +51,10 @@ class AnswerExaminer:
         self._tries = plan.tries
         self._continues = plan.on_length == "continue"
         self._tokenizer = tokenizer
-        self._totals = totals
         self._python = python
 
     async def examine(self, row: PendingRow, completion: Completion) -> Verdict:
-        """Look at an answer of a row, and count it; what is asked next is tokenised where prompts are."""
+        """Look at an answer of a row; what is asked next is tokenised where prompts are."""
         asking = row.asking = row.asking or Asking(row.request)
         whole = completion if asking.begun is None else joined(asking.begun, completion)
         checked = self._checker.look_at(row.request, whole)
@@ -65,35 +63,46 @@ class AnswerExaminer:
             complaint = await self._python.complaint(row.request.ref, checked.completion)
             checked = checked._replace(complaint=complaint)
         if checked.complaint is None:
-            self._totals.ended(checked.completion, asks=asking.asks, good=True)
-            return Verdict(checked.completion, None)
+            return Verdict(_with_asks(asking, is_good=True), None)
         if checked.is_cut and self._continues and asking.continued < MOST_CONTINUED:
             longer = with_more_tokens(row.request, 2)
             if longer is not None:
                 return self._go_on(asking, longer, completion, whole)
         return await self._reject(row, asking, checked.completion, checked.complaint)
 
+    def last_answer(self, row: PendingRow) -> Completion | None:
+        """Return the last answer of a row that ends without a further one; None where it had none."""
+        asking = row.asking
+        return None if asking is None or asking.last is None else _with_asks(asking, is_good=None)
+
     def _go_on(self, asking: Asking, longer: Request, part: Completion, whole: Completion) -> Verdict:
         """Ask for the rest of an answer that was cut, or for its last part anew with more tokens."""
         rest = continued(longer, part)
         if rest is not None:
             asking.begun = whole
-        self._totals.again(is_first=asking.asks == 1, continues=True)
         asking.continued += 1
         return Verdict(whole, None, longer if rest is None else rest)
 
     async def _reject(self, row: PendingRow, asking: Asking, answer: Completion, complaint: str) -> Verdict:
-        self._totals.reject(row.request.ref.row, answer, complaint)
-        asking.rejected += 1
+        asking.rejected.append(Rejected(complaint, answer.output_tokens))
         asking.begun = None
         again: Request | Outcome | None = None
-        if asking.rejected < self._tries:
-            again = next_try(asking.first, self._check, asking.rejected)
+        number = len(asking.rejected)
+        if number < self._tries:
+            again = next_try(asking.first, self._check, number)
             if self._check.feedback and row.unencoded is not None and row.unencoded.kind == "messages":
-                told = next_try(row.unencoded, self._check, asking.rejected)
+                told = next_try(row.unencoded, self._check, number)
                 (again,) = await self._tokenizer.tokenize([with_complaint(told, answer, complaint)])
         if not isinstance(again, Request):
-            self._totals.ended(answer, asks=asking.asks, good=False)
-            return Verdict(answer, complaint)
-        self._totals.again(is_first=asking.asks == 2, continues=False)  # noqa: PLR2004 - this one is counted
+            return Verdict(_with_asks(asking, is_good=False), complaint)
         return Verdict(answer, None, again)
+
+
+def _with_asks(asking: Asking, *, is_good: bool | None) -> Completion:
+    """Return the last answer of a row, with what its others came to where it had others or is not good."""
+    assert asking.last is not None
+    asks = asking.asks - (is_good is False)  # the last one was rejected, and nothing was asked after it
+    if asks == 1 and is_good:
+        return asking.last
+    asked = AskedAgain(asks, asking.continued, tuple(asking.rejected), is_good)
+    return asking.last._replace(columns={**asking.last.columns, ASKED_AGAIN: [asked]})

@@ -21,18 +21,19 @@ class Pattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+        self.text = pattern
+        """The expression as it was given."""
         self._is_linear = _is_linear(pattern)
 
     def is_in(self, text: str) -> bool:
         """Tell whether a text contains a match; raises PatternTimeoutError after LONGEST_S seconds."""
         if self._is_linear:
             given = pa.scalar(text.encode("utf-8", "replace").decode(), pa.string())
-            return bool(pc.match_substring_regex(given, self._pattern).as_py())
+            return bool(pc.match_substring_regex(given, self.text).as_py())
         import regex  # noqa: PLC0415 - only for such expressions; `re` has no time limit
 
         try:
-            return regex.search(self._pattern, text, timeout=LONGEST_S) is not None
+            return regex.search(self.text, text, timeout=LONGEST_S) is not None
         except TimeoutError:
             raise PatternTimeoutError from None
 

@@ -140,7 +140,12 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
         code, said = _code_of(body), _message_of(body)
     except Exception:  # noqa: BLE001 - as above
         code, said = "", _short(body.decode(errors="replace"))
-    message = f"{status}: {said}"
+    error = _error_of_status(status, code, f"{status}: {said}", retry_after)
+    error.body = body
+    return error
+
+
+def _error_of_status(status: int, code: str, message: str, retry_after: str | None) -> RequestError:
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR and code.startswith(_REPLICA_DOWN):
         return EngineDownError(message)
     if status in _BUSY:
