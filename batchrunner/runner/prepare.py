@@ -12,6 +12,7 @@ from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.checker import AnswerChecker
+from batchrunner.dispatch.checks.python_check import judges_by_row
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
@@ -51,6 +52,11 @@ class PreparedJob(JobInput):
     part: Shard | JoinTask | None = None
     functions: HookPool | None = None
     """The job's Python functions; None where it has none."""
+
+    @property
+    def dedupes(self) -> bool:
+        """Whether equal rows at temperature 0 share an answer; not where they may need unlike ones."""
+        return self.job.dedupe and not judges_by_row(self.functions)
 
     def close(self) -> None:
         """End the processes of the Python functions."""

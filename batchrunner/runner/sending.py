@@ -15,7 +15,7 @@ from batchrunner.dispatch.bundles.sender import bundle_senders
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.dispatch.checks.examiner import AnswerExaminer
-from batchrunner.dispatch.checks.python_check import python_check
+from batchrunner.dispatch.checks.python_check import judges_by_row, python_check
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -146,9 +146,7 @@ def build_sending(
     limits, gauges, slots = windows.limits, windows.gauges, windows.slots
 
     # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count and store (`results`)
-    judge = python_check(functions)
-    judged_by_row = judge is not None and judge.takes_row  # then equal rows may need unlike answers
-    reorderer = _reorderer(job, info, windows.first, dedupe=job.dedupe and not judged_by_row)
+    reorderer = _reorderer(job, info, windows.first, dedupe=job.dedupe and not judges_by_row(functions))
     backlog = Backlog(rows, reorderer, slots, results)
     primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
     feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results, keeps_prompts=job.check.feedback)
@@ -160,7 +158,7 @@ def build_sending(
     examiner = None
     if answers.checks:
         checker = AnswerChecker(job, answers, columns)
-        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, judge)
+        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, python_check(functions))
     dispatcher = Dispatcher(
         backlog, slots, senders, retries, feedback, examiner, by_affinity=info.keeps_together
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -9,6 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.input.sort.plan import decide_order
+from batchrunner.job.load import load_job
+from batchrunner.runner.prepare import prepare
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job
 from tests.support.functions import write_module
 
@@ -106,6 +110,33 @@ def test_equal_prompts_are_judged_by_their_rows(tmp_path: Path, server: FakeSGLa
     )
     assert batchrun(write_job(job, tmp_path)).exit_code == 0
     assert [row["error"] for row in results_of(job)] == [None, "other is wanted", None, "another is wanted"]
+
+
+ROWS = 10_000
+DIFFER: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "prefix"),
+    "answer": ({"check": {"python": "hooks:by_answer"}}, "prefix"),
+    "row": ({"check": {"python": "hooks:by_row"}}, "input"),
+    "same": ({"check": {"expression": "same"}}, "prefix"),
+    "differs": ({"check": {"expression": "differs"}}, "input"),
+    "sampling": ({"sampling": {"temperature": 0, "max_new_tokens": {"column": "differs"}}}, "input"),
+    "temperature": ({"sampling": {"temperature": {"column": "cold"}}}, "prefix"),
+    "dedupe": ({"dedupe": False}, "input"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_rows_that_need_unlike_answers_are_no_reason_to_sort(tmp_path: Path, name: str) -> None:
+    """Where prompts are equal, but rows do not share an answer, `order: auto` keeps the input's order."""
+    write_module(tmp_path, "def by_answer(answer): return True\ndef by_row(answer, row): return True")
+    texts = [f"{row % (ROWS // 2)} is one" for row in range(ROWS)]
+    columns = {"text": texts, "same": [1] * ROWS, "differs": [*range(1, ROWS + 1)], "cold": [0.0] * ROWS}
+    pq.write_table(pa.table(columns), tmp_path / "input.parquet")
+    changes, expected = DIFFER[name]
+    job = job_of(tmp_path, **{"sampling": {"temperature": 0}, "python_path": [str(tmp_path)], **changes})
+    with contextlib.closing(prepare(load_job(job))) as prepared:
+        decision = decide_order(prepared, prepared.selected())
+    assert decision.order == expected, decision.why
 
 
 def test_a_judge_is_checked_and_refused_like_other_functions(tmp_path: Path, server: FakeSGLang) -> None:

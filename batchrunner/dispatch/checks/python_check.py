@@ -16,15 +16,14 @@ class PythonCheck:
     def __init__(self, functions: HookPool) -> None:
         self._functions = functions
         self._name = functions.facts[CHECK].name
-        self.takes_row = functions.facts[CHECK].takes_row
-        """Whether the answers to equal prompts may be judged in different ways."""
+        self._takes_row = functions.facts[CHECK].takes_row
 
     async def complaint(self, ref: RowRef, completion: Completion) -> str | None:
         """Say what is wrong with an answer, in a sentence; None for nothing. Raises HookLostError.
 
         A function that fails with an answer says so by that.
         """
-        row = (carried_of(ref),) if self.takes_row else ()
+        row = (carried_of(ref),) if self._takes_row else ()
         for number, text in enumerate(completion.texts):
             try:
                 found: bool | str = await self._functions.call(CHECK, text, *row)
@@ -34,6 +33,11 @@ class PythonCheck:
                 said = found or f"{CHECK} {self._name} does not take the answer"
                 return of_sample(said, number, completion)
         return None
+
+
+def judges_by_row(functions: HookPool | None) -> bool:
+    """Tell whether a job's function may judge the same answer to equal rows in different ways."""
+    return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row
 
 
 def python_check(functions: HookPool | None) -> PythonCheck | None:

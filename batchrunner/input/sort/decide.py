@@ -9,10 +9,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
 
 from pyroaring import BitMap64
 
-from batchrunner.core.types import Request
+from batchrunner.core.types import Outcome, Request
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.prefixes import common_length, prompt_bytes
 
@@ -65,22 +67,28 @@ def decide_by_sample(
     `check_stop` is called before each row, and may raise.
     """
     ends_at = time.monotonic() + SAMPLE_S
-    sample = [
-        _prompts(job_input, stretch, ends_at, check_stop)
-        for stretch in stretches(rows, job_input.dataset.row_group_ends())
-    ]
-    job = job_input.job
-    return decide(sample, len(rows), dedupe=job.dedupe and job.first_sampling.temperature == 0)
+    prompts, keys = [], []
+    for stretch in stretches(rows, job_input.dataset.row_group_ends()):
+        found = _sampled(job_input, stretch, ends_at, check_stop)
+        prompts.append([row.prompt for row in found])
+        keys.append([row.key for row in found])
+    return decide(prompts, len(rows), dedupe=job_input.dedupes, keys=keys)
 
 
-def decide(sample: Sequence[Sequence[bytes]], rows: int, *, dedupe: bool = False) -> OrderDecision:
+def decide(
+    sample: Sequence[Sequence[bytes]],
+    rows: int,
+    *,
+    dedupe: bool = False,
+    keys: Sequence[Sequence[bytes]] | None = None,
+) -> OrderDecision:
     """Decide from the prompts of stretches of consecutive rows; `rows` is the number of all rows. Pure.
 
-    With `dedupe`, equal prompts within a stretch are sent once.
+    With `dedupe`, rows of a stretch with equal `keys` are sent once; by default these are the prompts.
     """
     sampled = sum(map(len, sample))
     unsorted, best = shared_fractions(sample, rows)
-    equal, most_equal = equal_fractions(sample, rows) if dedupe else (0.0, 0.0)
+    equal, most_equal = equal_fractions(keys or sample, rows) if dedupe else (0.0, 0.0)
     order = "prefix"
     if best - unsorted >= WORTH_IT:
         why = (
@@ -150,18 +158,19 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
     return in_stretch / whole, min(1.0, (in_stretch + gained) / whole)
 
 
-def equal_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
+def equal_fractions(keys: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
     """Return the fractions of all rows that equal an earlier row, in input order and sorted.
 
-    If the sample is not the whole input, the second fraction is extrapolated: all rows of a prompt that
-    occurs three times or more in the sample have an equal row. Of the other rows a fraction p occurs twice,
-    so that a row has about x = p·N/n equal rows, as in `shared_fractions`.
+    Rows are equal if their keys are. If the sample is not the whole input, the second fraction is
+    extrapolated: all rows of a key that occurs three times or more in the sample have an equal row. Of the
+    other rows a fraction p occurs twice, so that a row has about x = p·N/n equal rows, as in
+    `shared_fractions`.
     """
-    counts = Counter(prompt for stretch in sample for prompt in stretch)
+    counts = Counter(key for stretch in keys for key in stretch)
     n = counts.total()
     if not n:
         return 0.0, 0.0
-    repeats = n - sum(len(set(stretch)) for stretch in sample)
+    repeats = n - sum(len(set(stretch)) for stretch in keys)
     if n == rows:
         return repeats / n, 1 - len(counts) / n
     often = sum(count for count in counts.values() if count > 2)  # noqa: PLR2004
@@ -185,15 +194,31 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
         before, stretch_before = prompt, stretch
 
 
-def _prompts(
+class _SampledRow(NamedTuple):
+    prompt: bytes
+    """Empty where the row cannot be rendered."""
+    key: bytes
+    """The same for rows that share an answer."""
+
+
+def _sampled(
     job_input: JobInput, rows: BitMap64, ends_at: float, check_stop: Callable[[], None]
-) -> list[bytes]:
-    found: list[bytes] = []
+) -> list[_SampledRow]:
+    found: list[_SampledRow] = []
     size = 0
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
-            found.append(prompt_bytes(item) if isinstance(item, Request) else b"")
-            size += len(found[-1])
+            prompt = prompt_bytes(item) if isinstance(item, Request) else b""
+            found.append(_SampledRow(prompt, _key_of(item, prompt)))
+            size += len(prompt)
         if size >= STRETCH_BYTES or time.monotonic() > ends_at:
             break
     return found
+
+
+def _key_of(item: Request | Outcome, prompt: bytes) -> bytes:
+    """Return what is the same for rows that share an answer: at temperature 0, all that is sent."""
+    if isinstance(item, Outcome) or item.sampling.get("temperature") != 0:
+        return b"%d" % item.ref.row
+    sent = repr((item.sampling, item.row)).encode(errors="surrogatepass")
+    return blake2b(sent + prompt, digest_size=16).digest()
