@@ -123,6 +123,7 @@ class LiveRenderer:
             functions=self._functions,
             expression=job.check.expression,
             task=job.forward,
+            first_temperature=job.check.first_temperature,
         )
 
 

@@ -63,13 +63,15 @@ class Renderer:
         functions: HookPool | None = None,
         expression: str | None = None,
         task: ForwardTask | None = None,
+        first_temperature: float | None = None,
     ) -> None:
         """Compile the templates and check the columns; a row is rendered in `render_s` of CPU time.
 
         `asks` is what its answer is asked for besides the text; `functions` are the job's Python functions,
         for a job with `prompt.python`; `expression` is the condition of good answers, whose columns go along
-        with each request; `task` is one without decoding, whose requests have no sampling parameters. Raises
-        JobError for a bad template, InputError for a missing column or one of a wrong type.
+        with each request; `task` is one without decoding, whose requests have no sampling parameters;
+        `first_temperature` is that of rows to which `sampling` gives none. Raises JobError for a bad
+        template, InputError for a missing column or one of a wrong type.
         """
         limit = RenderLimit(render_s)
         self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
@@ -79,7 +81,7 @@ class Renderer:
         self._continues = prompt.continues
         self._asks = asks
         self.predicate = None
-        self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset)
+        self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset, first_temperature)
         self._task = task
         if task is not None:
             self._fixed, self._per_row = {}, {}
@@ -278,7 +280,7 @@ _COLUMN_TYPES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] =
 
 
 def _split_sampling(
-    sampling: SamplingSpec, dataset: ColumnSource
+    sampling: SamplingSpec, dataset: ColumnSource, first_temperature: float | None
 ) -> tuple[dict[str, Any], dict[str, str], str | FromColumn | None]:
     """Return the parameters that all rows share, the column of each other one, and the LoRA adapter."""
     fixed: dict[str, Any] = {}
@@ -292,6 +294,8 @@ def _split_sampling(
         if isinstance(value, FromColumn):
             per_row[name] = value.column
             value = field.default  # the value for a null
+        if name == "temperature" and value is None:
+            value = first_temperature
         if value is not None:
             fixed[name] = value
     if isinstance(fixed.get("json_schema"), dict):

@@ -34,7 +34,9 @@ class CheckSpec(Spec):
     default 3, and 1 where the job has no section `check`."""
     temperature: _Temperature | Annotated[list[_Temperature], Field(min_length=1)] | None = None
     """Temperature of each try, the last one also for all further tries; or that of all tries but the first.
-    Unset: a row that was sampled at a lower one is tried again at 0.4, then at 0.8."""
+    Unset: a row that was sampled at a lower one is tried again at 0.4, then at 0.8. Where
+    `sampling.temperature` is a column, that says the first try's, and the list the others'; a null in it
+    stands for the first of the list."""
     feedback: bool = False
     """Whether a chat is told what was wrong: the answer and the complaint stand in the next try's
     conversation."""

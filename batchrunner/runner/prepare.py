@@ -96,6 +96,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
             functions=functions,
             expression=job.check.expression,
             task=answers.task,
+            first_temperature=job.check.first_temperature,
         )
         AnswerChecker(job, answers, dataset.schema.names)  # raises what is wrong with the checks
     except BaseException:
