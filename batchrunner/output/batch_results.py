@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from http import HTTPStatus
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 
-from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError
+from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError
 from batchrunner.core.file_format import COMPRESSIONS, known_format
 from batchrunner.job.fields import user_path
 from batchrunner.job.output import RESPONSE
-from batchrunner.output.files import whole_file, writing
+from batchrunner.output.files import is_special, whole_file, writing
 from batchrunner.output.merge import finished_parts, in_order
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
@@ -70,6 +70,8 @@ def results_path(given: str, option: str) -> Path:
         path = Path(user_path(given))
         if path.is_dir():
             raise OutputError(f"{option} {given}: is a directory", hint="give a file")
+        if is_special(path):
+            raise OutputError(f"{option} {given}: is a device or a pipe", hint="give a file")
         if not path.parent.is_dir():
             raise OutputError(f"{option} {given}: there is no directory {path.parent}")
     except (OSError, ValueError) as failure:
@@ -87,23 +89,25 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
     facts = require_run_json(run_dir)
     ids = _Ids(facts["fingerprint"]["files"][0]["digest"])
     work = run_dir.path / f".publish-{secrets.token_hex(4)}"
-    with writing(results):
-        try:
+    try:
+        with writing(run_dir.path):
             work.mkdir()
-            with _sink(results) as good, _sink(errors) if errors else contextlib.nullcontext(good) as bad:
-                rows = 0
-                for row in _rows(run_dir, work):
-                    rows += 1
-                    line = _line(row, ids)
-                    (good if line.error is None else bad).write(msgspec.json.encode(line) + b"\n")
-                _require_all(rows, facts["rows_total"])
-        except (_RowsMissingError, NoPartYetError):  # a task that is at work writes its parts at its end
-            return False
-        except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
-            reason = str(failure).splitlines()[0]
-            raise ResumeError(f"{run_dir.parts}: cannot be published: {reason}") from None
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        with _sink(results) as good, _sink(errors) if errors else contextlib.nullcontext(good) as bad:
+            rows = 0
+            for row in _rows(run_dir, work):
+                rows += 1
+                line = _line(row, ids)
+                (good if line.error is None else bad).write(msgspec.json.encode(line) + b"\n")
+            _require_all(rows, facts["rows_total"])
+    except (_RowsMissingError, NoPartYetError):  # a task that is at work writes its parts at its end
+        return False
+    except OutputError as failure:  # the work directory: what is to be done is the same as for the results
+        raise StorageError(failure.message, hint=failure.hint) from None
+    except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
+        reason = str(failure).splitlines()[0]
+        raise ResumeError(f"{run_dir.parts}: cannot be published: {reason}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return True
 
 
@@ -112,24 +116,35 @@ def _require_all(rows: int, total: int) -> None:
         raise _RowsMissingError
 
 
+class _Sink:
+    """A file of results; what fails in writing it names it."""
+
+    def __init__(self, path: Path, stream: Any) -> None:
+        self._path = path
+        self._stream = stream
+
+    def write(self, line: bytes) -> None:
+        """Write a line; raises StorageError."""
+        with writing(self._path):
+            self._stream.write(line)
+
+
 @contextlib.contextmanager
-def _sink(path: Path) -> Iterator[Any]:
+def _sink(path: Path) -> Iterator[_Sink]:
     """Open a file to write, compressed if its ending says so; it appears when it is whole."""
     compression = COMPRESSIONS.get(path.suffix.lower())
-    with whole_file(path, secrets.token_hex(4)) as temporary:
-        file: IO[bytes]
-        with temporary.open("wb") as file:
-            if compression is None:
-                yield file
-            else:
-                with pa.CompressedOutputStream(pa.PythonFile(file, "w"), compression) as stream:
-                    yield stream
+    with writing(path), whole_file(path, secrets.token_hex(4)) as temporary, temporary.open("wb") as file:
+        if compression is None:
+            yield _Sink(path, file)
+        else:
+            with pa.CompressedOutputStream(pa.PythonFile(file, "w"), compression) as stream:
+                yield _Sink(path, stream)
 
 
 def _rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts in input order, each once."""
     last = -1
-    for table in in_order(finished_parts(run_dir), work, COLUMNS):
+    for table in in_order(run_dir, finished_parts(run_dir), work, COLUMNS):
         for batch in table.to_batches(max_chunksize=LINES):
             for row in batch.to_pylist():
                 if row["row"] != last:  # two parts may hold a row

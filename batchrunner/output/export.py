@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchrunner.core.errors import BatchrunError, OutputError, ResumeError
 from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, known_format
 from batchrunner.job.fields import user_path
-from batchrunner.output.files import link_part, whole_file
+from batchrunner.output.files import cannot_write, is_special, link_part, whole_file, writing
 from batchrunner.output.merge import distinct_rows, finished_parts, in_order
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.table_file import TableFile, table_file
@@ -50,8 +50,9 @@ def export(run: str | Path, file: str, *, form: str | None = None, force: bool =
     parts = finished_parts(run_dir)
     work = run_dir.path / f".export-{secrets.token_hex(4)}"
     try:
-        work.mkdir()
-        tables = in_order(parts, work)
+        with writing(run_dir.path, OutputError):
+            work.mkdir()
+        tables = in_order(run_dir, parts, work)
         with _sink(target, force=force) as sink:
             return _write(tables, sink, kind)
     except BrokenPipeError:  # the reader of standard output has what it wants
@@ -59,8 +60,9 @@ def export(run: str | Path, file: str, *, form: str | None = None, force: bool =
     except FileExistsError:
         raise _exists(file) from None
     except OSError as failure:
-        where = "standard output" if target is None else target
-        raise OutputError(f"{where}: cannot be written: {failure.strerror or failure}") from None
+        if target is not None:
+            raise cannot_write(target, failure, OutputError) from None
+        raise OutputError(f"standard output: cannot be written: {failure.strerror or failure}") from None
     except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
         raise ResumeError(f"{run_dir.parts}: cannot be exported: {str(failure).splitlines()[0]}") from None
     finally:
@@ -94,6 +96,8 @@ def _target(file: str, run_dir: RunDir, *, force: bool) -> Path:
         path = Path(user_path(file))
         if path.is_dir():
             raise OutputError(f"{file}: is a directory", hint="give a file")
+        if is_special(path):
+            raise OutputError(f"{file}: is a device or a pipe", hint="give a file, or - for standard output")
         if not path.parent.is_dir():
             raise OutputError(f"{file}: there is no directory {path.parent}")
         if path.exists() and not force:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from batchrunner.core.errors import StorageError
+from batchrunner.core.errors import BatchrunError, StorageError
 from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
 
 TEMPORARY = ".tmp"
@@ -116,24 +116,31 @@ def refresh_listing(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, which writes `path` during a run, into a StorageError."""
+def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[None]:
+    """Turn an OSError of the block, which writes `path`, into an error; that of a run is a StorageError."""
     try:
         yield
     except OSError as failure:
-        raise cannot_write(path, failure) from None
+        raise cannot_write(path, failure, kind) from None
 
 
-def cannot_write(path: Path, failure: OSError) -> StorageError:
-    """Return the StorageError for a failed write of `path`."""
+def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = StorageError) -> BatchrunError:
+    """Return the error for a failed write of `path`."""
     if limit := too_many_files(failure):
-        return StorageError(f"{path}: cannot be written: {limit}; what is on disk is kept", hint=RAISE_LIMIT)
-    return StorageError(
-        f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",
-        hint="allow larger files (ulimit -f) and run the same command again"
-        if is_for_good(failure)
-        else "make room and run the same command again",
-    )
+        error = StorageError(f"{path}: cannot be written: {limit}; what is on disk is kept", hint=RAISE_LIMIT)
+    else:
+        error = StorageError(
+            f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",
+            hint="allow larger files (ulimit -f) and run the same command again"
+            if is_for_good(failure)
+            else "make room and run the same command again",
+        )
+    return error if kind is StorageError else kind(error.message, hint=error.hint)
+
+
+def is_special(path: Path) -> bool:
+    """Tell whether a path is a device, a pipe or a socket, which no file may replace. Raises OSError."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def is_for_good(failure: BaseException) -> bool:

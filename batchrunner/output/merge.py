@@ -14,7 +14,7 @@ from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, Ta
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.check_counts import without_checks
 from batchrunner.output.columns import may_be_missing
-from batchrunner.output.files import sync_directory, writing
+from batchrunner.output.files import cannot_write, sync_directory, writing
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.resume import done_by_all
 from batchrunner.output.run_dir import RunDir
@@ -42,13 +42,13 @@ def merge(run: str | Path) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir()
-        for index, table in enumerate(in_order(parts, work)):
+        for index, table in enumerate(in_order(run_dir, parts, work)):
             pq.write_table(table, work / f"merged-{index:06d}.parquet", compression="zstd")
         shutil.rmtree(run_dir.merged, ignore_errors=True)
         work.rename(run_dir.merged)
         sync_directory(run_dir.path)
     except OSError as failure:
-        raise OutputError(f"{run_dir.merged}: cannot be written: {failure.strerror or failure}") from None
+        raise cannot_write(run_dir.merged, failure, OutputError) from None
     except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {str(failure).splitlines()[0]}") from None
     finally:
@@ -79,19 +79,29 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
     return parts
 
 
-def in_order(parts: list[Path], work: Path, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of parts as tables in input order, of bounded size; `work` takes files meanwhile.
+def in_order(
+    run_dir: RunDir, parts: list[Path], work: Path, columns: list[str] | None = None
+) -> Iterator[pa.Table]:
+    """Yield the rows of parts of a run as tables in input order, of bounded size.
 
-    `columns` are those to read; by default all. Raises OSError, ArrowException, KeyError or ResumeError.
+    `work` takes files meanwhile; `columns` are those to read, by default all. Raises OutputError where these
+    files cannot be written, ArrowException, KeyError or ResumeError.
     """
     rows = _bucket_rows(parts, columns)
     buckets = Buckets(work, "row", range(rows, sys.maxsize, rows))
     schema = _common_schema(parts)
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns])
-    for part in parts:
-        buckets.put(_with_all_columns(_read(part, columns), schema))
-    return map(without_checks, buckets.take())
+    with writing(run_dir.path, OutputError):
+        for part in parts:
+            buckets.put(_with_all_columns(_read(part, columns), schema))
+    tables = buckets.take()
+    while True:
+        with writing(run_dir.path, OutputError):
+            table = next(tables, None)
+        if table is None:
+            return
+        yield without_checks(table)
 
 
 def distinct_rows(table: pa.Table) -> int:

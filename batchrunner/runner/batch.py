@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.endpoints import MetricsAddress
-from batchrunner.core.errors import JobError, OutputError
+from batchrunner.core.errors import BatchrunError, JobError, OutputError
 from batchrunner.job.batch_call import job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import publish, results_path
@@ -109,5 +109,9 @@ def run_batch(
         job, (), fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json,
         metrics=metrics,
     )  # fmt: skip
-    is_done = not report.rows_left and publish(RunDir(files.run), files.results, files.errors)
+    try:
+        is_done = not report.rows_left and publish(RunDir(files.run), files.results, files.errors)
+    except BatchrunError as failure:
+        failure.report = report
+        raise
     return BatchRun(report, files, is_done)

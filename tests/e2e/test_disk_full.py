@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -132,3 +134,100 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     told(ended.stderr.splitlines()[-1], "what is on disk is kept", "allow larger files (ulimit -f)")
     assert batchrun(file, "-q").exit_code == 0
     assert [row["row"] for row in results_of(job)] == list(range(3000))
+
+
+def batch_of(directory: Path, *, bad: int = 0) -> Path:
+    """Write a batch file of 200 requests, and of lines that are none."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+    lines: list[dict[str, Any]] = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for i in range(200)
+    ]
+    lines += [{"custom_id": f"bad {i}", "method": "GET"} for i in range(bad)]
+    path = directory / "requests.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def limited(size: int, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run the command where no file may become larger."""
+    command = [sys.executable, "-c", LIMITED, str(size), *map(str, args)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+ENGINE = ("--model", "simulated", "--set", "engine.step_s=0")
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_results_of_a_batch_that_do_not_fit(tmp_path: Path, ending: str) -> None:
+    """The line names the file that did not fit, nothing of it is left, and the next call writes it."""
+    requests, results = batch_of(tmp_path), tmp_path / f"results.jsonl{ending}"
+    command = ("batch", requests, "-o", results, *ENGINE)
+    assert batchrun(*command).exit_code == 0
+    whole = results.read_bytes()
+    results.unlink()
+    ended = limited(len(whole) // 2, *command)
+    assert ended.returncode == 1
+    line = next(line for line in ended.stderr.splitlines() if line.startswith("batchrun: "))
+    told(line, "cannot be written: File too large", "allow larger files (ulimit -f)")
+    named = {f"batchrun: {results}"} if not ending else {f"batchrun: {results}", f"batchrun: {results}.run"}
+    assert line.partition(": cannot")[0] in named  # sorting them takes files of the run, which may not fit
+    assert "200 of 200 rows ok" in ended.stderr  # what was done is said too
+    assert [path.name for path in tmp_path.iterdir() if "results" in path.name] == [f"{results.name}.run"]
+    assert not list((tmp_path / f"{results.name}.run").glob(".publish*"))
+    assert batchrun(*command).exit_code == 0
+    assert results.read_bytes() == whole
+
+
+def test_errors_of_a_batch_on_a_disk_that_is_full(tmp_path: Path) -> None:
+    """Results and errors may lie on unlike disks: the full one is named; both appear in the next call."""
+    requests, results = batch_of(tmp_path, bad=2000), tmp_path / "results.jsonl"
+    with tiny_disk("100k") as disk:
+        errors = disk / "errors.jsonl"
+        command = ("batch", requests, "-o", results, "--errors", errors, *ENGINE, "--skip-bad-lines")
+        ended = batchrun(*command)
+        assert ended.exit_code == 1, ended.stderr
+        line = next(line for line in ended.stderr.splitlines() if line.startswith("batchrun: "))
+        told(line, f"{errors}: cannot be written: No space left", "make room and run the same command again")
+        assert "Traceback" not in ended.stderr
+        assert not results.exists()
+        assert list(disk.iterdir()) == []
+        again = [*command]
+        again[again.index(errors)] = tmp_path / "errors.jsonl"
+        assert batchrun(*again).exit_code == 0
+    assert len(results.read_text().splitlines()) == 200
+    assert len((tmp_path / "errors.jsonl").read_text().splitlines()) == 2000
+
+
+@pytest.mark.parametrize("file", [None, "x.csv", "x.jsonl.gz", "x.parquet", "x.arrow"])
+def test_merged_and_exported_files_that_do_not_fit(tmp_path: Path, file: str | None) -> None:
+    """One line that says what to do, exit code 2; what an earlier call wrote is as it was."""
+    job = job_of(tmp_path, rows=2000)
+    assert batchrun(write_job(job, tmp_path), "-q").exit_code == 0
+    run, out = tmp_path / "run", tmp_path / (file or "run/merged")
+    command = ("merge", run) if file is None else ("export", run, out, "--force")
+    assert batchrun(*command).exit_code == 0
+    before = [path.read_bytes() for path in ([out] if file else out.iterdir())]
+    ended = limited(4000, *command)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    told(line, "cannot be written: File too large", "allow larger files (ulimit -f) and run the same command")
+    assert line.startswith((f"batchrun: {out}: ", f"batchrun: {run}: "))
+    assert [path.read_bytes() for path in ([out] if file else out.iterdir())] == before
+    assert not [path for path in run.iterdir() if path.name.startswith((".", "merged."))]
+
+
+def test_a_device_is_no_file_to_write(tmp_path: Path) -> None:
+    """Its place is not taken by a file."""
+    assert batchrun(write_job(job_of(tmp_path), tmp_path), "-q").exit_code == 0
+    device = tmp_path / "device.jsonl"
+    os.mkfifo(device)
+    for command in (
+        ("export", tmp_path / "run", device, "--force"),
+        ("batch", batch_of(tmp_path), "-o", device, *ENGINE),
+        ("batch", batch_of(tmp_path), "-o", tmp_path / "x", "--errors", device, *ENGINE),
+    ):
+        ended = batchrun(*command)
+        assert ended.exit_code == 2
+        assert f"{device}: is a device or a pipe: give a file" in ended.stderr
+    assert device.is_fifo()
