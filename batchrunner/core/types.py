@@ -87,6 +87,17 @@ class AskedColumns(NamedTuple):
     """Whether reasoning is all, as in most chats."""
 
 
+class Tools(NamedTuple):
+    """Tools that the model may call in a chat."""
+
+    tools: list[Any] | None
+    """In OpenAI's form: `{"type": "function", "function": {"name": …}}`; None where messages have them."""
+    choice: Any = None
+    """`tool_choice` of the chat endpoint; None for its default."""
+    by_row: bool = False
+    """Whether other rows may have other tools."""
+
+
 class Request(NamedTuple):
     """One rendered row."""
 
@@ -108,6 +119,8 @@ class Request(NamedTuple):
     """Values of the row by which its answer is checked; None where there are none."""
     task: ForwardTask | None = None
     """What the model is asked to do with the prompt; None for generating text."""
+    tools: Tools | None = None
+    """Tools of a chat; None where it has none."""
 
 
 class Completion(NamedTuple):

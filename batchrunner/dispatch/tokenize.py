@@ -188,6 +188,8 @@ def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
     """Say why this job's messages would come to something else as token ids on `/generate`."""
     if "tool_calls" in job.output.asked:
         return "output.columns: tool_calls are found by the server"
+    if job.prompt.tools is not None or job.sampling.tool_choice is not None:
+        return "prompt.tools are written into the prompt by the server"
     ours = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if ours:
         return f"prompt.chat_template_kwargs.{ours[0]} is the server's"

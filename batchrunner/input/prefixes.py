@@ -52,6 +52,8 @@ def prompt_bytes(request: Request) -> bytes:
         return prompt_of(request.prompt)
     if request.kind == "text":
         return adapter + _bytes(request.prompt)
+    if request.tools is not None and request.tools.by_row:  # chat templates write them at the beginning
+        adapter += _bytes(repr(request.tools.tools))
     return adapter + b"".join(map(_message, request.prompt))
 
 

@@ -62,7 +62,9 @@ class PythonPrompts:
                 return request._replace(kind=kind, prompt=messages, continues=continues)
         except RowRefusedError as failure:
             return Outcome(request.ref, None, str(failure), None, 0)
-        return request._replace(kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False)
+        return request._replace(
+            kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
+        )
 
 
 def _is_usable(source: ColumnSource, name: str) -> bool:

@@ -32,6 +32,7 @@ from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_lis
 from batchrunner.input.python_prompts import PythonPrompts
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.request_bodies import RequestBodies
+from batchrunner.input.row_tools import RowTools
 from batchrunner.input.row_values import Row, UnreadableValue, rows_of
 from batchrunner.input.templates import Predicate, Template, is_template
 from batchrunner.job.prompt import PromptSpec
@@ -79,13 +80,15 @@ class Renderer:
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self._continues = prompt.continues
+        has_tools = prompt.tools is not None or sampling.tool_choice is not None
+        self._tools = RowTools(prompt, sampling, dataset) if has_tools else None
         self._asks = asks
         self.predicate = None
         self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset, first_temperature)
         self._task = task
         if task is not None:
             self._fixed, self._per_row = {}, {}
-        names = {*used, *self._per_row.values()}
+        names = {*used, *self._per_row.values(), *(self._tools.columns if self._tools else ())}
         if isinstance(self._lora, FromColumn):
             names.add(self._lora.column)
         if source.filter is not None:
@@ -156,6 +159,7 @@ class Renderer:
             asks=self._asks,
             row={name: row[name] for name in self._for_check} if self._for_check else None,
             task=self._task,
+            tools=None if self._tools is None else self._tools.of(row),
         )
 
 
@@ -289,7 +293,7 @@ def _split_sampling(
         value = getattr(sampling, name)
         if isinstance(value, FromColumn):
             _check_value(name, dataset.field(value.column, where=f"sampling.{name}"))
-        if name == "lora_path":
+        if name in {"lora_path", "tool_choice"}:  # no parameters of the sampler
             continue
         if isinstance(value, FromColumn):
             per_row[name] = value.column

@@ -11,13 +11,21 @@ from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import AskedColumns, ForwardTask
 from batchrunner.job.check import TRIES, OnLength
-from batchrunner.job.output import ANSWER_COLUMNS, IDS_TO_CONTINUE, OF_TOKENS, PARSED, REASONING, RESPONSE
+from batchrunner.job.output import (
+    ANSWER_COLUMNS,
+    IDS_TO_CONTINUE,
+    OF_TOKENS,
+    PARSED,
+    REASONING,
+    RESPONSE,
+    TOOL_CALLS,
+)
 from batchrunner.job.python_functions import PARSE
 from batchrunner.job.sampling import FromColumn
 from batchrunner.job.spec import Job
 
 BY_ITSELF = {REASONING, PARSED}
-"""Columns that a run has without being asked for them; it keeps them in later starts."""
+"""Columns that any run may have without being asked for them."""
 
 
 class EarlierAnswers(NamedTuple):
@@ -92,10 +100,11 @@ def plan_answers(
     checks_json = by_itself if job.check.json_ is None else bool(job.check.json_)
     names = {*job.output.asked}
     if earlier is not None:
-        names |= BY_ITSELF.intersection(earlier.columns)
+        names |= by_itself_of(job).intersection(earlier.columns)
     else:
         names |= {REASONING} if job.prompt.is_chat else set()
         names |= {PARSED} if has_schema else set()
+        names |= {TOOL_CALLS} if job.prompt.tools is not None else set()
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
     on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
@@ -112,6 +121,11 @@ def plan_answers(
         (job.check.tries or TRIES) if job.has_check else 1,
         checks_json or job.check.has_condition or on_length != "keep" or PARSED in names,
     )
+
+
+def by_itself_of(job: Job) -> set[str]:
+    """Return the columns that a run may have without being asked for them, and keeps in later starts."""
+    return BY_ITSELF | ({TOOL_CALLS} if job.prompt.tools is not None else set())
 
 
 def _fixed_schema(job: Job) -> dict[str, Any] | None:

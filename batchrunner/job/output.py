@@ -32,11 +32,13 @@ carried columns."""
 OF_TEXTS = frozenset({"output", "finish_reason", "completion_tokens"})
 """Columns of RESULT_COLUMNS that a task without decoding lacks."""
 REASONING = "reasoning"
+TOOL_CALLS = "tool_calls"
 ANSWER_COLUMNS = {
     REASONING: "What the model thought before its answer; null if it did not. It is there by itself where "
     "prompts are chats, unless a carried column has this name.",
-    "tool_calls": "The calls of tools that the server's `--tool-call-parser` found in a chat's answer; null "
-    "if there are none.",
+    TOOL_CALLS: "The calls of tools that the server's `--tool-call-parser` found in a chat's answer; null "
+    "if there are none. It is there by itself where the job has `prompt.tools`, unless a carried column has "
+    "this name.",
     "output_ids": "The token ids of the output, as the engine gives them.",
     "logprobs": "Each token of the output: its id, its text, and the logarithm of its probability.",
     "top_logprobs": "The likeliest tokens at each position of the output, as many as `output.top_logprobs` "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from batchrunner.job.fields import PythonFunction, Spec
 
@@ -48,6 +48,11 @@ class PromptSpec(Spec):
     `custom_id`, `url` and `body`, each row is sent as it stands, and the results have a last column,
     `response`, with the whole answers as JSON. `strict`: a line that is no request keeps the run from
     beginning. `lenient`: it fails, and the other lines are sent."""
+    tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    """Tools that the model may call in a chat, in OpenAI's form: a list of
+    `{type: function, function: {name, description, parameters}}`, or the column with such lists, also as
+    JSON. A null stands for no tools. The calls are in the column `tool_calls` of the results; the server
+    needs a `--tool-call-parser` to find them."""
     truncate: Literal["head", "tail", "middle"] | None = None
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
@@ -65,6 +70,14 @@ class PromptSpec(Spec):
         """Whether prompts are messages, or may be."""
         return self.user is not None or self.messages is not None or self.python is not None
 
+    @field_validator("tools")
+    @classmethod
+    def _are_tools(cls, value: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:
+        problem = tool_problem(value) if isinstance(value, list) else None
+        if problem is not None:
+            raise ValueError(problem)
+        return value
+
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
         kinds = ("user", "messages", "text", "input_ids", "python", "batch")
@@ -77,6 +90,10 @@ class PromptSpec(Spec):
             raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
         if self.continue_ is not None and not isinstance(self.messages, str):
             raise ValueError("`continue` goes with a column of `messages`")
+        if self.tools is not None and not self.is_chat:
+            raise ValueError(f"`tools` go with `user`, `messages` or `python`, not with `{given[0]}`")
+        if self.tools is not None and self.truncate is not None:
+            raise ValueError("`truncate` has no effect on prompts with `tools`: the server tokenizes them")
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             raise ValueError("`messages` has no message that the assistant could answer")
         if given[0] in {"text", "input_ids", "batch"} and self.chat_template_kwargs is not None:
@@ -84,3 +101,19 @@ class PromptSpec(Spec):
                 f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
             )
         return self
+
+
+def tool_problem(tools: Any) -> str | None:
+    """Say what is wrong with a list of tools; None where it is one."""
+    if not isinstance(tools, list):
+        return "no list of tools"
+    names = set()
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name or tool.get("type", "function") != "function":
+            return f"tool {number} is not of the form {{type: function, function: {{name: …}}}}"
+        if name in names:
+            return f"two tools have the name {name!r}"
+        names.add(name)
+    return None

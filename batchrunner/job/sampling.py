@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,6 +24,25 @@ Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that bind an output to a grammar; an output has one of them at most."""
+
+
+class _FunctionName(Spec):
+    """Function that is to be called."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Name of one of the tools."""
+
+
+class _NamedTool(Spec):
+    """Tool that is to be called."""
+
+    type: Literal["function"] = "function"
+    """Kind of the tool."""
+    function: _FunctionName
+    """Function that the model is to call."""
+
+
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | _NamedTool
 
 
 class SamplingSpec(Spec):
@@ -77,6 +96,10 @@ class SamplingSpec(Spec):
     """Bias added to the logit of a token, by token id."""
     custom_params: dict[str, Any] | None = None
     """Parameters for a custom logit processor of the engine."""
+    tool_choice: ToolChoice | None = None
+    """Whether the model calls tools (`prompt.tools`) in a chat: `auto`, `none`, `required`, or
+    `{type: function, function: {name: NAME}}` for a call of this one. Unset means `auto` where there are
+    tools."""
     lora_path: PerRow[str] | None = None
     """Name of a LoRA adapter that the engine has loaded, used for the request."""
 
@@ -102,6 +125,11 @@ class SamplingSpec(Spec):
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             raise WrongValueError("an output has one grammar", hint=f"give one of {', '.join(given)}")
+        if given and self.tool_choice not in {None, "auto", "none"}:
+            raise WrongValueError(
+                f"sampling.{given[0]} and a tool_choice that wants a call of a tool do not go together",
+                hint="leave one of them out",
+            )
         return self
 
 

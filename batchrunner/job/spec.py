@@ -224,9 +224,13 @@ class Job(Spec):
         return self
 
     @model_validator(mode="after")
-    def _tokens_to_cut(self) -> Job:
+    def _tokens_made_here(self) -> Job:
         if self.prompt.truncate is not None and self.tokenize == "server":
             raise WrongValueError("prompt.truncate counts tokens here", hint="leave out `tokenize: server`")
+        if self.prompt.tools is not None and self.tokenize == "client":
+            raise WrongValueError(
+                "prompt.tools: the server writes them into the prompt", hint="leave out `tokenize: client`"
+            )
         return self
 
     @property
@@ -272,11 +276,16 @@ class Job(Spec):
     @model_validator(mode="after")
     def _columns_of_chats(self) -> Job:
         asked = self.output.asked
+        if self.sampling.tool_choice is not None and not self.prompt.is_chat:
+            raise WrongValueError(
+                "sampling.tool_choice: tools are called in chats", hint="give prompt.user or prompt.messages"
+            )
         if "tool_calls" in asked and not self.prompt.is_chat:
             raise WrongValueError(
                 "output.columns: tool_calls need a chat", hint="give prompt.user or prompt.messages"
             )
-        if {"tool_calls", "prompt_logprobs"} <= {*asked}:
+        has_tools = "tool_calls" in asked or self.prompt.tools is not None
+        if has_tools and "prompt_logprobs" in asked:
             raise WrongValueError(
                 "output.columns: SGLang's chat endpoint has tool_calls, and /generate has prompt_logprobs",
                 hint="give one of them",

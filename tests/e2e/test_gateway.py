@@ -285,7 +285,7 @@ EACH: dict[str, Any] = {
 @pytest.mark.parametrize("chat", [True, False])
 async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool) -> None:
     """`GATEWAY_DROPS` is what the installed gateway really loses, and all of it."""
-    assert EACH.keys() | {"lora_path"} == SamplingSpec.model_fields.keys()
+    assert EACH.keys() | {"lora_path", "tool_choice"} == SamplingSpec.model_fields.keys()
     lost = set()
     headers = {"Authorization": f"Bearer {real_gateway.key}"}
     with FakeSGLang(api_key=real_gateway.key) as worker:

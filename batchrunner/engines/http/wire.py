@@ -184,6 +184,9 @@ def chat_body(request: Request) -> dict[str, Any]:
         body["chat_template_kwargs"] = template_kwargs
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
+    if request.tools is not None:
+        given = {"tools": request.tools.tools, "tool_choice": request.tools.choice}
+        body.update({name: value for name, value in given.items() if value is not None})
     if request.asks is not None and request.asks.of_tokens:
         body.update(_asked_of_chat(request.asks))
     return body

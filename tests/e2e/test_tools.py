@@ -1,0 +1,184 @@
+"""Chats with tools: those of the job, or of a column; the calls are a column of the results."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from tests.conftest import batchrun, batchrun_merge, job_of, results_of, write_job, write_rows
+from tests.support.functions import write_module
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang, Sent
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("get_weather", city="string"), tool("get_time")]
+CHAT = {"user": "{{ text }}", "tools": TOOLS}
+CALLS = [
+    {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'}}
+]
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", "required", NAMED])
+def test_tools_of_the_job(tmp_path: Path, server: FakeSGLang, choice: Any) -> None:
+    """Each request has them; the column of calls is there by itself, with the text where there is one."""
+    server.script = lambda sent: "answer" if sent.prompt == "row 1" else "tool call"
+    job = job_of(tmp_path, server, rows=3, prompt=CHAT, sampling={"tool_choice": choice})
+    assert batchrunner.run(job).exit_code == 0
+    for sent in server.sent:
+        assert sent.path == "/v1/chat/completions"
+        assert sent.body["tools"] == TOOLS
+        assert sent.body.get("tool_choice") == choice
+    rows = results_of(job)
+    assert [row["tool_calls"] for row in rows] == [CALLS, None, CALLS]
+    assert [row["output"] for row in rows] == ["", "answer 0 to row 1", ""]
+    assert [row["finish_reason"] for row in rows] == ["tool_calls", "stop", "tool_calls"]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_tools_of_a_column(tmp_path: Path, server: FakeSGLang, as_json: bool) -> None:
+    """Each row has its own, or none; what is no list of tools fails its row."""
+    given: list[Any] = [[TOOLS[0]], None, [TOOLS[1]], []]
+    wrong: list[Any] = ["[{", '{"a": 1}', '[{"type": "function"}]', json.dumps([TOOLS[0]] * 2)]
+    if as_json:
+        column = [None if tools is None else json.dumps(tools) for tools in given] + wrong
+        write_rows(tmp_path / "input.parquet", len(column), tools=column)
+    else:
+        write_rows(tmp_path / "input.parquet", len(given), tools=pa.array(given))
+    prompt = {"user": "{{ text }}", "tools": "tools"}
+    job = job_of(
+        tmp_path, server, prompt=prompt, sampling={"tool_choice": "required", "temperature": 0},
+        limits={"max_failed_rows": len(wrong)},
+    )  # fmt: skip
+    assert batchrunner.run(job).exit_code == 0
+    sent = {int(sent.prompt.split()[1]): sent.body for sent in server.sent}
+    assert [sent[row].get("tools") for row in range(4)] == [[TOOLS[0]], None, [TOOLS[1]], None]
+    assert [sent[row].get("tool_choice") for row in range(4)] == ["required", None, "required", None]
+    errors = [row["error"] for row in results_of(job)[4:]]
+    parts = [
+        "prompt.tools: column 'tools': not JSON",
+        "prompt.tools: column 'tools': no list of tools",
+        "prompt.tools: column 'tools': tool 1 is not of the form",
+        "prompt.tools: column 'tools': two tools have the name 'get_weather'",
+    ]
+    assert all(error.startswith(part) for error, part in zip(errors, parts, strict=False))
+
+
+def test_equal_prompts_with_unlike_tools_are_unlike_requests(tmp_path: Path, server: FakeSGLang) -> None:
+    """At temperature 0 only rows with equal tools share an answer."""
+    tools = [json.dumps([TOOLS[row % 2]]) for row in range(6)]
+    pq.write_table(pa.table({"text": ["same"] * 6, "tools": tools}), tmp_path / "input.parquet")
+    prompt = {"user": "{{ text }}", "tools": "tools"}
+    job = job_of(tmp_path, server, prompt=prompt, sampling={"temperature": 0})
+    assert batchrunner.run(job).rows_deduplicated == 4
+    assert sorted(sent.body["tools"][0]["function"]["name"] for sent in server.sent) == [
+        "get_time", "get_weather",
+    ]  # fmt: skip
+
+
+def test_messages_of_any_kind_take_tools(tmp_path: Path, server: FakeSGLang) -> None:
+    """A column of messages, templates and a Python function; a text that the function makes has none."""
+    write_module(
+        tmp_path,
+        """
+        def prompt(row):
+            return [{"role": "user", "content": row["text"]}] if row["id"] else row["text"]
+        """,
+    )
+    talk = [[{"role": "user", "content": f"row {row}"}] for row in range(2)]
+    write_rows(tmp_path / "input.parquet", 2, talk=talk)
+    for prompt in (
+        {"messages": "talk"}, {"messages": [{"role": "user", "content": "{{ text }}"}]},
+        {"python": "hooks:prompt"},
+    ):  # fmt: skip
+        job = job_of(tmp_path, server, prompt={**prompt, "tools": TOOLS}, python_path=[str(tmp_path)])
+        assert batchrunner.run(job, fresh=True).exit_code == 0
+    chats = [sent.body for sent in server.sent if sent.path != "/generate"]
+    assert [body["tools"] for body in chats] == [TOOLS] * 5
+    assert [sent.body.get("tools") for sent in server.sent if sent.path == "/generate"] == [None]
+
+
+def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang) -> None:
+    """A carried column of that name keeps its place; other tools are another run."""
+    server.script = lambda _: "tool call"
+    job = job_of(tmp_path, server, rows=4, prompt=CHAT)
+    assert batchrunner.run(job, overrides=["input.limit=2"]).exit_code == 0
+    assert batchrunner.run(job).exit_code == 0
+    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    assert merged["tool_calls"].to_pylist() == [CALLS] * 4
+    fewer = {**job, "prompt": {**CHAT, "tools": TOOLS[:1]}}
+    refused = batchrun(write_job(fewer, tmp_path))
+    assert refused.exit_code == 2
+    assert "holds another run: prompt.tools was" in refused.stderr
+    write_rows(tmp_path / "input.parquet", 2, tool_calls=["mine", "own"])
+    carried = {**job, "input": {**job["input"], "columns": ["tool_calls"]}}
+    assert batchrunner.run(carried, fresh=True).exit_code == 0
+    assert [row["tool_calls"] for row in results_of(job)] == ["mine", "own"]
+
+
+def test_a_checked_answer_may_be_a_call(tmp_path: Path, server: FakeSGLang) -> None:
+    """The finish reason tells; a row that answers in words is asked again with its tools."""
+
+    def script(sent: Sent) -> Any:
+        return "answer" if sent.tries == 1 else "tool call"
+
+    server.script = script
+    check = {"expression": "finish_reason == 'tool_calls'"}
+    job = job_of(tmp_path, server, rows=2, prompt=CHAT, check=check)
+    assert batchrunner.run(job).exit_code == 0
+    assert [row["tool_calls"] for row in results_of(job)] == [CALLS] * 2
+    assert all(sent.body["tools"] == TOOLS for sent in server.sent)
+
+
+def test_tools_of_a_program(server: FakeSGLang) -> None:
+    server.script = lambda _: "tool call"
+    table = batchrunner.generate(["a"], prompt={"user": "{{ text }}", "tools": TOOLS}, engine=server.url)
+    assert table["tool_calls"].to_pylist() == [CALLS]
+
+
+TEXT = {"text": "text"}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "empty": ({"prompt": {**CHAT, "tools": []}}, "prompt.tools"),
+    "no tool": ({"prompt": {**CHAT, "tools": [{"name": "x"}]}}, "tool 1 is not of the form {type: function"),
+    "twice": ({"prompt": {**CHAT, "tools": [TOOLS[0]] * 2}}, "two tools have the name 'get_weather'"),
+    "text": ({"prompt": {**TEXT, "tools": TOOLS}}, "`tools` go with `user`, `messages` or `python`"),
+    "truncate": ({"prompt": {**CHAT, "truncate": "tail"}}, "`truncate` has no effect"),
+    "tokens": ({"prompt": CHAT, "tokenize": "client"}, "the server writes them into the prompt: leave out"),
+    "choice": ({"prompt": TEXT, "sampling": {"tool_choice": "auto"}}, "tools are called in chats"),
+    "word": ({"prompt": CHAT, "sampling": {"tool_choice": "always"}}, "sampling.tool_choice"),
+    "grammar": (
+        {"prompt": CHAT, "sampling": {"tool_choice": "required", "regex": "a"}},
+        "sampling.regex and a tool_choice that wants a call of a tool do not go together",
+    ),
+    "logprobs": ({"prompt": CHAT, "output": {"columns": ["prompt_logprobs"]}}, "has prompt_logprobs"),
+    "column": ({"prompt": {**CHAT, "tools": "gone"}}, "prompt.tools: unknown column 'gone'"),
+    "type": ({"prompt": {**CHAT, "tools": "id"}}, "prompt.tools: column 'id' must hold lists of tools"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be(tmp_path: Path, server: FakeSGLang, name: str) -> None:
+    """One line before anything is sent."""
+    changes, told = WRONG[name]
+    job = job_of(tmp_path, server, **changes)
+    refused = batchrun(write_job(job, tmp_path))
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert server.sent == []
