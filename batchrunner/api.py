@@ -176,6 +176,7 @@ def generate(
             explode=explode,
             check=check,
             on_length=on_length,
+            own_rows=paths is None,
         )
 
     return _results_of(rows, make_job, opened, display)
@@ -297,10 +298,12 @@ def stream(
             explode=explode,
             check=check,
             on_length=on_length,
+            own_rows=files is None,
         )
 
+    files = paths_of(rows)
     display = make_displays(progress=progress, on_progress=on_progress)
-    call = StreamCall(rows, paths_of(rows), make_job, opened.loop if opened else None, display)
+    call = StreamCall(rows, files, make_job, opened.loop if opened else None, display)
     return call.in_memory() if output is None else call.in_run_directory(Path(output))
 
 

@@ -17,6 +17,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import RequestError
 from batchrunner.core.hooks.functions import ColumnKind
+from batchrunner.core.images import PromptImage, with_labels
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -121,6 +122,20 @@ class Request(NamedTuple):
     """What the model is asked to do with the prompt; None for generating text."""
     tools: Tools | None = None
     """Tools of a chat; None where it has none."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt: a part `{"type": "image", "image": n}` of a content stands for number n."""
+
+    @property
+    def shown(self) -> Any:
+        """The prompt as a person reads it: parts for images say where these come from."""
+        if not self.images or not isinstance(self.prompt, list):
+            return self.prompt
+        return [with_labels(message, self.images) for message in self.prompt]
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that the images take in memory."""
+        return sum(image.size for image in self.images) if self.images else 0
 
 
 class Completion(NamedTuple):
@@ -269,6 +284,8 @@ class EngineInfo:
     """Most requests that can be open at once, over all routes; None for no limit."""
     connections_by: str | None = None
     """The limit that `connections` comes from, in words."""
+    takes_images: bool | None = None
+    """Whether the model takes images in prompts."""
     simulated: bool = False
     """Whether the answers are made up."""
     card: str | None = None

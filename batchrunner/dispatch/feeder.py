@@ -12,8 +12,9 @@ from batchrunner.dispatch.queue import Backlog, ResultSink
 from batchrunner.dispatch.source import RowSource
 from batchrunner.dispatch.tokenizers import RowTokenizer
 
-SLICE_BYTES = 4 << 20
-"""Bytes of the prompts that are tokenised together: token ids take many times the memory of the text."""
+SLICE_BYTES, SLICE_IMAGES = 4 << 20, 32
+"""Bytes of the prompts that are tokenised together, and rows with images: token ids take many times the
+memory of the text, and an image may take more than its path."""
 
 
 class Feeder:
@@ -66,7 +67,8 @@ class Feeder:
                 if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
                     await self._backlog.end(row, request)
                 else:
-                    row.unencoded = row.request if self._keeps_prompts else None
+                    unencoded = row.request._replace(images=request.images)
+                    row.unencoded = unencoded if self._keeps_prompts else None
                     row.request = request
                     self._backlog.add(row)
             self._backlog.wake_dispatcher()
@@ -74,14 +76,15 @@ class Feeder:
 
 
 def _slices(rows: Sequence[PendingRow]) -> Iterator[list[PendingRow]]:
-    """Cut rows into lists of `SLICE_BYTES` at most, one row at least."""
+    """Cut rows into lists of `SLICE_BYTES` and `SLICE_IMAGES` at most, one row at least."""
     some: list[PendingRow] = []
-    size = 0
+    size = images = 0
     for row in rows:
-        if some and size + row.prompt_bytes > SLICE_BYTES:
+        if some and (size + row.prompt_bytes > SLICE_BYTES or images == SLICE_IMAGES):
             yield some
-            some, size = [], 0
+            some, size, images = [], 0, 0
         some.append(row)
         size += row.prompt_bytes
+        images += bool(row.request.images)
     if some:
         yield some

@@ -39,6 +39,7 @@ class PendingRow(msgspec.Struct, eq=False):
     prefix: bytes = b""
     """The prompt as bytes (`input.prefixes.prefix_of`); dropped once no later row is compared with it."""
     prompt_bytes: int = 0
+    """Length of `prefix`: where the prompt has images, it has bytes for their tokens."""
     template: int = 0
     """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
     duplicates: list[RowRef] = []
@@ -72,6 +73,11 @@ class PendingRow(msgspec.Struct, eq=False):
     """The request before it was tokenised, where it may be asked for again in other words."""
     asking: Asking | None = None
     """Its answers, where they are checked."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the prompt and its images in memory."""
+        return self.prompt_bytes + self.request.image_bytes
 
     @property
     def affinity(self) -> str:

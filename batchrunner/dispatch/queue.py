@@ -16,6 +16,11 @@ READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
 """Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses."""
 
 
+MOST_IMAGE_BYTES = 128 << 20
+"""Bytes of the images of rows in flight above which no more rows with images are sent. The body of a request
+takes as much again, and a third more."""
+
+
 class InFlight(Protocol):
     """Counts requests in flight."""
 
@@ -111,6 +116,7 @@ class Backlog:
         self._results = results
         self._queue = DispatchQueue(tuple(slots.by_route), slots, READ_AHEAD_ROWS)
         self._queue_bytes = 0
+        self._image_bytes = 0  # of rows in flight
         self._poison: PoisonRows[PendingRow] = PoisonRows()
         self._waiting = 0
         self._unended = 0
@@ -154,7 +160,7 @@ class Backlog:
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Put a row into the dispatch queue, behind all others or before them."""
         (self._queue.add_first if first else self._queue.add)(row)
-        self._queue_bytes += row.prompt_bytes
+        self._queue_bytes += row.memory_bytes
 
     def retry_after(self, row: PendingRow, pause_s: float) -> None:
         """Put a row back after a pause, unless the run is stopping."""
@@ -164,30 +170,42 @@ class Backlog:
 
     def has_for(self, route: str) -> bool:
         """Tell whether `take` may return a row for a route."""
+        if self._image_bytes >= MOST_IMAGE_BYTES:
+            return False
         return self._queue.has_for(route) or self._next_degree() is not None
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route; suspects of engine deaths come first."""
-        if self._stopping:
+        if self._stopping or self._image_bytes >= MOST_IMAGE_BYTES:
             return None
+        row = self._next(route)
+        if row is not None:
+            self._image_bytes += row.request.image_bytes
+        return row
+
+    def _next(self, route: str) -> PendingRow | None:
         degree = self._next_degree()
         if degree is not None:
             return self._poison.take(degree)
         row = self._queue.take(route)
         if row is not None:
-            self._queue_bytes -= row.prompt_bytes
+            self._queue_bytes -= row.memory_bytes
         if not self._is_full():
             self._room.set()
         return row
 
     def came_back(self, row: PendingRow) -> None:
         """Record that an attempt of a row is over."""
+        self._image_bytes -= row.request.image_bytes
         if row.deaths:
             self._poison.came_back(row.deaths)
 
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
         """Store the outcome of a row, and the same for its duplicates. Raises StorageError."""
         await self._results.put(outcome)
+        if row.request.images:  # other rows may refer to this one for long
+            row.request = row.request._replace(images=())
+            row.unencoded = row.asking = None
         for ref in row.duplicates:
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1

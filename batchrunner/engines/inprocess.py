@@ -49,7 +49,12 @@ from batchrunner.engines.device import (
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.body_replies import completion_of_body
 from batchrunner.engines.http.questions import check_does
-from batchrunner.engines.http.server_info import answers_in_pieces, prefill_tokens, tokenizer_info
+from batchrunner.engines.http.server_info import (
+    answers_in_pieces,
+    prefill_tokens,
+    takes_images,
+    tokenizer_info,
+)
 from batchrunner.engines.http.task_replies import answer_of, answers_of
 from batchrunner.engines.inbox import Inbox
 from batchrunner.engines.model_files import check_model, model_identity, takes_mean, vocabulary_of
@@ -123,6 +128,7 @@ class InprocessSGLang(Engine):
             prefill_tokens=prefill_tokens(vars(self._engine.server_args)),
             caches_prefixes=not self._engine.server_args.disable_radix_cache,
             tokenizing=tokenizer_info(_model_info(manager), manager.server_args.resolved_dict()),
+            takes_images=takes_images([_model_info(manager)]),
             card=None if cpu else await asyncio.to_thread(card_name),
             tp=split_over(self._spec.args),
             one_by_one=answers_in_pieces(vars(self._engine.server_args)),

@@ -171,16 +171,18 @@ def count_tokens(request: Request) -> int:
     """Estimate the tokens of the prompt: exact for token ids, else four characters each."""
     if request.kind == "input_ids":
         return len(request.prompt)
+    images = sum(image.tokens for image in request.images)
     if request.kind == "text":
-        return len(request.prompt) // _CHARACTERS_A_TOKEN + 1
+        return images + len(request.prompt) // _CHARACTERS_A_TOKEN + 1
     characters = [len(str(message.get("content"))) for message in request.prompt]
-    return sum(count // _CHARACTERS_A_TOKEN + 1 + _TOKENS_A_MESSAGE for count in characters)
+    return images + sum(count // _CHARACTERS_A_TOKEN + 1 + _TOKENS_A_MESSAGE for count in characters)
 
 
 def _hashes(request: Request) -> list[int]:
     """Return 32 bits for each sample, which decide its length and its words."""
     # repr, because a prompt of any kind has one; hash() would differ from process to process
     prompt = repr(request.prompt).encode("utf-8", "surrogatepass")
+    prompt += b"".join(image.key for image in request.images)
     first = crc32(prompt, crc32(b"%d" % (request.sampling.get("sampling_seed") or 0)))
     return [first, *(crc32(b"%d" % i, first) for i in range(1, request.sampling.get("n") or 1))]
 
@@ -227,6 +229,7 @@ class Simulator(Engine):
             max_total_tokens=self._spec.max_total_tokens,
             context_length=self._spec.context_length,
             caches_prefixes=False,
+            takes_images=True,
             simulated=True,
             notes=(_NOTE,),
         )

@@ -18,3 +18,6 @@ class ColumnSource(Protocol):
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
+
+    def directory_of(self, row: int) -> str | None:
+        """Return the directory of the file that has the row with this ordinal; None where there is none."""

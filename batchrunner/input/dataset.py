@@ -151,6 +151,12 @@ class Dataset:
             raise InputError(f"{where}: column {name!r} has a type that Parquet cannot hold: {problem}")
         return field
 
+    def directory_of(self, row: int) -> str | None:
+        """Return the directory of the file that has this row; None for a file that is not on this machine."""
+        at = bisect_right(self._starts, row) - 1
+        source = self._sources[max(0, min(at, len(self._sources) - 1))]
+        return str(Path(source.path).absolute().parent) if source.is_local else None
+
     def type_of(self, name: str) -> pa.DataType:
         """Return the type of a column, also of one of `problems`."""
         return pa.string() if name in self.problems else self.schema.field(name).type

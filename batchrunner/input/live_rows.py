@@ -9,7 +9,7 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.columns_read import unknown_column
-from batchrunner.input.dataset import RowBatch
+from batchrunner.input.dataset import Dataset, RowBatch
 from batchrunner.input.formats.base import PROBLEM
 from batchrunner.input.render import Renderer
 from batchrunner.input.schemas import normalize, normalized
@@ -23,8 +23,10 @@ MOST_RENDERERS = 64
 class LiveColumns:
     """The columns of one batch."""
 
-    def __init__(self, schema: pa.Schema) -> None:
+    def __init__(self, schema: pa.Schema, files: Dataset | None = None) -> None:
+        """`files` have the rows, if these are not a program's."""
         self._schema = schema
+        self._files = files
 
     @property
     def schema(self) -> pa.Schema:
@@ -46,6 +48,10 @@ class LiveColumns:
             raise InputError(f"{where}: the rows have {len(found)} columns {name!r}", hint="give one only")
         return self._schema.field(found[0])
 
+    def directory_of(self, row: int) -> str | None:
+        """Return the directory of the file that has this row; None for a program's rows."""
+        return None if self._files is None else self._files.directory_of(row)
+
 
 class LiveRenderer:
     """Renders batches by prompt, sampling and columns of a job; the first batch tells the columns.
@@ -54,12 +60,15 @@ class LiveRenderer:
     fit the job fail; columns that the job does not use do not matter.
     """
 
-    def __init__(self, job: Job, first: pa.Schema, functions: HookPool | None = None) -> None:
+    def __init__(
+        self, job: Job, first: pa.Schema, functions: HookPool | None = None, files: Dataset | None = None
+    ) -> None:
         """Check the job against the columns of the first batch; raises JobError or InputError.
 
-        `functions` are the job's Python functions.
+        `functions` are the job's Python functions; `files` have the rows, if these are not a program's.
         """
         self._job = job
+        self._files = files
         self._functions = functions
         fields = (_text_if_null(field) for field in normalized(first))
         self._first = pa.schema(fields)
@@ -114,7 +123,7 @@ class LiveRenderer:
     def _make(self, schema: pa.Schema) -> Renderer:
         job = self._job
         return Renderer(
-            LiveColumns(schema),
+            LiveColumns(schema, self._files),
             job.input,
             job.prompt,
             job.first_sampling,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
+from batchrunner.core.images import PromptImage, image_of_part
 from batchrunner.core.types import Request, RequestBody
 from batchrunner.input.request_bodies import prompt_of
 
@@ -19,6 +20,10 @@ BLOCK_BYTES, BLOCK_SHARE = 64, 16
 """Size of the blocks of a prompt whose checksums are its sort key: a block has BLOCK_BYTES, or 1/BLOCK_SHARE
 of the bytes before it where that is more. So a common prefix of 10 kB may count as 9.5 kB, and the key of a
 prompt of 1 MB has 520 bytes."""
+
+
+BYTES_A_TOKEN = 4
+"""Bytes that stand for each token of an image."""
 
 
 def _blocks(longest: int) -> list[tuple[int, int]]:
@@ -51,9 +56,11 @@ def prompt_bytes(request: Request) -> bytes:
     if isinstance(request.prompt, RequestBody):
         return prompt_of(request.prompt)
     if request.kind == "text":
-        return adapter + _bytes(request.prompt)
+        return adapter + b"".join(map(_image, request.images)) + _bytes(request.prompt)
     if request.tools is not None and request.tools.by_row:  # chat templates write them at the beginning
         adapter += _bytes(repr(request.tools.tools))
+    if request.images:
+        return adapter + b"".join(_message_with(message, request.images) for message in request.prompt)
     return adapter + b"".join(map(_message, request.prompt))
 
 
@@ -86,3 +93,22 @@ def _message(message: Any) -> bytes:
     if isinstance(message, dict) and message.keys() == {"role", "content"}:
         return _bytes(f"{message['role']}\0{message['content']}\0")
     return _bytes(repr(message))
+
+
+def _image(image: PromptImage) -> bytes:
+    """Return bytes that stand for the tokens of an image: equal images have equal ones."""
+    length = BYTES_A_TOKEN * image.tokens
+    return (image.key * (length // len(image.key) + 1))[:length]
+
+
+def _message_with(message: dict[str, Any], images: Sequence[PromptImage]) -> bytes:
+    """Return the bytes of a message whose content may have images."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return _message(message)
+    pieces = [_bytes(f"{message['role']}\0")]
+    for part in content:
+        own = image_of_part(part)
+        pieces.append(_bytes(repr(part)) if own is None else _image(images[own]))
+    others = {name: value for name, value in message.items() if name not in {"role", "content"}}
+    return b"".join([*pieces, _bytes(repr(others)) if others else b"", b"\0"])

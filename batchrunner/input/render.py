@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pyarrow as pa
@@ -13,6 +13,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.images import PromptImage
 from batchrunner.core.types import (
     AskedColumns,
     ForwardTask,
@@ -26,6 +27,7 @@ from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import RowBatch
+from batchrunner.input.images.prompts import ImagePrompts
 from batchrunner.input.messages import WANTED as MESSAGES_WANTED
 from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
@@ -76,7 +78,12 @@ class Renderer:
         """
         limit = RenderLimit(render_s)
         self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
-        self.kind, self._prompt_of, used = _prompt_source(prompt, dataset, limit, self._python)
+        made = _prompt_source(prompt, dataset, limit, self._python)
+        self.kind, self._prompt_of, used = made.kind, made.prompt_of, made.columns
+        self._images: ImagePrompts | None = None
+        if prompt.has_images:
+            self._images = ImagePrompts(prompt, dataset, made.prompt_of, made.printed)
+            used = [*used, *self._images.columns]
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self._continues = prompt.continues
@@ -141,7 +148,12 @@ class Renderer:
                 raise RowRefusedError(value.reason)
         if self.predicate is not None:
             self.predicate(row)  # raises the error of a row on which the filter fails: such rows are selected
-        prompt, sampling = self._prompt_of(row), self._fixed
+        images: tuple[PromptImage, ...] = ()
+        if self._images is None:
+            prompt = self._prompt_of(row)
+        else:
+            prompt, images = self._images.prompt(ref.row, row)
+        sampling = self._fixed
         if isinstance(prompt, RequestBody):
             sampling = {"max_new_tokens": prompt.most_tokens}
         if self._per_row:
@@ -160,6 +172,7 @@ class Renderer:
             row={name: row[name] for name in self._for_check} if self._for_check else None,
             task=self._task,
             tools=None if self._tools is None else self._tools.of(row),
+            images=images,
         )
 
 
@@ -176,20 +189,29 @@ def _sendable(name: str, value: Any) -> Any:
     return int(value)  # pandas turns a column of whole numbers with a null into floats
 
 
-PromptSource = tuple[PromptKind | None, Callable[[Row], Any], list[str]]
-"""The kind of the prompts, the function that makes a row's prompt, and the columns that it reads."""
+class PromptSource(NamedTuple):
+    """Where prompts come from."""
+
+    kind: PromptKind | None
+    prompt_of: Callable[[Row], Any]
+    """Makes the prompt of a row."""
+    columns: list[str]
+    """Columns that it reads."""
+    printed: frozenset[str] = frozenset()
+    """Columns of them that a template shows as they are."""
 
 
 def _prompt_source(
     prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit, python: PythonPrompts | None
 ) -> PromptSource:
     if python is not None:
-        return None, dict, python.columns  # the row stands for its prompt until it is filled in
+        return PromptSource(None, dict, python.columns)  # the row stands for its prompt until it is filled in
     if prompt.user is not None or isinstance(prompt.messages, list):
         templates = MessageTemplates(_templates_of(prompt), dataset.schema.names, limit)
         for where, each in templates.templates.items():
-            _refuse_bytes(each, dataset, where)
-        return "messages", templates.prompt, templates.columns
+            _refuse_bytes(each, dataset, where, prompt.image_columns)
+        printed = frozenset(name for each in templates.templates.values() for name in each.printed)
+        return PromptSource("messages", templates.prompt, templates.columns, printed)
     if prompt.messages is not None:
         found = dataset.field(prompt.messages, where="prompt.messages").type
         if not holds_messages(found):
@@ -197,14 +219,14 @@ def _prompt_source(
                 f"prompt.messages: column {prompt.messages!r} must be {MESSAGES_WANTED} (got {found})"
             )
         talk = MessagesColumn(prompt.messages, continues=prompt.continues)
-        return "messages", talk.prompt, talk.columns
+        return PromptSource("messages", talk.prompt, talk.columns)
     if prompt.batch is not None:
         requests = RequestBodies()
-        return "body", requests.prompt, list(requests.columns)
+        return PromptSource("body", requests.prompt, list(requests.columns))
     if prompt.text is not None and is_template(prompt.text):
         template = Template(prompt.text, where="prompt.text", available=dataset.schema.names, limit=limit)
-        _refuse_bytes(template, dataset, "prompt.text")
-        return "text", template.render, template.columns
+        _refuse_bytes(template, dataset, "prompt.text", prompt.image_columns)
+        return PromptSource("text", template.render, template.columns, frozenset(template.printed))
     return _prompt_column(prompt, dataset)
 
 
@@ -216,13 +238,18 @@ def _prompt_column(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
             stored = dataset.field(column, where=f"prompt.{kind}").type
             if not fits(stored):
                 raise InputError(f"prompt.{kind}: column {column!r} must be {wanted} (got {stored})")
-            return kind, partial(_prompt_in, column), [column]
+            return PromptSource(kind, partial(_prompt_in, column), [column])
     raise AssertionError("a job has a prompt")
 
 
-def _refuse_bytes(template: Template, dataset: ColumnSource, where: str) -> None:
-    """Raise InputError where a template prints a column of bytes, which would read "b'…'" in the prompt."""
+def _refuse_bytes(template: Template, dataset: ColumnSource, where: str, images: Collection[str]) -> None:
+    """Raise InputError where a template prints a column of bytes, which would read "b'…'" in the prompt.
+
+    A column of `images` stands for these.
+    """
     for name in template.printed:
+        if name in images:
+            continue
         kind = dataset.field(name, where=where).type
         if holds_bytes(kind):
             text = written(name, in_template=True).strip("'")

@@ -5,6 +5,7 @@ through it, and the others are known by their methods.
 """
 
 import contextlib
+import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -21,6 +22,8 @@ TEXT = "text"
 """Name of the column that texts become."""
 CHUNK_ROWS, CHUNK_BYTES = 1024, 16 << 20
 """Most rows of an iterator that are converted together, and the bytes of their texts."""
+_PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
+"""Modes of Pillow's images that a PNG file can hold."""
 _INDEX = "__index_level_"
 """Beginning of the name of a column that pandas makes of an index."""
 MOST_LEVELS = 49
@@ -225,12 +228,28 @@ def _chunk(rows: Iterator[Row], first: int, chunk_rows: int | None) -> list[Mapp
     for row in rows:
         chunk.append(as_mapping(row, first + len(chunk)))
         if chunk_rows is None:
-            size += sum(len(value) for value in chunk[-1].values() if isinstance(value, (str, bytes)))
+            size += bytes_of(chunk[-1])
             if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
                 break
         elif len(chunk) == chunk_rows:
             break
     return chunk
+
+
+def bytes_of(row: Mapping[str, Any]) -> int:
+    """Return the bytes of a row's texts and of its bytes, also of those in lists and mappings in it."""
+    return sum(map(_size_of, row.values()))
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, Mapping):
+        return bytes_of(value)
+    if isinstance(value, (list, tuple)):
+        first = value[0] if value else None  # lists of numbers are many, and count little
+        return sum(map(_size_of, value)) if isinstance(first, (str, bytes, Mapping)) else 0
+    return 0
 
 
 def as_mapping(row: object, number: int) -> Mapping[str, Any]:
@@ -241,7 +260,28 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
         return {}
     if not isinstance(row, Mapping):
         raise InputError(f"{_WANTED} (got a row of type {type(row).__name__}: row {number})")
-    return row
+    return {name: _plain(value) for name, value in row.items()} if any(map(_is_object, row.values())) else row
+
+
+def _is_object(value: object) -> bool:
+    """Tell whether a value is an image of Pillow or a path, or a list that may hold them."""
+    return isinstance(value, (os.PathLike, list, tuple)) or hasattr(value, "tobitmap")
+
+
+def _plain(value: Any) -> Any:
+    """Return an image of Pillow as the bytes of a PNG file, and a path as a text; anything else as it is."""
+    if isinstance(value, (list, tuple)) and any(map(_is_object, value)):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not hasattr(value, "tobitmap"):
+        return value
+    stream = io.BytesIO()
+    try:
+        (value if value.mode in _PNG_MODES else value.convert("RGB")).save(stream, "PNG", compress_level=1)
+    except Exception:  # noqa: BLE001 - a broken file that Pillow opened: its row fails
+        return b"unreadable"
+    return stream.getvalue()
 
 
 def _table_of(rows: Sequence[Mapping[str, Any]], first: int) -> pa.Table:

@@ -10,6 +10,9 @@ from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job, LimitsSpec
 
+_FILES = {"images": "columns", "pdf": "column"}
+"""Parts of a prompt that name columns with files, and the field that does."""
+
 
 def job_of_call(
     paths: Sequence[str],
@@ -25,12 +28,14 @@ def job_of_call(
     explode: bool = False,
     check: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
+    own_rows: bool = False,
 ) -> Job:
     """Return the job that reads `paths` and writes into the directory `output`; raises JobError.
 
     `prompt` is the template of the user message, the `prompt` part of a job, or a function; `parse` is that
-    part of a job, or a function; `columns` are carried, `answers` are the job's `output.columns`. No variable
-    of the environment changes the job.
+    part of a job, or a function; `columns` are carried, `answers` are the job's `output.columns`. With
+    `own_rows` the rows are the program's own, whose files of images may be anywhere. No variable of the
+    environment changes the job.
     """
     if isinstance(columns, str):
         raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
@@ -45,6 +50,8 @@ def job_of_call(
         limits = limits.model_dump(exclude_unset=True)
     if not isinstance(prompt, Mapping):
         prompt = {"user": prompt} if isinstance(prompt, str) else {"python": prompt}
+    if own_rows:
+        prompt = {name: _anywhere(name, part) for name, part in prompt.items()}
     tree = {
         "input": {"path": list(paths), "columns": list(columns)},
         "prompt": prompt,
@@ -87,3 +94,16 @@ def job_of_embed(
         "limits": limits or {},
     }
     return load_job(tree, environ={})
+
+
+def _anywhere(name: str, part: Any) -> Any:
+    """Return a part of a prompt so that paths of images may lead anywhere, unless it names a folder."""
+    if name not in _FILES or part is None:
+        return part
+    if isinstance(part, (str, list, tuple)):
+        part = {_FILES[name]: part if isinstance(part, str) and name == "pdf" else _list(part)}
+    return {"folder": "/", **part} if isinstance(part, Mapping) else part
+
+
+def _list(names: Any) -> list[Any]:
+    return [names] if isinstance(names, str) else list(names)

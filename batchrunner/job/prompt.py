@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from batchrunner.job.fields import PythonFunction, Spec
+from batchrunner.job.images import PromptWithImages
 
 
 class MessageTemplate(Spec):
@@ -18,7 +19,7 @@ class MessageTemplate(Spec):
     """Jinja2 template of what is said, over the columns of a row."""
 
 
-class PromptSpec(Spec):
+class PromptSpec(PromptWithImages):
     """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `batch`."""
 
     system: str | None = None
@@ -96,11 +97,28 @@ class PromptSpec(Spec):
             raise ValueError("`truncate` has no effect on prompts with `tools`: the server tokenizes them")
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             raise ValueError("`messages` has no message that the assistant could answer")
+        self._check_images(given[0])
         if given[0] in {"text", "input_ids", "batch"} and self.chat_template_kwargs is not None:
             raise ValueError(
                 f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
             )
         return self
+
+    def _check_images(self, kind: str) -> None:
+        """Raise ValueError where prompts of a kind can have no images, or not these."""
+        if not self.has_images:
+            return
+        name = "pdf" if self.images is None else "images"
+        if kind == "python":
+            raise ValueError(f"`{name}` has no effect on `python`: let the function return image_url parts")
+        if kind in {"input_ids", "batch"}:
+            raise ValueError(f"`{name}` goes with `user`, `messages` or `text`, not with `{kind}`")
+        if self.pdf is not None and kind == "text":
+            raise ValueError("`pdf` goes with `user` or `messages`, not with `text`: it may have many pages")
+        if self.images is not None and self.images.placeholder is not None and kind != "text":
+            raise ValueError("`images.placeholder` goes with `text`: in messages SGLang knows it")
+        if self.truncate is not None:
+            raise ValueError(f"`truncate` has no effect on prompts with `{name}`: SGLang tokenizes them")
 
 
 def tool_problem(tools: Any) -> str | None:

@@ -1,5 +1,6 @@
 """The Python functions of a job, and the processes that run them."""
 
+import importlib.util
 from pathlib import Path
 
 from batchrunner.core.errors import JobError
@@ -12,6 +13,9 @@ from batchrunner.job.spec import Job
 
 PROMPT, PARSE, CHECK = "prompt.python", "parse", "check.python"
 """Places of functions in a job, by which the pool knows them."""
+IMAGES = "prompt.images"
+"""Place of our own function that prepares the images of a row, and is run as those of the job are."""
+_PREPARE = "batchrunner.input.images.prepare:prepare"
 
 
 def open_functions(job: Job) -> HookPool | None:
@@ -27,6 +31,9 @@ def open_functions(job: Job) -> HookPool | None:
         functions.append(_function(PARSE, "parse", job.parsing.python, columns))
     if job.check.python is not None:
         functions.append(_function(CHECK, "check", job.check.python))
+    if job.prompt.has_images:
+        _check_packages(job)
+        functions.append(HookFunction(IMAGES, "images", "reading the images", _PREPARE))
     if not functions:
         return None
     limits = job.limits
@@ -45,6 +52,13 @@ def open_functions(job: Job) -> HookPool | None:
         pool.close()
         raise
     return pool
+
+
+def _check_packages(job: Job) -> None:
+    for field, module in {"images": "PIL", **({"pdf": "pypdfium2"} if job.prompt.pdf else {})}.items():
+        if importlib.util.find_spec(module) is None:
+            name = "pdf" if job.prompt.images is None else field
+            raise JobError(f"prompt.{name}: needs {module}", hint="install batchrunner[images]")
 
 
 def _function(

@@ -84,13 +84,14 @@ class LimitsSpec(Spec):
     render: Duration = 5.0
     """CPU time in which the templates of a row are rendered. A row that takes more fails."""
     python: Duration = 30.0
-    """Time of one call of a Python function (`prompt.python`, `parse`, `check.python`). A row whose call
-    takes longer fails."""
+    """Time of one call of a Python function (`prompt.python`, `parse`, `check.python`), and of reading the
+    images of a row. A row whose call takes longer fails."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
-    """Memory in GiB that each process of the Python functions may take, beyond what it has when its modules
-    are imported. A row whose call needs more fails."""
+    """Memory in GiB that each process of the Python functions, which also read images, may take beyond what
+    it has when its modules are imported. A row whose call needs more fails."""
     python_processes: Annotated[int, Field(ge=1)] | None = None
-    """Processes that run the Python functions, at most; by default one for each core, up to 8."""
+    """Processes that run the Python functions and read images, at most; by default one for each core, up to
+    8."""
     request_timeout: Duration = 3600.0
     """Longest wait for the answer to one request."""
     engine_wait: Duration = 300.0
@@ -230,6 +231,10 @@ class Job(Spec):
         if self.prompt.tools is not None and self.tokenize == "client":
             raise WrongValueError(
                 "prompt.tools: the server writes them into the prompt", hint="leave out `tokenize: client`"
+            )
+        if self.prompt.has_images and self.tokenize == "client":
+            raise WrongValueError(
+                "tokenize: the server tokenizes prompts with images", hint="leave out `tokenize: client`"
             )
         return self
 

@@ -21,6 +21,8 @@ OF_CHATS = (
     "prompt.chat_template_kwargs",
 )
 """Fields of prompts that a chat template makes."""
+OF_IMAGES = ("prompt.images", "prompt.pdf")
+"""Fields that bring images, which no task without decoding takes yet."""
 KEPT = {"sampling.lora_path"}
 """Fields of these that every task takes."""
 OF_TASKS = sorted({field for kind in TASKS.values() for field in kind.takes})
@@ -65,6 +67,8 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
                 f"{field}: task: {task} takes no chat",
                 hint="give prompt.text, a template or a column, or prompt.input_ids",
             )
+        if field in OF_IMAGES:
+            raise WrongValueError(f"{field}: task: {task} takes no images", hint="leave it out")
         if field == "prompt.batch":
             raise WrongValueError(
                 f"prompt.batch: the requests of a batch file go as they are, and task is {task}",

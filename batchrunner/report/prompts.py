@@ -53,4 +53,4 @@ def _text(request: Request) -> str:
         return prompt_of(request.prompt).decode()[:SHOWN]
     if request.kind != "messages":
         return str(request.prompt)[:SHOWN]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in request.prompt)[:SHOWN]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in request.shown)[:SHOWN]

@@ -135,7 +135,7 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
     error = _refusal(item, engine) if isinstance(item, Request) else item.error
     if isinstance(item, Request) and error is None:
         body = isinstance(item.prompt, RequestBody)
-        prompt = orjson.loads(item.prompt.content) if body else item.prompt
+        prompt = orjson.loads(item.prompt.content) if body else item.shown
         return {"row": item.ref.row, "kind": item.kind, "prompt": prompt, "error": None}
     return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
 

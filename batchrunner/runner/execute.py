@@ -9,6 +9,7 @@ from dataclasses import replace
 from batchrunner.core.errors import JobError
 from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import EngineInfo
+from batchrunner.dispatch.images import check_takes_images
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
@@ -90,6 +91,7 @@ async def execute(
             stack.push_async_callback(engine.close)
             with engine_starting(run_dir):
                 info = await _open(engine, control)
+        check_takes_images(job, info)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if model_of(job.engine) is None and not fresh:

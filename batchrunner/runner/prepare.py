@@ -18,7 +18,7 @@ from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
-from batchrunner.job.python_functions import open_functions
+from batchrunner.job.python_functions import IMAGES, open_functions
 from batchrunner.job.spec import Job
 from batchrunner.output.columns import parsed_type
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
@@ -196,6 +196,7 @@ def facts_of_functions(functions: HookPool | None) -> dict[str, Any]:
     return {
         facts.where: {"name": facts.name, "digest": facts.digest, "columns": _types_of(facts.columns)}
         for facts in known
+        if facts.where != IMAGES  # no function of the job's
     }
 
 

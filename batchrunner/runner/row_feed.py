@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from batchrunner.core.timing import TIMING
-from batchrunner.input.tables import as_batches, as_mapping, as_rows
+from batchrunner.input.tables import as_batches, as_mapping, as_rows, bytes_of
 
 MOST_ROWS, MOST_BYTES = 256, 16 << 20
 """Rows that are read ahead, and the bytes of their texts; also the rows that are rendered together."""
@@ -104,7 +104,7 @@ class RowBuffer:
     def _offer(self, piece: Piece) -> bool:
         if not self._has_room:
             return False
-        size = _bytes_of(piece) if isinstance(piece, dict) else piece.nbytes
+        size = bytes_of(piece) if isinstance(piece, dict) else piece.nbytes
         self._pieces.append((piece, size))
         self._rows += 1 if isinstance(piece, dict) else piece.num_rows
         self._bytes += size
@@ -221,7 +221,3 @@ def _pieces_of(data: object) -> Generator[Piece]:
     finally:
         if isinstance(rows, Generator):
             rows.close()
-
-
-def _bytes_of(row: dict[str, Any]) -> int:
-    return sum(len(value) for value in row.values() if isinstance(value, (str, bytes)))

@@ -24,6 +24,7 @@ from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.held_back import HoldingBack
+from batchrunner.dispatch.images import ImagePreparer
 from batchrunner.dispatch.incidents import IncidentLog
 from batchrunner.dispatch.load_loop import LoadLoop
 from batchrunner.dispatch.load_summary import LoadSummary
@@ -143,6 +144,9 @@ def build_sending(
     CannotTokenizeError if the job needs client-side tokenization and it is not possible.
     """
     tokenizer = make_tokenizer(job, kind, engine, info, events)
+    if job.prompt.has_images:
+        assert functions is not None
+        tokenizer = ImagePreparer(functions, tokenizer)
     limits, gauges, slots = windows.limits, windows.gauges, windows.slots
 
     # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count and store (`results`)

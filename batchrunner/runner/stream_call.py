@@ -128,7 +128,7 @@ class StreamCall:
         dataset = Dataset(paths)
         job = self._make_job(dataset.schema, paths, scratch)
         problems = (pa.field(name, pa.string()) for name in dataset.problems)
-        renderer, functions = _open_renderer(job, pa.schema([*dataset.schema, *problems]))
+        renderer, functions = _open_renderer(job, pa.schema([*dataset.schema, *problems]), dataset)
         if not dataset.total_rows:
             _close(functions)
             return None
@@ -184,11 +184,13 @@ class StreamCall:
         return str(run_dir.given)
 
 
-def _open_renderer(job: Job, columns: pa.Schema) -> tuple[LiveRenderer, HookPool | None]:
-    """Return the renderer of a job on these columns, and the job's Python functions."""
+def _open_renderer(
+    job: Job, columns: pa.Schema, files: Dataset | None = None
+) -> tuple[LiveRenderer, HookPool | None]:
+    """Return the renderer of a job on these columns, which `files` have, and the job's Python functions."""
     functions = open_functions(job)
     try:
-        return LiveRenderer(job, columns, functions), functions
+        return LiveRenderer(job, columns, functions, files), functions
     except BaseException:
         _close(functions)
         raise

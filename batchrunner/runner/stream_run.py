@@ -10,6 +10,7 @@ from pathlib import Path
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import EngineInfo, PromptKind
+from batchrunner.dispatch.images import check_takes_images
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.answers import plan_answers
@@ -54,6 +55,7 @@ async def send_stream(
                 engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=job.task)
                 stack.push_async_callback(engine.close)
                 info = await engine.open()
+            check_takes_images(job, info)
             for note in info.notes:
                 log.info("%s", note)
             stack.enter_context(contextlib.closing(events))

@@ -25,7 +25,8 @@ from tests.e2e.test_checked_answers import says, script
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.fake_sglang import Behaviour, Body, FakeSGLang, Sent
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.raw_answers import Body
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

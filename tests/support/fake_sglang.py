@@ -159,8 +159,7 @@ class FakeSGLang(ServerThread):
         """How often the load was asked for and told."""
         self.hung = 0
         """How often it was asked for and not told: `polls` is "hang"."""
-        self._in_flight = 0
-        self._released = False
+        self._in_flight, self._released = 0, False
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
 
@@ -431,7 +430,7 @@ class FakeSGLang(ServerThread):
             prompt = body["text"] if "text" in body else str(body["input_ids"])
             assert isinstance(body["sampling_params"], dict)
         else:
-            prompt = body["messages"][-1]["content"] if "messages" in body else str(body["prompt"])
+            prompt = str(body["messages"][-1]["content"] if "messages" in body else body["prompt"])
             assert body["model"]
         self._tries[prompt] += 1
         sent = Sent(path, prompt, body, self._tries[prompt], together)

@@ -15,12 +15,20 @@ from typing import Any, NamedTuple
 
 from batchrunner.core.hooks.annotations import AnnotationError, Annotations, annotations_of
 from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind
-from batchrunner.core.hooks.returned import CheckConversion, Conversion, ParseConversion, PromptConversion
+from batchrunner.core.hooks.returned import (
+    CheckConversion,
+    Conversion,
+    ParseConversion,
+    PlainConversion,
+    PromptConversion,
+)
 
 _OURS = str(Path(__file__).parent)
 _INSTALLED = tuple({*sysconfig.get_paths().values(), "<frozen"})
 """Beginnings of the paths of files that are not the user's own."""
 _LONGEST_ERROR = 500
+_OF_ROWS = {"prompt", "images"}
+"""Kinds of functions that are called with a row; others with an answer."""
 
 
 class HookLoadError(Exception):
@@ -164,8 +172,8 @@ def _takes_row(function: Any, kind: str) -> bool:
         for p in signature.parameters.values()
         if p.default is p.empty and p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}
     ]
-    takes_row = kind != "prompt" and len(needed) == len(("answer", "row"))
-    given = ("answer", "row") if takes_row else ("row" if kind == "prompt" else "answer",)
+    takes_row = kind not in _OF_ROWS and len(needed) == len(("answer", "row"))
+    given = ("answer", "row") if takes_row else ("row" if kind in _OF_ROWS else "answer",)
     try:
         signature.bind(*given)
     except TypeError:
@@ -179,7 +187,7 @@ def _annotations(function: Any, spec: HookFunction) -> Annotations:
 
     A program has read the annotations of a function that it gives: their names are not known here.
     """
-    if spec.kind == "check" or isinstance(spec.target, bytes):
+    if spec.kind in {"check", "images"} or isinstance(spec.target, bytes):
         return Annotations(spec.columns, spec.may_be_none, spec.reads)
     try:
         found = annotations_of(function)
@@ -195,6 +203,8 @@ def _conversion(annotated: Annotations, kind: HookKind) -> Conversion:
         return PromptConversion()
     if kind == "check":
         return CheckConversion()
+    if kind == "images":
+        return PlainConversion()
     if not annotated.columns:
         raise HookLoadError(
             "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "

@@ -50,7 +50,7 @@ class FollowerRelease:
             return
         for row in sorted(leader.followers, key=lambda row: (not row.followers, -row.longest_output)):
             heapq.heappush(self._held, (leader.sent_clock, next(self._serial), row))
-            self._held_bytes += row.prompt_bytes
+            self._held_bytes += row.memory_bytes
         leader.followers = []
 
     def take(self, *, last: bool) -> Released | None:
@@ -83,7 +83,7 @@ class FollowerRelease:
 
     def _next_held(self) -> tuple[int, PendingRow]:
         _, serial, row = heapq.heappop(self._held)
-        self._held_bytes -= row.prompt_bytes
+        self._held_bytes -= row.memory_bytes
         return serial, row
 
     def _is_near_end(self) -> bool:

@@ -107,7 +107,7 @@ class Reorderer:
         if self._distance is not None or self._lengths is not None or self._dedupe:
             row.prefix, row.template = prefix, crc32(prefix[:TEMPLATE_BYTES])
         self._window.append(row)
-        self._window_bytes += row.prompt_bytes
+        self._window_bytes += row.memory_bytes
 
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
         if self._distance is None and self._lengths is None and not self._dedupe:
@@ -132,7 +132,7 @@ class Reorderer:
         leaders.sort(key=lambda row: -row.longest_output)
         self._release.add(leaders)
         if self._distance is not None:
-            self._sent.extend(row for row in leaders if row.prompt_bytes <= SENT_BYTES // SENT_ROWS)
+            self._sent.extend(row for row in leaders if row.memory_bytes <= SENT_BYTES // SENT_ROWS)
         while piece := self._piece(last=last):
             yield piece
 

@@ -45,9 +45,16 @@ def describe(
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
+        takes_images=takes_images(models),
         one_by_one=next(filter(None, map(answers_in_pieces, servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
+
+
+def takes_images(models: Iterable[Mapping[str, Any]]) -> bool | None:
+    """Return whether models take images, by their `/model_info`; None where one does not say."""
+    told = [model.get("has_image_understanding") for model in models]
+    return all(told) if all(isinstance(each, bool) for each in told) else None
 
 
 def answers_in_pieces(server: Mapping[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """The format of requests of SGLang's HTTP interface. Pure."""
 
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import orjson
 
 from batchrunner.core.endpoints import BATCH_PATHS, CHAT_PATH
 from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.images import PromptImage, image_of_part
 from batchrunner.core.types import AskedColumns, Request, RequestBody
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
@@ -106,11 +108,49 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
 def generate_body(request: Request) -> dict[str, Any]:
     """Make the body for `/generate`."""
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
+    if request.images:
+        body["image_data"] = [url for image in request.images for url in _urls(image)]
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
     if request.asks is not None and request.asks.of_tokens:
         body.update(_asked_of_generate(request.asks))
     return body
+
+
+_MEDIA_TYPES = ((b"\x89PNG", "image/png"), (b"\xff\xd8", "image/jpeg"), (b"RIFF", "image/webp"))
+"""First bytes of the files that are sent, and what they are."""
+
+
+def _urls(image: PromptImage) -> list[str]:
+    """Return the data URLs of an image, or of the pages of a document."""
+    found = []
+    for file in image.ready or ():
+        kind = next((name for first, name in _MEDIA_TYPES if file.startswith(first)), "image/png")
+        found.append(f"data:{kind};base64,{b64encode(file).decode()}")
+    return found
+
+
+def _messages_of(request: Request) -> Any:
+    """Return the messages of a request as the chat endpoint takes them, with their images."""
+    if not request.images:
+        return request.prompt
+    found = []
+    for message in request.prompt:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [each for part in content for each in _with_urls(part, request.images)]
+            found.append({**message, "content": parts})
+        else:
+            found.append(message)
+    return found
+
+
+def _with_urls(part: Any, images: Sequence[PromptImage]) -> list[Any]:
+    """Return a part of a content as it is sent: an image is a data URL, a document one for each page."""
+    own = image_of_part(part)
+    if own is None:
+        return [part]
+    return [{"type": "image_url", "image_url": {"url": url}} for url in _urls(images[own])]
 
 
 def _asked_of_generate(asks: AskedColumns) -> dict[str, Any]:
@@ -163,7 +203,7 @@ def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
 def chat_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/chat/completions`, with `return_meta_info` for the counts of each sample."""
     sampling = dict(request.sampling)
-    body: dict[str, Any] = {"model": ANY_MODEL, "messages": request.prompt, "return_meta_info": True}
+    body: dict[str, Any] = {"model": ANY_MODEL, "messages": _messages_of(request), "return_meta_info": True}
     if request.continues:
         body["continue_final_message"] = True
     template_kwargs = dict(request.chat_template_kwargs or {})
@@ -195,7 +235,7 @@ def chat_body(request: Request) -> dict[str, Any]:
 def tokenize_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/tokenize`, to get the tokens that the prompt's own endpoint would use."""
     if request.kind == "messages":
-        body = {"messages": request.prompt, "chat_template_kwargs": request.chat_template_kwargs}
+        body = {"messages": _messages_of(request), "chat_template_kwargs": request.chat_template_kwargs}
         if request.continues:
             body["continue_final_message"] = True
         return {"model": ANY_MODEL, **body}

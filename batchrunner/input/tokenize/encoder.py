@@ -65,6 +65,8 @@ class Tokenizer:
 
     def can_encode(self, request: Request) -> bool:
         """Return whether this request's prompt can be tokenized here; else the engine has to do it."""
+        if request.images:
+            return False
         if request.kind == "messages":
             plain = all(map(_is_plain, request.prompt))
             answerable = plain and (request.continues or request.prompt[-1]["role"] != "assistant")

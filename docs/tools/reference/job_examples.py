@@ -20,6 +20,8 @@ EXAMPLES = {
     "prompt.truncate": "middle",
     "prompt.chat_template_kwargs": "{enable_thinking: false}",
     "sampling.tool_choice": "required",
+    "prompt.images": "[photo]",
+    "prompt.pdf": "{column: document, pages: 1-3}",
     "sampling.max_new_tokens": "{column: budget}",
     "sampling.min_new_tokens": "16",
     "sampling.n": "4",

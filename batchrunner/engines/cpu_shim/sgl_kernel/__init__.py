@@ -2,7 +2,8 @@
 
 SGLang's CPU path imports these names when it starts, and the published wheel, built for CUDA,
 has none of them. A dense Llama never calls them. Each raises when called, so that a model which
-does need one fails with a sentence instead of wrong numbers. Put the folder above this package
+does need one fails with a sentence instead of wrong numbers. Operators of torch that SGLang looks up
+when it imports its Qwen vision models are declared too, without an implementation. Put the folder above this package
 first on the *server's* PYTHONPATH, and on nobody else's.
 """
 
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
+
+import torch
 
 # Only what the CPU path imports: every other name stays an ImportError, which SGLang's own
 # `except ImportError` fallbacks rely on.
@@ -24,6 +27,13 @@ _NAMES = (
     "fill_accept_out_cache_loc_cpu",
     "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
+)
+# Looked up by `models/qwen3_5.py`, which the processor of all Qwen vision models imports.
+_OPERATORS = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
 )
 _SUBMODULES = ("elementwise", "flash_attn", "mamba", "quantization", "utils")
 
@@ -52,3 +62,6 @@ def _submodule(name: str) -> ModuleType:
 globals().update({name: _absent(name) for name in _NAMES})
 for _name in _SUBMODULES:
     sys.modules[f"{__name__}.{_name}"] = globals()[_name] = _submodule(_name)
+_library = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in _OPERATORS:
+    _library.define(f"{_name}(Tensor one, Tensor other) -> Tensor")

@@ -1,0 +1,130 @@
+"""A real vision model on a real SGLang: its answers are those of transformers, and follow the images."""
+
+# ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
+from __future__ import annotations
+
+import io
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+import batchrunner
+from tests.conftest import SMALL_MODEL, require_engine
+from tests.support.pictures import document, picture
+from tests.support.tiny_vision import IMAGE_TEXT, make_tiny_qwen2_vl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+QUESTION = "What is this?"
+TOKENS = 8
+
+
+def _noise(seed: int, size: tuple[int, int] = (84, 84)) -> Image.Image:
+    return Image.frombytes("RGB", size, random.Random(seed).randbytes(3 * size[0] * size[1]))
+
+
+PICTURES = [Image.new("RGB", (64, 48), "red"), _noise(1), _noise(2), _noise(3, (120, 40))]
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2-VL."""
+    require_engine("sglang")
+    return make_tiny_qwen2_vl(tmp_path_factory.mktemp("vision") / "model", SMALL_MODEL)
+
+
+@pytest.fixture(scope="module")
+def engine(vision: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
+    """It on a launched server."""
+    spec = {"kind": "server", "model": str(vision), "device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling would take longer than all answers
+        with batchrunner.open_engine(spec, log_dir=tmp_path_factory.mktemp("logs")) as opened:
+            yield opened
+
+
+def _ids(engine: batchrunner.OpenEngine, prompt: dict[str, Any], rows: list[dict[str, Any]]) -> list[Any]:
+    """Return the tokens of each answer, and the number of its prompt's."""
+    table = batchrunner.generate(
+        rows,
+        prompt=prompt,
+        engine=engine,
+        sampling={"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
+        answers=["output_ids"],
+    )
+    assert table["error"].to_pylist() == [None] * len(rows)
+    return [
+        [*ids, tokens]
+        for ids, tokens in zip(*(table[n].to_pylist() for n in ("output_ids", "prompt_tokens")), strict=True)
+    ]
+
+
+def _by_transformers(directory: Path, pictures: list[Image.Image]) -> list[list[int]]:
+    """Return the tokens that transformers generates for each image, and the number of its prompt's."""
+    import torch
+    from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
+
+    processor = AutoProcessor.from_pretrained(directory)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+    found = []
+    for image in pictures:
+        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
+        text = processor.apply_chat_template(chat, add_generation_prompt=True)
+        inputs = processor(text=[text], images=[image], return_tensors="pt")
+        with torch.no_grad():
+            out = model.generate(**inputs, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        length = inputs["input_ids"].shape[1]
+        found.append([*out[0, length:].tolist(), length])
+    return found
+
+
+def test_answers_are_those_of_transformers(vision: Path, engine: batchrunner.OpenEngine) -> None:
+    """Each image has the answer that transformers gives, in the chat and as a text with its placeholder."""
+    rows = [{"image": image} for image in [*PICTURES, PICTURES[0]]]
+    found = _ids(engine, {"user": "{{ image }}" + QUESTION, "images": "image"}, rows)
+    expected = _by_transformers(vision, PICTURES)
+    assert found == [*expected, expected[0]]
+    assert len({tuple(ids) for ids in expected}) == len(PICTURES)  # different images, different answers
+
+    end = "{{ '\n' }}"  # a template's last line break would be left out
+    text = f"<|im_start|>user\n{{{{ image }}}}{QUESTION}<|im_end|>\n<|im_start|>assistant{end}"
+    images = {"columns": ["image"], "placeholder": IMAGE_TEXT}
+    assert _ids(engine, {"text": text, "images": images}, rows) == found
+
+
+def test_images_in_order_and_pages(engine: batchrunner.OpenEngine) -> None:
+    """The order of two images matters; pages of a document are images like others."""
+    one, two = PICTURES[1:3]
+    prompt = {"user": "{{ image }}" + QUESTION, "images": "image"}
+    first, swapped = _ids(engine, prompt, [{"image": [one, two]}, {"image": [two, one]}])
+    assert first[:-1] != swapped[:-1]
+    assert first[-1] == swapped[-1]
+
+    pages = [{"doc": document(2), "page": page} for page in (1, 2)]
+    read = {"user": QUESTION, "pdf": {"column": "doc", "pages": {"column": "page"}, "dpi": 72}}
+    by_page = _ids(engine, read, pages)
+    assert by_page[0] != by_page[1]
+    (both,) = _ids(engine, {**read, "pdf": {"column": "doc", "dpi": 72}}, [{"doc": document(2)}])
+    assert both[-1] > by_page[0][-1]
+
+
+def test_a_bad_image_harms_no_other_row(engine: batchrunner.OpenEngine) -> None:
+    """Rows with images that we or the server refuse fail; those beside them are answered."""
+    wide = io.BytesIO()
+    Image.new("RGB", (3000, 2)).save(wide, "PNG")  # Qwen2-VL's processor refuses such a shape
+    values = [picture("red"), b"no image", wide.getvalue(), picture("blue")]
+    table = batchrunner.generate(
+        [{"image": value} for value in values],
+        prompt={"user": QUESTION, "images": "image"},
+        engine=engine,
+        sampling={"max_new_tokens": 2},
+    )
+    errors = table["error"].to_pylist()
+    assert (errors[0], errors[3]) == (None, None)
+    assert "is no image that can be read" in errors[1]
+    assert "aspect ratio" in errors[2]
