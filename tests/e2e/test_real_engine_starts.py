@@ -47,7 +47,7 @@ from tests.support.server_thread import PATIENCE_S
 from tests.support.tiny_model import make_tiny_llama
 
 JOBS = ROOT / "jobs"
-STRUCK_ROWS = 500
+STRUCK_ROWS = 400
 OTHER_PYTHON = shutil.which("python3", path=str(Path(sys.executable).parent))
 """Another name of this interpreter: what it starts is told by its command line."""
 
@@ -123,7 +123,7 @@ def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
     Its engine has an interpreter of its own.
     """
     directory = tmp_path_factory.mktemp("struck")
-    command = _tiny_job(directory, tiny, rows=STRUCK_ROWS, tokens=60)
+    command = _tiny_job(directory, tiny, rows=STRUCK_ROWS, tokens=40)
     command += ["--set", "limits.hang=3", "--set", f"engine.python={OTHER_PYTHON}"]
     command += ["--set", "engine.args={max-total-tokens: 100000}"]
     # what it learns of the memory is not for other tests

@@ -49,7 +49,7 @@ def replicas(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[b
         yield engine
 
 
-def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 64) -> dict[str, Any]:
+def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 32) -> dict[str, Any]:
     return job_of(
         tmp_path,
         engine,
@@ -117,9 +117,9 @@ def _polled(job: dict[str, Any]) -> set[str]:
 
 def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """All rows are answered, by both replicas, whose loads are polled; the key is in no log."""
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=200)
     report = _run_on_both(replicas, job)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 300, 0)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 200, 0)
     fleet = _fleet(replicas)
     assert _polled(job) == fleet._replicas.keys()
     assert report.engine["max_running"] == 64
@@ -134,11 +134,11 @@ def test_replica_that_is_killed(
     """It is started again and put back; no row is lost, written twice, or blamed."""
     fleet = _fleet(replicas)
     victim = next(iter(fleet._replicas.values()))
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=500)
     job["limits"] = {"max_attempts": 1}
     report = _run_and(replicas, job, lambda: _signal(victim.process, signal.SIGKILL), parts=2)
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 1200, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(1200))
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 500, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(500))
     assert report.retries > 0
     eventually(lambda: "replica 0 is back" in caplog.text, START_S)
     assert "replica 0 died (exit 137)" in caplog.text
@@ -149,7 +149,7 @@ def test_replica_that_is_killed(
 def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """A replica that is stopped for 3 s keeps its rows; woken, it does them, and the next job uses both."""
     victim, _ = _fleet(replicas)._replicas.values()
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=1200)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=500)
     job["limits"] = {"max_attempts": 1}
 
     def hold() -> None:
@@ -158,11 +158,11 @@ def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: P
         _signal(victim.process, signal.SIGCONT)
 
     report = _run_and(replicas, job, hold, parts=2)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 1200, 0)  # no row went elsewhere
-    assert [row["row"] for row in results_of(job)] == list(range(1200))
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 500, 0)  # no row went elsewhere
+    assert [row["row"] for row in results_of(job)] == list(range(500))
     # How the rest of that job was shared depends on the machine's speed: a second job shows both at work.
-    again = _long_job(tmp_path / "again", fleet_of(tmp_path), rows=300)
-    assert _run_on_both(replicas, again).rows_ok == 300
+    again = _long_job(tmp_path / "again", fleet_of(tmp_path), rows=200)
+    assert _run_on_both(replicas, again).rows_ok == 200
 
 
 def test_gateway_that_is_killed(
@@ -172,10 +172,10 @@ def test_gateway_that_is_killed(
     fleet = _fleet(replicas)
     gateway = fleet._gateway
     assert gateway is not None
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=600)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=400)
     job["limits"] = {"max_attempts": 1}
     report = _run_and(replicas, job, lambda: _signal(gateway.process, signal.SIGKILL))
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 600, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(600))
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 400, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(400))
     assert "the gateway died (exit 137)" in caplog.text
     assert "the gateway is back" in caplog.text
