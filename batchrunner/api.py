@@ -176,7 +176,7 @@ def generate(
             explode=explode,
             check=check,
             on_length=on_length,
-            own_rows=paths is None,
+            own_rows=paths_of(rows) is None,
         )
 
     return _results_of(rows, make_job, opened, display)

@@ -11,6 +11,7 @@ import pytest
 
 import batchrunner
 from tests.conftest import SMALL_MODEL, require_engine
+from tests.support.engine_site.sitecustomize import UNPINNED
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
@@ -68,8 +69,10 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[b
         "max-lora-rank": RANK,
     }
     spec = {"kind": "server", "model": str(models / "base"), "device": "cpu", "args": args}
-    with batchrunner.open_engine(spec, log_dir=tmp_path_factory.mktemp("logs")) as opened:
-        yield opened
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNPINNED, "1")
+        with batchrunner.open_engine(spec, log_dir=tmp_path_factory.mktemp("logs")) as opened:
+            yield opened
 
 
 def _by_transformers(models: Path, adapter: str | None) -> list[int]:

@@ -7,6 +7,9 @@ An import makes millions of objects that stay: looking for garbage among them ev
 SGLang starts its scheduler and detokenizer with `spawn`, so that each imports everything again, for 12 s of
 CPU time. On a CPU they can be forks as well. A test that is about these processes sets SPAWN, to have them as
 users have them.
+
+SGLang's LoRA adapters lie in pinned memory, for which torch needs the driver of a GPU. A test of adapters sets
+UNPINNED, and then no memory is pinned.
 """
 
 import gc
@@ -15,7 +18,7 @@ import sys
 
 OBJECTS = 50_000
 """New objects between two collections of the youngest generation; Python's own number is 700."""
-SPAWN = "BATCHRUNNER_TEST_SPAWN"
+SPAWN, UNPINNED = "BATCHRUNNER_TEST_SPAWN", "BATCHRUNNER_TEST_UNPINNED"
 
 if any("launcher.py" in word or "spawn_main" in word for word in sys.orig_argv):  # a server, or a part of it
     gc.set_threshold(OBJECTS, 10, 10)
@@ -29,3 +32,17 @@ if any("launcher.py" in word or "spawn_main" in word for word in sys.orig_argv):
             set_method(method and "fork", force=force)
 
         multiprocessing.set_start_method = fork
+
+    if UNPINNED in os.environ:
+        from collections.abc import Callable
+        from typing import Any
+
+        import torch
+
+        def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+            """Return a function that makes a tensor, in memory as any other."""
+            return lambda *args, pin_memory=False, **named: make(*args, **named)
+
+        for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
+            setattr(torch, name, unpinned(getattr(torch, name)))
+        torch.Tensor.pin_memory = lambda tensor, _device=None: tensor
