@@ -77,6 +77,9 @@ def tune(
             "was not measured",
             hint="put that into the file first, or leave --apply out",
         )
+    given = {"parse": job.parse is not None, "check": job.has_check, "on_length": job.on_length is not None}
+    if left_out := [name for name, is_given in given.items() if is_given]:
+        log.info("trials leave out %s: they ask for each row once", ", ".join(left_out))
     check_model(engine.model)
     with contextlib.closing(prepare(job)) as prepared:
         directory = prepared.run_dir.path / TUNE

@@ -183,6 +183,10 @@ def test_a_schema_of_each_row(tmp_path: Path, server: FakeSGLang) -> None:
 SLOW, LONG = r"^(?!z)(a|aa)+$", "a" * 50 + "!"
 """An expression that needs a look-ahead, and an answer for which it tries all ways to part the letters."""
 ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "fence": (
+        {"json": True}, '```json\n{"a": 1}\n```', '{"a": 1}',
+        "the answer is not JSON: it has a code fence (```) around it",
+    ),
     "json": ({"json": True}, "no", '{"a": 1}', "the answer is not JSON"),
     "schema": ({"json": SCHEMA}, "{}", '{"kind": "a"}', "the answer does not satisfy its schema"),
     "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of check.regex '^\\d+$'"),

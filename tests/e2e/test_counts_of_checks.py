@@ -21,12 +21,13 @@ from tests.conftest import (
     write_rows,
 )
 from tests.e2e.test_checked_answers import says, script
+from tests.support.hooked import HOOKED, check_hooked, write_hooks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.raw_answers import Body
+    from tests.support.raw_answers import Body
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -162,3 +163,22 @@ def test_a_part_has_so_many_rows_of_the_input(tmp_path: Path, server: FakeSGLang
     assert [len(part["row"].unique()) for part in parts] == [4, 4, 2]
     assert [part.num_rows for part in parts] == [12, 12, 6]
     assert batchrun_merge(run)
+
+
+def test_tasks_share_checks_functions_and_samples(tmp_path: Path, server: FakeSGLang) -> None:
+    """Two tasks of a run: each row once, with all its samples; their counts come together."""
+    write_hooks(tmp_path)
+    write_rows(tmp_path / "input.parquet", 600)
+    job = job_of(
+        tmp_path, server, sampling={"n": 2}, output={"explode": True}, input={"columns": ["id"]}, **HOOKED
+    )
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first:
+        server.wait_for(20)
+        with started(file, "--join") as second:
+            assert first.end() == 0
+            assert second.end() == 0
+    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
+    check_hooked(pq.read_table(merged["path"]).to_pylist(), 600)
+    checks = merged["report"]["checks"]
+    assert (checks["rows_mended"], checks["asked_again"], checks["causes"][0]["rows"]) == (600, 600, 600)

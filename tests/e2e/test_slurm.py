@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,7 @@ import pytest
 from batchrunner.core.errors import OutputError
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.support.hooked import HOOKED, check_hooked, write_hooks
 from tests.support.slurm_cluster import NODES, SlurmCluster, require_slurm, slurm_cluster
 
 if TYPE_CHECKING:
@@ -214,6 +217,58 @@ def test_tasks_that_are_added_late(ended: Submitted) -> None:
     """The job submitted once more while it runs: the new tasks help, and do no row again."""
     ended.check_rows()
     assert [task["rows_on_disk"] > 0 for task in ended.tasks()] == [True] * 3
+
+
+@story
+def checked_samples(slurm: SlurmCluster, here: Path) -> Submitted:
+    write_hooks(here)
+    job = job_for(here, task_s=6) | HOOKED
+    job["input"] = {**job["input"], "columns": ["id"]}
+    job["sampling"] = {**job["sampling"], "n": 2}
+    job["output"] = {**job["output"], "explode": True}
+    submitted = submit(slurm, job, here, "--array", "0-2")
+    submitted.wait()
+    return submitted
+
+
+def test_checked_samples(ended: Submitted) -> None:
+    """Checks, Python functions and a row for each sample: as without an array, each row once."""
+    table = pq.read_table(ended.run / "merged")
+    rows = pq.read_metadata(ended.job["input"]["path"]).num_rows
+    check_hooked(table.to_pylist(), rows)
+    report = json.loads((ended.run / "report.json").read_text())
+    assert (report["checks"]["rows_mended"], report["checks"]["rows_failed"]) == (rows, 0)
+
+
+@story
+def a_batch_file(slurm: SlurmCluster, here: Path) -> Submitted:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+    with (here / "requests.jsonl").open("w") as file:
+        for number in range(600):
+            line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+    command = (
+        f"{sys.executable} -m batchrunner batch {here}/requests.jsonl -o {here}/results.jsonl --join "
+        "--model simulated --set engine.step_s=0.1 --set engine.max_running=8"
+    )
+    log = f"--output={here}/%a.log"
+    task = ("--array=0-2", "--cpus-per-task=1", "--mem=100M", "--partition=main")
+    told = slurm.call("sbatch", "--parsable", *task, log, "--wrap", command)
+    submitted = Submitted(slurm, {"output": {"path": f"{here}/results.jsonl.run"}}, f"array {told}")
+    submitted.wait()
+    return submitted
+
+
+def test_a_batch_file(ended: Submitted) -> None:
+    """The tasks of an array share the lines; the last one to end writes the results, in their order."""
+    here = ended.run.parent
+    lines = [json.loads(line) for line in (here / "results.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"r{number}" for number in range(600)]
+    assert not any(line["error"] for line in lines)
+    logs = [path.read_text() for path in sorted(here.glob("*.log"))]
+    assert len(logs) == 3
+    assert not any("Traceback" in log for log in logs)
+    assert sum(f"results: {here}/results.jsonl" in log for log in logs) >= 1
 
 
 @story

@@ -138,6 +138,7 @@ def test_trials_sample_like_first_tries(tmp_path: Path) -> None:
     check = {"regex": "x", "temperature": [0.25, 0.9]}
     result = batchrun("tune", write_job(job_of(tmp_path, engine, rows=40, check=check), tmp_path))
     assert "temperature 0.25" in result.output
+    assert "trials leave out check: they ask for each row once" in result.stderr
 
 
 @pytest.mark.usefixtures("short_trials")

@@ -14,6 +14,7 @@ from batchrunner.dispatch.checks.patterns import Pattern
 from batchrunner.dispatch.checks.unevaluated import note, noting
 from batchrunner.output.json_shape import JsonShape, ShapeError, TextShape, shape_of
 
+FENCE = "```"
 KEPT_SCHEMAS = 256
 """Schemas from a column that are kept compiled."""
 _DATA = {"const", "default", "enum", "examples"}
@@ -50,7 +51,8 @@ class JsonCheck:
         try:
             value = orjson.loads(text)
         except (orjson.JSONDecodeError, UnicodeEncodeError) as failure:
-            return ParsedText(None, None, f"the answer is not JSON: {_short(str(failure))}")
+            why = "it has a code fence (```) around it" if FENCE in text else _short(str(failure))
+            return ParsedText(None, None, f"the answer is not JSON: {why}")
         validator = self._validator
         try:
             if self._by_row and own_schema is not None:
