@@ -46,7 +46,10 @@ class TextShape:
 
     def fit(self, value: Any) -> Any:
         """Return the JSON text of a value; a null is null."""
-        return None if value is None else orjson.dumps(value).decode()
+        try:
+            return None if value is None else orjson.dumps(value).decode()
+        except TypeError:  # orjson reads 1,024 levels and writes 254
+            raise ShapeError("it is nested too deeply") from None
 
 
 class ScalarShape:

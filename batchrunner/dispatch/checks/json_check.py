@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import orjson
 from batchrunner.core.errors import JobError
 from batchrunner.core.json_pointer import part_at
 from batchrunner.dispatch.checks.patterns import Pattern
+from batchrunner.dispatch.checks.schema_circles import circle_in
 from batchrunner.dispatch.checks.unevaluated import note, noting
 from batchrunner.output.json_shape import JsonShape, ShapeError, TextShape, shape_of
 
@@ -76,16 +78,19 @@ class JsonCheck:
 
 def schema_problem(schema: Mapping[str, Any]) -> str | None:
     """Say why something is no JSON Schema that answers can be checked against; None where it is one."""
-    from jsonschema.exceptions import SchemaError  # noqa: PLC0415 - 60 ms, only for jobs with a schema
+    from jsonschema import FormatChecker  # noqa: PLC0415 - 60 ms, only for jobs with a schema
+    from jsonschema.exceptions import SchemaError  # noqa: PLC0415
     from jsonschema.validators import Draft202012Validator, validator_for  # noqa: PLC0415
 
+    patterns = FormatChecker(formats=())
+    patterns.checks("regex", raises=ValueError)(_is_pattern)
     try:
-        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+        validator_for(schema, default=Draft202012Validator).check_schema(schema, format_checker=patterns)
     except SchemaError as failure:
         return _short(failure.message)
     except Exception as failure:  # noqa: BLE001 - nested too deeply, for example
         return f"it cannot be read ({type(failure).__name__})"
-    return _unresolved(schema, schema, 0)
+    return _unresolved(schema, schema, 0) or circle_in(schema)
 
 
 def _validator(schema: Mapping[str, Any], where: str) -> Any:
@@ -100,6 +105,7 @@ def _validator(schema: Mapping[str, Any], where: str) -> Any:
         "pattern": _check_pattern,
         "patternProperties": _check_pattern_properties,
         "additionalProperties": _check_additional_properties,
+        "multipleOf": _check_multiple,
         **noting(base.VALIDATORS),
     }
     return extend(base, own)(_without_dialect(schema), registry=Registry())
@@ -116,6 +122,23 @@ def _without_dialect(part: Any) -> Any:
         for name, below in part.items()
         if name != "$schema" or not isinstance(below, str)
     }
+
+
+def _is_pattern(value: object) -> bool:
+    """Tell whether a text is a regular expression in one of the dialects; raises ValueError where not."""
+    try:
+        return not isinstance(value, str) or Pattern(value).is_in("") in {True, False}
+    except Exception as failure:  # noqa: BLE001 - of the package `regex`: its own, RecursionError, MemoryError
+        raise ValueError(str(failure)) from None
+
+
+def _check_multiple(_: Any, step: float, value: Any, __: Any) -> Any:
+    """Check the keyword `multipleOf` exactly: for jsonschema 0.07 is no multiple of 0.01."""
+    from jsonschema.exceptions import ValidationError  # noqa: PLC0415
+
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and (Fraction(str(value)) / Fraction(str(step))).denominator != 1:
+        yield ValidationError(f"{value!r} is not a multiple of {step!r}")
 
 
 def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Any:

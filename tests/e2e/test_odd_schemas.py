@@ -1,0 +1,90 @@
+"""JSON Schemas and answers that stand at the edge of what can be checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import batchrunner
+from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.e2e.test_checked_answers import says
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang, Sent
+
+DEEP = "[" * 900 + "]" * 900
+LIST = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+}
+ANSWERS: dict[str, tuple[Any, dict[str, str | None]]] = {
+    "deep": (True, {DEEP: "the answer does not fit its column: it is nested too deeply", "[[]]": None}),
+    "cents": (
+        {"type": "number", "multipleOf": 0.01},
+        {"0.07": None, "19.99": None, "1e308": None, "3": None, "0.075": "0.075 is not a multiple of 0.01"},
+    ),
+    "halves": ({"type": "integer", "multipleOf": 2}, {"4": None, "3": "3 is not a multiple of 2"}),
+    "dialect": (
+        {"type": "string", "pattern": r"^(?<first>\p{Lu})\p{L}+$"},
+        {'"Ärger"': None, '"ärger"': "does not match"},
+    ),
+    "list": (LIST, {'{"v": 1, "next": {"v": 2, "next": null}}': None, '{"v": 1, "next": 2}': "is not valid"}),
+    "anchor": (
+        {"$ref": "#n", "$defs": {"n": {"$anchor": "n", "type": "integer"}}},
+        {"1": None, '"x"': "'x' is not of type 'integer'"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers(tmp_path: Path, server: FakeSGLang, name: str) -> None:
+    """Each is good, or fails its row with a reason."""
+    schema, expected = ANSWERS[name]
+    answers = [*expected]
+
+    def script(sent: Sent) -> Any:
+        return says(sent, answers[int(sent.prompt.split()[1])])
+
+    server.script = script
+    job = job_of(
+        tmp_path, server, rows=len(answers), check={"json": schema, "tries": 1},
+        output={"columns": ["parsed"]}, limits={"max_failed_rows": 1.0},
+    )  # fmt: skip
+    assert batchrunner.run(job).exit_code == 0
+    for row, (text, told) in zip(results_of(job), expected.items(), strict=True):
+        assert (row["error"] is None) == (told is None), (text, row["error"])
+        assert told is None or told in row["error"]
+        assert (row["parsed"] is None) == (told is not None)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "itself": ({"$ref": "#"}, "its reference '#' leads back to itself"),
+    "a circle": (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}},
+        "leads back to itself",
+    ),
+    "a circle that is not used": (
+        {"type": "object", "$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}},
+        "leads back to itself",
+    ),
+    "a pattern": ({"properties": {"a": {"pattern": "("}}}, "'(' is not a 'regex'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("where", ["check.json", "sampling.json_schema"])
+def test_schemas_that_no_answer_can_be_checked_against(
+    tmp_path: Path, server: FakeSGLang, where: str, name: str
+) -> None:
+    """They are refused before anything is sent."""
+    schema, told = REFUSED[name]
+    section, key = where.split(".")
+    job = job_of(tmp_path, server, **{section: {key: schema}})
+    refused = batchrun(write_job(job, tmp_path))
+    assert refused.exit_code == 2
+    assert f"{where}: not a JSON Schema that answers can be checked against: " in refused.stderr
+    assert told in refused.stderr
+    assert server.sent == []
