@@ -8,8 +8,8 @@ SGLang starts its scheduler and detokenizer with `spawn`, so that each imports e
 CPU time. On a CPU they can be forks as well. A test that is about these processes sets SPAWN, to have them as
 users have them.
 
-SGLang's LoRA adapters lie in pinned memory, for which torch needs the driver of a GPU. A test of adapters sets
-UNPINNED, and then no memory is pinned.
+SGLang's LoRA adapters lie in pinned memory, for which torch needs the driver of a GPU. A test of adapters
+sets UNPINNED, and then no memory is pinned.
 """
 
 import gc
@@ -41,7 +41,7 @@ if any("launcher.py" in word or "spawn_main" in word for word in sys.orig_argv):
 
         def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
             """Return a function that makes a tensor, in memory as any other."""
-            return lambda *args, pin_memory=False, **named: make(*args, **named)
+            return lambda *args, pin_memory=False, **named: make(*args, **named)  # noqa: PLW0108 - it drops one
 
         for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
             setattr(torch, name, unpinned(getattr(torch, name)))
