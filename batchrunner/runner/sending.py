@@ -17,12 +17,13 @@ from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.dispatch.checks.examiner import AnswerExaminer
 from batchrunner.dispatch.checks.python_check import judges_by_row, python_check
 from batchrunner.dispatch.concurrency.controller import Decision
-from batchrunner.dispatch.concurrency.gauges import QueueGauges
+from batchrunner.dispatch.concurrency.gauges import MOST_FORWARD_PER_S, QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import cost_of_connections, tokens_a_row
 from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.feeder import Feeder
+from batchrunner.dispatch.forward_passes import ForwardPasses
 from batchrunner.dispatch.held_back import HoldingBack
 from batchrunner.dispatch.images import ImagePreparer
 from batchrunner.dispatch.incidents import IncidentLog
@@ -76,22 +77,27 @@ class Windows:
     slots: Slots
     first: list[Decision]
     """The first window of each scheduler, with its reason."""
+    passes: ForwardPasses | None = None
+    """Forward passes of a task without decoding."""
 
 
 async def open_windows(job: Job, engine: Engine, info: EngineInfo, *, unsent: int, now: float) -> Windows:
     """Return the first windows of an open engine, by its load `now`, for so many unsent rows."""
+    passes = None if job.forward is None else ForwardPasses(info.prefill_tokens)
     limits = ConcurrencyLimits(
         info,
         QueueBand(*job.queue),
         tokens_a_row(_most_new_tokens(job)),
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,
+        passes=passes,
+        own_band="queue" in job.model_fields_set,
     )
     if cost := cost_of_connections(info, limits.fixed):
         log.warning("%s", cost)
-    gauges = QueueGauges()
+    gauges = QueueGauges() if passes is None else QueueGauges(MOST_FORWARD_PER_S)
     first = limits.begin(gauges.believable(await engine.loads(), {}, now), now, unsent=unsent)
-    return Windows(limits, gauges, Slots(limits.windows), first)
+    return Windows(limits, gauges, Slots(limits.windows), first, passes)
 
 
 def _most_new_tokens(job: Job) -> int | None:
@@ -158,7 +164,7 @@ def build_sending(
     totals = RouteTotals(info.routes, began)
     feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
     bundles = BundleTotals()
-    senders = bundle_senders(job, engine, info, bundles, events)
+    senders = bundle_senders(job, engine, info, windows.passes, bundles, events)
     examiner = None
     if answers.checks:
         checker = AnswerChecker(job, answers, columns)
@@ -199,4 +205,5 @@ def _reorderer(job: Job, info: EngineInfo, schedulers: Sequence[Decision], *, de
         OutputLengths() if reorders and job.forward is None else None,
         dedupe=dedupe,
         caches=len(schedulers),
+        by_length=reorders and job.forward is not None and not info.caches_prefixes,
     )

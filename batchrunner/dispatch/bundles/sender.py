@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -18,8 +18,10 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, EngineInfo, Request
-from batchrunner.dispatch.bundles.size import MOST_TOKENS, SHORT_TOKENS, BundleSize
+from batchrunner.dispatch.bundles.pass_size import PassSize
+from batchrunner.dispatch.bundles.size import SHORT_TOKENS, BundleSize
 from batchrunner.dispatch.bundles.totals import BundleTotals
+from batchrunner.dispatch.forward_passes import ForwardPasses
 from batchrunner.engines.base import Engine
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
@@ -79,6 +81,23 @@ class Bundle:
             row.answer.set_exception(error)
 
 
+class RequestSize(Protocol):
+    """Says how many rows share a request."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt tokens that a request holds at most, unless one row has more."""
+
+    def rows(self, outstanding: int) -> int:
+        """Return the most rows of a request while so many are in flight; 0 and 1 are one row."""
+
+    def taken(self, tokens: int) -> None:
+        """Count a row that may share a request, with the tokens of its prompt."""
+
+    def ended(self, now: float) -> None:
+        """Count a row that ended `now`, in seconds of the monotonic clock."""
+
+
 class BundleSender:
     """Sends the rows of one route."""
 
@@ -86,7 +105,7 @@ class BundleSender:
         self,
         engine: Engine,
         route: str,
-        size: BundleSize,
+        size: RequestSize,
         totals: BundleTotals,
         events: EventLog,
         one_by_one: str | None,
@@ -110,9 +129,11 @@ class BundleSender:
         """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
         self._outstanding += 1
         try:
+            tokens = _tokens(request)
+            self._size.taken(tokens)
             most = self._size.rows(self._outstanding)
             if most > 1 and not alone and self._may_share(request):
-                completion = await self._share(request, most)
+                completion = await self._share(request, tokens, most)
                 if completion is not None:
                     return completion
             self._totals.add(1)
@@ -136,12 +157,15 @@ class BundleSender:
             self._events.write("bundles_off", route=self._route, why=why)
         return why is None
 
-    async def _share(self, request: Request, most: int) -> Completion | None:
+    async def _share(self, request: Request, tokens: int, most: int) -> Completion | None:
         loop = asyncio.get_running_loop()
         row = BundledRow(request, loop.create_future())
+        most_tokens = self._size.most_tokens
+        if self._filling and self._filling_tokens + tokens > most_tokens:
+            self._send_filled()
         self._filling.append(row)
-        self._filling_tokens += _tokens(request)
-        if len(self._filling) >= most or self._filling_tokens >= MOST_TOKENS:
+        self._filling_tokens += tokens
+        if len(self._filling) >= most or self._filling_tokens >= most_tokens:
             self._send_filled()
         elif len(self._filling) == 1:
             loop.call_later(TIMING.bundle_fill, self._send_late, row)
@@ -220,20 +244,29 @@ class BundleSender:
 
 
 def bundle_senders(
-    job: Job, engine: Engine, info: EngineInfo, totals: BundleTotals, events: EventLog
+    job: Job,
+    engine: Engine,
+    info: EngineInfo,
+    passes: ForwardPasses | None,
+    totals: BundleTotals,
+    events: EventLog,
 ) -> dict[str, BundleSender]:
-    """Return what sends the rows of each route of an open engine, as the job's `bundle` says."""
+    """Return what sends the rows of each route of an open engine, as the job's `bundle` says.
+
+    `passes` are those of a task without decoding.
+    """
     fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
     if info.simulated:  # it has no front process
         fixed = 1
     most_tokens = job.sampling.max_new_tokens
-    is_forward = job.forward is not None
-    short = is_forward or (isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS)
+    short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
     # a list of rows without decoding has one reply: what keeps texts alone is no matter there
-    one_by_one = None if is_forward else info.one_by_one
+    one_by_one = info.one_by_one if passes is None else None
 
     def sender(route: str) -> BundleSender:
-        size = BundleSize(TIMING.bundle_fill, fixed, short=short)
+        size: RequestSize = BundleSize(TIMING.bundle_fill, fixed, short=short)
+        if passes is not None and fixed is None:
+            size = PassSize(passes)
         return BundleSender(engine, route, size, totals, events, one_by_one)
 
     return {route: sender(route) for route in info.routes}

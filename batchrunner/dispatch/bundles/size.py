@@ -29,6 +29,8 @@ class BundleSize:
 
         Tell whether answers are known to be `short`.
         """
+        self.most_tokens = MOST_TOKENS
+        """Prompt tokens that a bundle holds at most, unless one row has more."""
         self._fill_s = fill_s
         self._fixed = fixed
         self._rows = FIRST_ROWS if short else 1
@@ -37,6 +39,9 @@ class BundleSize:
         self._burst = 0
         self._ended = 0  # rows of the bursts in this period that are over
         self._squares = 0  # sum of the squares of these bursts
+
+    def taken(self, tokens: int) -> None:
+        """Do nothing: how long the prompts are does not matter."""
 
     def ended(self, now: float) -> None:
         """Count a row that ended `now`, in seconds of the monotonic clock."""

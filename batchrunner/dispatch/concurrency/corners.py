@@ -99,7 +99,8 @@ class CornerWatch:
 
     def _corner(self, now: float, seen: Reading) -> Corner | None:
         holds_back = (
-            seen.queue >= self._band.low
+            seen.decodes
+            and seen.queue >= self._band.low
             and seen.usage < GOOD_USAGE
             and (seen.max_running is None or seen.running < AT_CAP * seen.max_running)
         )

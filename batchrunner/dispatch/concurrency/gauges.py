@@ -26,6 +26,8 @@ MOST_REQUESTS = 1_000_000
 """Most requests at one scheduler: sixteen times as many as one address has ports."""
 MOST_PER_S = 5_000.0
 """Most requests that a scheduler begins a second; SGLang's HTTP process takes fewer than half as many."""
+MOST_FORWARD_PER_S = 50_000.0
+"""The same for rows without decoding, of which a request has many: a pass of some hundred takes 5 ms."""
 MOST_PER_SLOT_S = 200.0
 """Most requests that one of `max_running_requests` places takes a second: a forward pass takes 5 ms."""
 ROWS_NEEDED = 10
@@ -46,7 +48,7 @@ class GaugeVerdict:
 @dataclass(slots=True)
 class _Gauge:
     scheduler: str
-    per_s: float = MOST_PER_S
+    per_s: float
     least: int = 0
     """Shortest queue since it is over the band."""
     over_since: float | None = None
@@ -57,7 +59,9 @@ class _Gauge:
 class QueueGauges:
     """Judges the loads that the schedulers of an engine tell. Times are seconds of one clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_per_s: float = MOST_PER_S) -> None:
+        """No scheduler begins more than `most_per_s` requests a second."""
+        self._most_per_s = most_per_s
         self._gauges: dict[str, _Gauge] = {}
         self._on_route: dict[str, list[_Gauge]] = {}
         self._early: dict[str, int] = {}
@@ -118,10 +122,10 @@ class QueueGauges:
     def _believes(self, load: SchedulerLoad, band: QueueBand | None, now: float) -> bool:
         gauge = self._gauges.get(load.scheduler)
         if gauge is None:
-            gauge = self._gauges[load.scheduler] = _Gauge(load.scheduler)
+            gauge = self._gauges[load.scheduler] = _Gauge(load.scheduler, self._most_per_s)
             self._on_route.setdefault(load.route, []).append(gauge)
         if load.max_running:
-            gauge.per_s = min(MOST_PER_S, load.max_running * MOST_PER_SLOT_S)
+            gauge.per_s = min(self._most_per_s, load.max_running * MOST_PER_SLOT_S)
         if max(load.queue, load.running) > MOST_REQUESTS:
             reason = f"#queue-req {load.queue}: no scheduler has more than {MOST_REQUESTS} requests"
             self._judge(gauge, believed=False, queue=load.queue, reason=reason)

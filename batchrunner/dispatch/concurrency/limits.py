@@ -17,6 +17,7 @@ from batchrunner.dispatch.concurrency.row_tokens import RowTokens
 from batchrunner.dispatch.concurrency.schedulers import KnownScheduler, KnownSchedulers
 from batchrunner.dispatch.concurrency.sharing import Shares
 from batchrunner.dispatch.concurrency.window import first_window
+from batchrunner.dispatch.forward_passes import ForwardPasses
 from batchrunner.job.queue_band import QueueBand
 
 
@@ -32,6 +33,10 @@ class ConcurrencyLimits:
     """Largest window of a route, by its connections."""
     fixed: int | None = None
     """Window that the job sets (`window`), over all routes; it is never changed."""
+    passes: ForwardPasses | None = None
+    """Passes of a task without decoding, which the queue's band follows; None for generating."""
+    own_band: bool = False
+    """Whether the job sets the band (`queue`), which then holds for passes too."""
     row_tokens: RowTokens = field(default_factory=RowTokens)
     """Tokens of the KV pool that a row holds, by the rows that have ended."""
     _schedulers: KnownSchedulers = field(default_factory=KnownSchedulers)
@@ -179,7 +184,7 @@ class ConcurrencyLimits:
 
     def _add(self, load: SchedulerLoad | None, now: float, route: str = "") -> Decision:
         name, route = (load.scheduler, load.route) if load is not None else (route, route)
-        band = self.band.scaled(_limits(self.info, load)[0])
+        band = self._band(load)
         window, why = self._first_window(load, band)
         controller = Controller(name, window, band, most=self.most, now=now)
         self._schedulers.add(KnownScheduler(name, route, controller, heard_at=now))
@@ -206,13 +211,32 @@ class ConcurrencyLimits:
                 scheduler.last = load
                 max_running, pool = _limits(self.info, load)
                 fits = pool / held if pool and held else None
-                seen = known.reading(load, ours[load.scheduler], now, max_running=max_running, fits=fits)
+                if self.passes is not None:
+                    scheduler.controller.band = self._band(load)
+                seen = known.reading(
+                    load,
+                    ours[load.scheduler],
+                    now,
+                    max_running=max_running,
+                    fits=fits,
+                    decodes=self.passes is None,
+                )
                 may_grow = len(known.on(load.route)) == 1 or load.route not in full
                 moves.append(scheduler.controller.sample(now, seen, may_grow=may_grow))
         return [move for move in moves if move]
 
+    def _band(self, load: SchedulerLoad | None) -> QueueBand:
+        """Return the healthy queue of a scheduler: as the job says, or by what its passes take."""
+        max_running = _limits(self.info, load)[0]
+        if self.passes is None or self.own_band:
+            return self.band.scaled(max_running)
+        return self.passes.band(max_running)
+
     def _first_window(self, load: SchedulerLoad | None, band: QueueBand) -> tuple[int, str]:
         max_running, pool = _limits(self.info, load)
+        if self.passes is not None:
+            rows = self.passes.rows(max_running)
+            return self.passes.first_window(max_running), f"a forward pass takes about {rows} rows"
         return first_window(max_running, pool, self.tokens_a_row, band.low, band.high)
 
     def _share_out(self, left: int, now: float) -> list[Decision]:

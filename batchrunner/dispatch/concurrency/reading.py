@@ -19,5 +19,7 @@ class Reading:
     """Token usage, the share of the KV pool in use."""
     max_running: int | None = None
     """Most requests that the scheduler runs at once; None where it does not say."""
+    decodes: bool = True
+    """Whether rows are answered by decoding; else a forward pass ends them, and token usage says nothing."""
     fits: float | None = None
     """Rows that the KV pool holds on average; None before enough of them have ended."""

@@ -141,7 +141,14 @@ class KnownSchedulers:
         return shares
 
     def reading(
-        self, load: SchedulerLoad, ours: int, now: float, *, max_running: int | None, fits: float | None
+        self,
+        load: SchedulerLoad,
+        ours: int,
+        now: float,
+        *,
+        max_running: int | None,
+        fits: float | None,
+        decodes: bool,
     ) -> Reading:
         """Return what a sample tells a controller, beside `ours`, this run's requests at the scheduler."""
         ends, on = self._ends[load.route], len(self._on_route[load.route])
@@ -151,7 +158,8 @@ class KnownSchedulers:
             ours,
             self.by_name[load.scheduler].count(ends.count // on, now),
             ends.recent_burst(now) / on,
-            usage=load.token_usage,
+            usage=load.token_usage if decodes else 0.0,
             max_running=max_running,
             fits=fits,
+            decodes=decodes,
         )

@@ -55,14 +55,17 @@ class Reorderer:
         *,
         dedupe: bool,
         caches: int = 1,
+        by_length: bool = False,
     ) -> None:
         """Without a `distance` prefixes do not matter; without `lengths` long outputs do not.
 
+        With `by_length` the longest prompts of the window go first: rows of about one length share a pass.
         `caches` is the number of prefix caches: each of the engine's schedulers has one.
         """
         self._distance = distance
         self._lengths = lengths
         self._dedupe = dedupe
+        self._by_length = by_length
         self.caches = caches
         self._window: list[PendingRow] = []
         self._window_bytes = 0
@@ -110,7 +113,7 @@ class Reorderer:
         self._window_bytes += row.memory_bytes
 
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
-        if self._distance is None and self._lengths is None and not self._dedupe:
+        if self._distance is None and self._lengths is None and not (self._dedupe or self._by_length):
             return True
         is_end = unread <= LAST_ROWS and self._lengths is not None
         most = SHARED_ROWS if is_shared else WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
@@ -129,7 +132,10 @@ class Reorderer:
         if last and self._lengths is not None:
             _find_longest_outputs(window, self._lengths)
         leaders = [row for row in window if row.leader is None]
-        leaders.sort(key=lambda row: -row.longest_output)
+        if self._by_length:
+            leaders.sort(key=lambda row: -row.prompt_bytes)
+        else:
+            leaders.sort(key=lambda row: -row.longest_output)
         self._release.add(leaders)
         if self._distance is not None:
             self._sent.extend(row for row in leaders if row.memory_bytes <= SENT_BYTES // SENT_ROWS)
