@@ -12,6 +12,7 @@ import aiohttp
 
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
+from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
@@ -40,6 +41,7 @@ def watch_server(url: str, limits: Thresholds, span_s: float) -> Situation:
 
     Raises InputError where no server answers, or one that is not SGLang.
     """
+    need_files_of_loop()
     return asyncio.run(_watch(url.rstrip("/"), limits, span_s))
 
 

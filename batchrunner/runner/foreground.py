@@ -16,6 +16,7 @@ from batchrunner.core.console import is_no_detail, tell_failure, wants_json
 from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
@@ -81,6 +82,7 @@ def run_in_foreground(
     bounds = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    need_files_of_loop()
     stack = contextlib.ExitStack()
     pages = stack.enter_context(metrics_server(metrics))
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)

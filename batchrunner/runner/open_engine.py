@@ -11,6 +11,7 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.core.standard_streams import open_missing_descriptors
 from batchrunner.core.types import EngineInfo
 from batchrunner.engines.base import Engine
@@ -181,5 +182,6 @@ class OpenEngine:
 def open_portal() -> Iterator[BlockingPortal]:
     """Start an event loop in a thread of its own; an interrupt in the caller cancels what runs there."""
     open_missing_descriptors()
+    need_files_of_loop()
     with start_blocking_portal("asyncio", backend_options={"use_uvloop": True}) as portal:
         yield portal

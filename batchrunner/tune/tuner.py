@@ -15,6 +15,7 @@ import uvloop
 from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.engines.device import gpus
 from batchrunner.engines.flags import command_line
 from batchrunner.engines.model_files import check_model
@@ -113,6 +114,7 @@ def _search(
     history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), engine.args)
     trials = TrialRunner(job, engine, sample, directory)
     search = Search(engine.args, machine)
+    need_files_of_loop()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(run_search(search, history, trials.run, budget_s))
     return summarize(search, source, str(sample), spent_s)

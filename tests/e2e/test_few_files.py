@@ -83,14 +83,27 @@ def test_the_page_of_many_parts(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "parts").iterdir())) > 64
 
 
-def test_a_limit_that_is_too_low_is_named(tmp_path: Path) -> None:
-    """Where files run out before the first row, one line names the limit."""
+@pytest.mark.parametrize("most", [8, 10, 12])
+def test_a_limit_that_is_too_low_is_named(tmp_path: Path, most: int) -> None:
+    """Where files run out before the first row, one line names the limit, wherever that is."""
     job = job_of(tmp_path, rows=2)
-    command = [sys.executable, "-c", LIMITED, "10", "10", str(write_job(job, tmp_path))]
+    command = [sys.executable, "-c", LIMITED, str(most), str(most), str(write_job(job, tmp_path))]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode in {1, 2}, ended.stderr
-    assert "too many open files: this process may open 10: raise the limit" in ended.stderr
-    assert "unforeseen" not in ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert f"too many open files: this process may open {most}: raise the limit" in line
+    assert "unforeseen" not in line
+
+
+def test_a_server_is_watched_with_too_few_files(tmp_path: Path) -> None:
+    """Commands beside a run name the limit too."""
+    command = [sys.executable, "-c", LIMITED, "9", "9", "advise", "http://127.0.0.1:9"]
+    ended = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path
+    )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert "too many open files: this process may open 9: raise the limit" in line
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
