@@ -154,7 +154,7 @@ def an_array_of_four(slurm: SlurmCluster, here: Path) -> Submitted:
     here = here / "of four, 100%"
     here.mkdir()
     gpus = ("--gpus-per-task", "1", "--preamble", 'echo "GPU $CUDA_VISIBLE_DEVICES of $SLURMD_NODENAME"')
-    job = submit(slurm, job_for(here, task_s=20), here, "--array", "0-3", *gpus)
+    job = submit(slurm, job_for(here, task_s=40), here, "--array", "0-3", *gpus)
     job.wait()
     return job
 
@@ -204,7 +204,7 @@ def test_tasks_that_are_killed(ended: Submitted) -> None:
 
 @story
 def tasks_that_are_added_late(slurm: SlurmCluster, here: Path) -> Submitted:
-    plan = job_for(here, task_s=30)
+    plan = job_for(here, task_s=60)
     job = submit(slurm, plan, here, "--array", "0", "--no-merge")
     slurm.wait_until(job.at_it)
     late = submit(slurm, plan, here, "--array", "0-1", "--no-merge")

@@ -143,7 +143,7 @@ class SlurmCluster:
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Wait for what Slurm does, which takes its time: a dead node is found out after half a minute."""
-        eventually(condition, patience_s=240, every_s=0.2)
+        eventually(condition, patience_s=2 * PATIENCE_S, every_s=0.2)
 
     def stop(self) -> None:
         """End everything: jobs, what is left of them, and the daemons."""
