@@ -19,14 +19,12 @@ import pytest
 
 import batchrunner
 from tests.conftest import ROOT, SMALL_MODEL, batchrun, require_engine
+from tests.support.engine_processes import START_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 JOBS = ROOT / "jobs"
-START_S = 600
-"""A start takes half a minute on a quiet machine, and minutes on a busy one."""
-
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 
