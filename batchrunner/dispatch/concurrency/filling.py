@@ -34,8 +34,9 @@ RISE_HALF_LIFE_S = 2.0
 SHORTEST_LIFE_S, LONGEST_LIFE_S = 4.0, 600.0
 """Bounds of a row's life in the scheduler, in seconds: requests that run / rows that end a second."""
 LEAST_HALF_LIFE_S = 20.0
-"""Half-life of the averages that a row's life is made of, in seconds; it is that life if that is longer."""
-ROOM = 0.95
+"""Half-life of the averages that a row's life is made of, in seconds; it is that life if that is longer, but
+no longer than the scheduler is known: before the first rows end, a life looks endless."""
+ROOM = 0.9
 """Rows in flight, as a share of those that the pool holds on average: some are longer, or older."""
 PACE = 1.3
 """Speed at which rows begin, in relation to what the pool can take in the long run: at 1, a time in which few
@@ -53,6 +54,7 @@ class Filling:
     def __init__(self) -> None:
         self.why = ""
         """The last sign that the pool fills, in words."""
+        self._began: float | None = None
         self._last: tuple[float, float] | None = None
         self._rise = 0.0
         self._gap_s = 0.0
@@ -65,13 +67,15 @@ class Filling:
     def sample(self, now: float, seen: Reading) -> None:
         """Use a fresh sample."""
         last, self._last = self._last, (now, seen.usage)
-        if last is None or now <= last[0]:
+        if last is None or self._began is None or now <= last[0]:
+            self._began = now
             self._running, self._rate = float(seen.running), seen.rate
             return
         gap_s = now - last[0]
         self._gap_s = (self._gap_s + gap_s) / 2 if self._gap_s else gap_s
         self._rise += _weight(gap_s, RISE_HALF_LIFE_S) * ((seen.usage - last[1]) / gap_s - self._rise)
-        weight = _weight(gap_s, max(self._life_s, LEAST_HALF_LIFE_S))
+        known_s = min(self._life_s, now - self._began)
+        weight = _weight(gap_s, max(known_s, LEAST_HALF_LIFE_S))
         self._running += weight * (seen.running - self._running)
         self._rate += weight * (seen.rate - self._rate)
         if self._rate > 0:

@@ -148,6 +148,7 @@ class ConcurrencyLimits:
             Decision(s.name, s.controller.window, 0, "gone", f"no load sample for {now - s.heard_at:.0f} s")
             for s in known.take_gone(loads, now)
         ]
+        self.row_tokens.schedulers = len(known.by_name)
         decisions += self._share_out(unsent + sum(in_flight.values()), now)
         decisions += self._sample(loads, in_flight, now)
         moves = [scheduler.controller.tick(now) for scheduler in known.by_name.values()]
@@ -188,6 +189,7 @@ class ConcurrencyLimits:
         window, why = self._first_window(load, band)
         controller = Controller(name, window, band, most=self.most, now=now)
         self._schedulers.add(KnownScheduler(name, route, controller, heard_at=now))
+        self.row_tokens.schedulers = len(self._schedulers.by_name)
         return Decision(
             name,
             0,

@@ -9,13 +9,16 @@ limits less than it should.
 ENOUGH_ROWS = 100
 """Rows that must have ended before their average is used."""
 MEMORY_ROWS = 2000
-"""Rows over which the averages are taken: of older ones, less and less is left."""
+"""Rows of each scheduler over which the averages are taken: of older ones, less and less is left. Rows that
+began together end by their length: fewer than run at once would be the short ones, and then the long ones."""
 
 
 class RowTokens:
     """The averages over all rows that the engine has ended."""
 
     def __init__(self) -> None:
+        self.schedulers = 1
+        """Schedulers that these rows come from."""
         self._rows = 0
         self._own = 0.0
         self._output = 0.0
@@ -24,7 +27,7 @@ class RowTokens:
     def add(self, own_prompt_tokens: int, output_tokens: int) -> None:
         """Count a row that ended; the tokens of its prompt without those that the prefix cache held."""
         self._rows += 1
-        weight = 1 / min(self._rows, MEMORY_ROWS)
+        weight = 1 / min(self._rows, MEMORY_ROWS * self.schedulers)
         self._own += weight * (own_prompt_tokens - self._own)
         self._output += weight * (output_tokens - self._output)
         self._output_squared += weight * (output_tokens * output_tokens - self._output_squared)
