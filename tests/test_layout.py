@@ -198,3 +198,9 @@ def test_groups_of_tests_name_what_there_is() -> None:
             file, _, test = nodeid.partition("::")
             assert f"def {test}" in (ROOT / file).read_text(), nodeid
             assert group_of(nodeid) == group
+
+
+def test_every_real_engine_is_started_in_a_group() -> None:
+    """No more than three engines run at the same time, whatever files are added."""
+    files = (ROOT / "tests" / "e2e").glob("test_real_*.py")
+    assert {group_of(f"tests/e2e/{file.name}::test") for file in files} <= {"replicas", "answers", "deaths"}

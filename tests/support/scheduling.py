@@ -36,15 +36,18 @@ GROUPS = {
 }
 """How the node IDs of each group's tests begin, without `tests/e2e/`; the first group that fits counts.
 
-The groups that take longest come first. The first three start the real engine five times or more each, and
-then run side by side: a fourth of them would need more than the 16 GB of memory that a small machine has.
+The groups that take longest come first. The first three start the real engine several times each, and run
+side by side: a fourth of them would need more than the 16 GB of memory that a small machine has.
 """
+REAL = "test_real_"
+"""Beginning of the names of files whose tests start a real engine. Files of no group join the first."""
 
 
 def group_of(nodeid: str) -> str | None:
     """Return the group of a test; None for one that shares nothing."""
     name = nodeid.removeprefix("tests/e2e/")
-    return next((group for group, beginnings in GROUPS.items() if name.startswith(beginnings)), None)
+    other = next(iter(GROUPS)) if name.startswith(REAL) else None
+    return next((group for group, beginnings in GROUPS.items() if name.startswith(beginnings)), other)
 
 
 def by_group(items: list[pytest.Item]) -> list[pytest.Item]:
