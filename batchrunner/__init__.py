@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.api import arun, embed, generate, open_engine, run, stream
+    from batchrunner.api import arun, embed, generate, open_engine, run, score, stream
     from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
@@ -45,6 +45,7 @@ __all__ = [
     "generate",
     "open_engine",
     "run",
+    "score",
     "stream",
 ]
 
@@ -58,6 +59,7 @@ _HOMES = {
     "generate": "api",
     "open_engine": "api",
     "run": "api",
+    "score": "api",
     "stream": "api",
 }
 

@@ -18,7 +18,7 @@ from batchrunner.input.parquet_copy import about_rows, write_parquet
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, Row, default_prompt, paths_of
 from batchrunner.job.answers import plan_answers
-from batchrunner.job.call import job_of_call, job_of_embed
+from batchrunner.job.call import job_of_call, job_of_task
 from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
@@ -210,13 +210,61 @@ def embed(
     opened, spec = _engine_of(engine)
 
     def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
-        return job_of_embed(
+        return job_of_task(
+            "embed",
             paths,
             default_prompt(schema) if prompt is None else prompt,
             columns,
             limits,
             output={"path": str(output), "dtype": dtype, "normalize": normalize, "dimensions": dimensions},
             engine=spec,
+        )
+
+    return _results_of(rows, make_job, opened, display)
+
+
+def score(
+    rows: Data,
+    *,
+    labels: Sequence[str | int] | None = None,
+    choices: str | Sequence[str] | None = None,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    engine: OpenEngine | EngineLike,
+    columns: Sequence[str] = (),
+    softmax: bool = False,
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> pa.Table:
+    """Tell how probable labels or choices are after every row, as a pyarrow Table in input order.
+
+    Example: `score(["Is the sky blue? Answer:"], labels=[" yes", " no"], engine="Qwen/Qwen3-8B")`.
+
+    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="score")`. `prompt` is
+    the template of a text, or the column with it, the `prompt` part of a job, or a function that makes the
+    text or the token ids of a row. Give either `labels`, single tokens by their texts or ids, or `choices`, a
+    list of texts for all rows or the column with a list for each.
+
+    The column `scores` has a list for each row: probabilities of the labels among all tokens, or with
+    `softmax` among the labels; or log likelihoods of the choices, which `scores_per_token` and
+    `scores_per_byte` have divided by their lengths. It is null where a row has an `error`. Raises
+    BatchrunError, and what an iterator of `rows` raises.
+    """
+    display = make_displays(progress=progress, on_progress=on_progress)
+    opened, spec = _engine_of(engine)
+    given = choices if choices is None or isinstance(choices, str) else list(choices)
+
+    def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
+        return job_of_task(
+            "score",
+            paths,
+            default_prompt(schema) if prompt is None else prompt,
+            columns,
+            limits,
+            output={"path": str(output), "softmax": softmax},
+            engine=spec,
+            labels=labels,
+            items={} if given is None else {"choices": given},
         )
 
     return _results_of(rows, make_job, opened, display)

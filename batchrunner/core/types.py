@@ -124,6 +124,10 @@ class Request(NamedTuple):
     """Tools of a chat; None where it has none."""
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt: a part `{"type": "image", "image": n}` of a content stands for number n."""
+    items: tuple[str, ...] = ()
+    """Texts that the task is done with, each together with the prompt: choices or documents."""
+    item_ids: tuple[list[int], ...] = ()
+    """Token ids of the choices, each as it goes on after the prompt; empty where there are none."""
 
     @property
     def shown(self) -> Any:
@@ -188,6 +192,10 @@ class ForwardTask(ABC):
     """`task` of a job."""
     path: ClassVar[str]
     """Endpoint of SGLang that takes one row, or a list of rows."""
+    past_gateways: ClassVar[bool] = False
+    """Whether its rows go to the servers, and never through a gateway, which lacks the endpoint."""
+    architectures: ClassVar[str] = ""
+    """Part of the names of the architectures that can do it; empty for all."""
     by_generation: ClassVar[bool] = False
     """Whether it needs a model that generates text (a server without `--is-embedding`)."""
     wrong_model: ClassVar[str]
@@ -197,6 +205,11 @@ class ForwardTask(ABC):
     part."""
     meanings: ClassVar[Mapping[str, str]]
     """Its columns of the results, with their meanings."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> ForwardTask:
+        """Return the task with these values of the job's fields, by the last parts of their names."""
+        return cls(**fields)
 
     @property
     @abstractmethod
@@ -211,6 +224,14 @@ class ForwardTask(ABC):
     @abstractmethod
     def body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the body for `path`. Several requests are all of texts, or all of token ids."""
+
+    def steps(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return the bodies for requests, each of which is sent when the one before is answered."""
+        return [self.body(requests)]
+
+    def whole(self, replies: Sequence[bytes]) -> bytes:
+        """Return the replies to `steps` as one, which `answers` reads."""
+        return replies[0]
 
     @abstractmethod
     def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:

@@ -10,7 +10,7 @@ from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
 from batchrunner.dispatch.queue import Backlog, ResultSink
 from batchrunner.dispatch.source import RowSource
-from batchrunner.dispatch.tokenizers import RowTokenizer
+from batchrunner.dispatch.tokenize import RowTokenizer
 
 SLICE_BYTES, SLICE_IMAGES = 4 << 20, 32
 """Bytes of the prompts that are tokenised together, and rows with images: token ids take many times the

@@ -7,7 +7,7 @@ import asyncio
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import EngineInfo, Outcome, Request
-from batchrunner.dispatch.tokenizers import RowTokenizer
+from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.job.python_functions import IMAGES
 from batchrunner.job.spec import Job
 

@@ -5,7 +5,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
@@ -89,6 +89,13 @@ def _check_engine_needs_none(job: Job) -> None:
         raise CannotTokenizeError("prompt.messages may hold content that only the server can tokenise")
     if job.prompt.python is not None:
         raise CannotTokenizeError("prompt.python may make messages that only the server can tokenise")
+
+
+class RowTokenizer(Protocol):
+    """Tokenises prompts, or leaves that to the engine."""
+
+    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Return the requests with token ids, or as they are; see `PromptTokenizer.tokenize`."""
 
 
 class PromptTokenizer:
@@ -220,7 +227,7 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Requ
     ours = await asyncio.to_thread(encoder.token_ids, asked)
     compared = 0
     for request, ids, what in zip(asked, ours, names, strict=True):
-        theirs = await _engine_tokens(engine, request)
+        theirs = await engine_tokens(engine, request)
         match ids, theirs:
             case list(), list():
                 if ids != theirs:
@@ -238,8 +245,13 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Requ
     return compared
 
 
-async def _engine_tokens(engine: Engine, request: Request) -> list[int] | RowRefusedError:
-    """Ask the engine for the tokens of a prompt; raises CannotTokenizeError if it does not tell."""
+async def engine_tokens(
+    engine: Engine, request: Request, *, special: bool = True
+) -> list[int] | RowRefusedError:
+    """Ask the engine for the tokens of a prompt; raises CannotTokenizeError if it does not tell.
+
+    With `special` the tokens that begin and end a prompt are there too.
+    """
     retrying = AsyncRetrying(
         retry=retry_if_exception_type((AttemptFailedError, EngineBusyError)),
         stop=stop_after_attempt(ATTEMPTS),
@@ -247,7 +259,8 @@ async def _engine_tokens(engine: Engine, request: Request) -> list[int] | RowRef
         reraise=True,
     )
     try:
-        found: list[int] | None = await retrying(functools.partial(engine.tokens_of, request))
+        asking = functools.partial(engine.tokens_of, request, special=special)
+        found: list[int] | None = await retrying(asking)
     except RowRefusedError as refusal:
         return refusal
     except RequestError as failure:

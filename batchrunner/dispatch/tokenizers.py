@@ -1,19 +1,14 @@
 """Which tokenizer a prompt goes to: a job's prompts are of one kind, or of any where Python makes them."""
 
-from typing import Protocol
-
 from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request
-from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.dispatch.choice_tokens import ChoiceTokenizer
+from batchrunner.dispatch.label_tokens import LabelTokenizer
+from batchrunner.dispatch.tokenize import PromptTokenizer, RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.job.spec import Job
+from batchrunner.job.tasks.choices import ChoiceTask
+from batchrunner.job.tasks.score import ScoreTask
 from batchrunner.output.events import EventLog
-
-
-class RowTokenizer(Protocol):
-    """Tokenises prompts, or leaves that to the engine."""
-
-    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests with token ids, or as they are; see `PromptTokenizer.tokenize`."""
 
 
 class TokenizerByKind:
@@ -48,6 +43,12 @@ def make_tokenizer(
     job: Job, kind: PromptKind | None, engine: Engine, info: EngineInfo, events: EventLog
 ) -> RowTokenizer:
     """Return what tokenises prompts of a kind, or of any; raises CannotTokenizeError as PromptTokenizer."""
+    found: RowTokenizer
     if kind is None:
-        return TokenizerByKind(job, engine, info, events)
-    return PromptTokenizer(job, kind, engine, info, events)
+        found = TokenizerByKind(job, engine, info, events)
+    else:
+        found = PromptTokenizer(job, kind, engine, info, events)
+    task = job.forward
+    if isinstance(task, ChoiceTask):
+        return ChoiceTokenizer(found, engine, info)
+    return LabelTokenizer(task, found, engine, info) if isinstance(task, ScoreTask) else found

@@ -61,8 +61,15 @@ class Engine(Protocol):
         """
         raise BundleRefusedError("the engine takes one row in a request")
 
-    async def tokens_of(self, request: Request) -> list[int] | None:  # noqa: ARG002 - for engines that can
+    async def tokens_of(
+        self,
+        request: Request,  # noqa: ARG002 - for engines that can
+        *,
+        special: bool = True,  # noqa: ARG002
+    ) -> list[int] | None:
         """Return the tokens that the engine makes of a prompt, or None where it cannot.
+
+        With `special` the tokens that begin and end a prompt are there too.
 
         Raises as `generate` does where the prompt is refused, or asking failed.
         """

@@ -71,6 +71,9 @@ log = logging.getLogger(__name__)
 _ENDPOINTS = {"/v1/embeddings": ("serving_embedding", "OpenAIServingEmbedding", "EmbeddingRequest")}
 """SGLang's module, its class of the endpoint and the class of its body, by a task's path."""
 
+_NATIVE = {"/generate": "GenerateReqInput"}
+"""The class of the body of SGLang's own endpoints, by a task's path."""
+
 
 class InprocessSGLang(Engine):
     """SGLang's offline engine."""
@@ -180,10 +183,10 @@ class InprocessSGLang(Engine):
         except (ValueError, TypeError, RequestError) as failure:  # one of them is refused
             raise BundleRefusedError(str(failure)) from None
 
-    async def tokens_of(self, request: Request) -> list[int] | None:
+    async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask SGLang's own `/v1/tokenize`; see `Engine.tokens_of`."""
         try:
-            return replies.tokens_in(await self._in_thread(self._tokenize, request))
+            return replies.tokens_in(await self._in_thread(self._tokenize, request, special))
         except (ValueError, TypeError) as failure:  # as in `generate`
             raise RowRefusedError(str(failure)) from None
 
@@ -290,19 +293,26 @@ class InprocessSGLang(Engine):
         """Do what the HTTP server does for a task without decoding."""
         task = requests[0].task
         assert task is not None
-        home, serving, body = _ENDPOINTS[task.path]
+        return task.whole([await self._ask_step(task.path, body) for body in task.steps(requests)])
+
+    async def _ask_step(self, path: str, asked: dict[str, Any]) -> bytes:
+        if path in _NATIVE:
+            structs = importlib.import_module("sglang.srt.managers.io_struct")
+            question = getattr(structs, _NATIVE[path])(**asked)
+            return orjson.dumps(await anext(self._engine.tokenizer_manager.generate_request(question, None)))
+        home, serving, kind = _ENDPOINTS[path]
         protocol = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
         make = getattr(importlib.import_module(f"sglang.srt.entrypoints.openai.{home}"), serving)
         endpoint = make(self._engine.tokenizer_manager, self._engine.template_manager)
-        asked = getattr(protocol, body)(**task.body(requests))
-        return _content_of(await endpoint.handle_request(asked, None))
+        return _content_of(await endpoint.handle_request(getattr(protocol, kind)(**asked), None))
 
-    async def _tokenize(self, request: Request) -> Any:
+    async def _tokenize(self, request: Request, special: bool) -> Any:
         from sglang.srt.entrypoints.openai.protocol import TokenizeRequest  # noqa: PLC0415
         from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize  # noqa: PLC0415
 
         serving = OpenAIServingTokenize(self._engine.tokenizer_manager, self._engine.template_manager)
-        reply = await serving.handle_request(TokenizeRequest(**wire.tokenize_body(request)), None)
+        asked = TokenizeRequest(**wire.tokenize_body(request, special=special))
+        reply = await serving.handle_request(asked, None)
         if hasattr(reply, "model_dump"):
             return reply.model_dump()
         raise replies.error_of(reply.status_code, reply.body)

@@ -28,6 +28,7 @@ from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import RowBatch
 from batchrunner.input.images.prompts import ImagePrompts
+from batchrunner.input.items import ItemSource
 from batchrunner.input.messages import WANTED as MESSAGES_WANTED
 from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
@@ -95,7 +96,9 @@ class Renderer:
         self._task = task
         if task is not None:
             self._fixed, self._per_row = {}, {}
+        self._items = ItemSource(prompt, dataset)
         names = {*used, *self._per_row.values(), *(self._tools.columns if self._tools else ())}
+        names |= {*self._items.columns}
         if isinstance(self._lora, FromColumn):
             names.add(self._lora.column)
         if source.filter is not None:
@@ -173,6 +176,7 @@ class Renderer:
             task=self._task,
             tools=None if self._tools is None else self._tools.of(row),
             images=images,
+            items=self._items.of(row),
         )
 
 

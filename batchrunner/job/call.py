@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from batchrunner.core.errors import JobError
@@ -9,6 +10,9 @@ from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job, LimitsSpec
+from batchrunner.job.tasks.table import TaskName
+
+NO_ITEMS: Mapping[str, Any] = MappingProxyType({})
 
 _FILES = {"images": "columns", "pdf": "column"}
 """Parts of a prompt that name columns with files, and the field that does."""
@@ -66,7 +70,8 @@ def job_of_call(
     return load_job(tree, environ={})
 
 
-def job_of_embed(
+def job_of_task(
+    task: TaskName,
     paths: Sequence[str],
     prompt: str | Mapping[str, Any] | Callable[..., Any],
     columns: Sequence[str],
@@ -74,11 +79,16 @@ def job_of_embed(
     *,
     output: Mapping[str, Any],
     engine: EngineSpec,
+    labels: Sequence[str | int] | None = None,
+    items: Mapping[str, Any] = NO_ITEMS,
 ) -> Job:
-    """Return the job of a call of `embed`, whose `output` is that part of it; raises JobError.
+    """Return the job of a call of `embed` or the like, whose `output` is that part of it; raises JobError.
 
-    `prompt` is the template of a text or the column with it, the `prompt` part of a job, or a function.
+    `prompt` is the template of a text or the column with it, the `prompt` part of a job, or a function;
+    `items` are further parts of it.
     """
+    if isinstance(labels, str):
+        raise JobError("labels", hint=f"give a list, such as [{labels!r}]")
     if isinstance(columns, str):
         raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
     if isinstance(limits, LimitsSpec):
@@ -86,9 +96,10 @@ def job_of_embed(
     if not isinstance(prompt, Mapping):
         prompt = {"text": prompt} if isinstance(prompt, str) else {"python": prompt}
     tree = {
-        "task": "embed",
+        "task": task,
         "input": {"path": list(paths), "columns": list(columns)},
-        "prompt": prompt,
+        "prompt": {**prompt, **items},
+        **({} if labels is None else {"labels": list(labels)}),
         "output": output,
         "engine": engine.model_dump(exclude_unset=True),
         "limits": limits or {},

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import orjson
@@ -39,6 +40,13 @@ def _share(value: object) -> object:
     if isinstance(value, str) and value.strip().endswith("%"):
         return float(value.strip()[:-1]) / 100
     return value
+
+
+def refuse_equal(values: Sequence[object]) -> None:
+    """Raise ValueError where a value stands twice in a list."""
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise ValueError(f"{value!r} stands there twice")
 
 
 _HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")

@@ -98,6 +98,10 @@ class OutputSpec(Spec):
     """With `task: embed`: length of the vectors, for a model that was trained to give shorter ones too
     (Matryoshka; `matryoshka_dimensions` or `is_matryoshka` in its config.json). Unset: the model's own."""
 
+    softmax: bool = False
+    """With `task: score` and `labels`: whether the probabilities are those among the labels, whose sum is 1.
+    Without it they are those among all tokens of the model."""
+
     @property
     def asked(self) -> list[str]:
         """The columns that the job asks for, beyond those of every result, in the order of the results."""

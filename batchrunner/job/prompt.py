@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from batchrunner.job.fields import PythonFunction, Spec
+from batchrunner.job.fields import PythonFunction, Spec, refuse_equal
 from batchrunner.job.images import PromptWithImages
 
 
@@ -58,8 +58,20 @@ class PromptSpec(PromptWithImages):
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
     tools, names, other roles or a `structural_tag` are not truncated."""
+    choices: str | Annotated[list[str], Field(min_length=1)] | None = None
+    """With `task: score`: texts that may go on after `text`, whose log likelihoods are the column `scores`: a
+    list for all rows, or the column with the list of each row."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
+
+    @field_validator("choices")
+    @classmethod
+    def _unlike_choices(cls, choices: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(choices, list):
+            refuse_equal(choices)
+            if "" in choices:
+                raise ValueError("a choice is empty")
+        return choices
 
     @property
     def continues(self) -> bool:

@@ -15,13 +15,21 @@ from batchrunner.core.errors import WrongValueError
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.check import CheckSpec, OnLength
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
-from batchrunner.job.fields import CountOrShare, Duration, PythonFunction, Share, Spec, UserPath
+from batchrunner.job.fields import (
+    CountOrShare,
+    Duration,
+    PythonFunction,
+    Share,
+    Spec,
+    UserPath,
+    refuse_equal,
+)
 from batchrunner.job.output import RESPONSE, SAMPLE, OutputSpec, name_clash, result_columns
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.storage import StorageSpec
 from batchrunner.job.task_fields import check_task_fields, given_fields
-from batchrunner.job.tasks.table import TASKS, TaskName, last_part
+from batchrunner.job.tasks.table import TASKS, TaskName, goes_past_gateways, last_part, task_of
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
@@ -109,16 +117,24 @@ class LimitsSpec(Spec):
     for example."""
 
 
+Label: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0, strict=True)]
+"""A token, by its text or its id."""
+
+
 class Job(Spec):
     """A batch-inference job."""
 
     task: TaskName = "generate"
     """What the model does with each prompt. `generate`: it writes a text. `embed`: it makes a vector, in the
-    column `embedding`; prompts are texts or token ids."""
+    column `embedding`; prompts are texts or token ids. `score`: it tells how probable `labels` or
+    `prompt.choices` are after the prompt."""
     input: InputSpec
     """Where the rows come from."""
     prompt: PromptSpec
     """How a row becomes a prompt."""
+    labels: Annotated[list[Label], Field(min_length=1)] | None = None
+    """With `task: score`: tokens whose probabilities after the prompt are the column `scores`, in this order.
+    A text must be a single token, a number is the token's id."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling parameters, by SGLang's names."""
     parse: ParseSpec | PythonFunction | None = None
@@ -170,13 +186,24 @@ class Job(Spec):
     @property
     def forward(self) -> ForwardTask | None:
         """The task, if it is one without decoding."""
-        kind = TASKS.get(self.task)
-        return kind(**{last_part(field): attrgetter(field)(self) for field in kind.takes}) if kind else None
+        takes = TASKS[self.task].takes if self.task in TASKS else ()
+        return task_of(self.task, {last_part(field): attrgetter(field)(self) for field in takes})
 
     @model_validator(mode="after")
     def _fields_of_task(self) -> Job:
         check_task_fields(self.task, given_fields(self))
+        if goes_past_gateways(self.task) and isinstance(self.engine, GatewayEngine) and self.engine.url:
+            raise WrongValueError(
+                f"engine.url: the gateway {self.engine.url} does not pass on requests of task: {self.task}",
+                hint="name its workers: engine: {kind: attach, urls: [...]}",
+            )
         return self
+
+    @field_validator("labels")
+    @classmethod
+    def _unlike_labels(cls, labels: list[Label] | None) -> list[Label] | None:
+        refuse_equal(labels or ())
+        return labels
 
     @property
     def parsing(self) -> ParseSpec | None:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pydantic import BaseModel
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.job.tasks.score import ScoreTask
 from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
 
 OF_DECODING = (
@@ -25,6 +26,15 @@ OF_IMAGES = ("prompt.images", "prompt.pdf")
 """Fields that bring images, which no task without decoding takes yet."""
 KEPT = {"sampling.lora_path"}
 """Fields of these that every task takes."""
+CHOICES = "prompt.choices"
+_TOGETHER = "give prompt.text: a choice is tokenized together with its prompt"
+_NOT_WITH_CHOICES = {
+    "output.softmax": "it is about labels: leave it out",
+    "prompt.input_ids": _TOGETHER,
+    "prompt.python": _TOGETHER,
+    "prompt.truncate": "a choice goes on after the end of its prompt: cut the prompts in their template",
+}
+"""Fields that have no place beside choices, and what to do instead."""
 OF_TASKS = sorted({field for kind in TASKS.values() for field in kind.takes})
 """Fields that only tasks without decoding have."""
 
@@ -53,7 +63,7 @@ def _given(section: BaseModel) -> list[str]:
 
 
 def check_task_fields(task: TaskName, given: Collection[str]) -> None:
-    """Raise WrongValueError where a field has no effect on the task."""
+    """Raise WrongValueError where a field has no effect on the task, or one that it needs is missing."""
     kind = TASKS.get(task)
     for field in given:
         if field in OF_TASKS and (kind is None or field not in kind.takes):
@@ -78,3 +88,20 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
         has_parts = any(other.startswith(f"{field}.") for other in given)
         if field not in KEPT and not has_parts and (field in OF_DECODING or section in OF_DECODING):
             raise WrongValueError(f"{field}: task: {task} writes no text", hint="leave it out")
+    if task == ScoreTask.name:
+        _check_score_fields(given)
+
+
+def _check_score_fields(given: Collection[str]) -> None:
+    """Raise WrongValueError where a job does not say what is scored, or says it twice."""
+    if ("labels" in given) == (CHOICES in given):
+        both = "got both" if CHOICES in given else "got neither"
+        raise WrongValueError(
+            f"task: score: give either labels or {CHOICES} ({both})",
+            hint='labels: [" yes", " no"] are single tokens, choices may be longer',
+        )
+    if CHOICES not in given:
+        return
+    for field, hint in _NOT_WITH_CHOICES.items():
+        if field in given:
+            raise WrongValueError(f"{field}: does not go with {CHOICES}", hint=hint)

@@ -164,9 +164,9 @@ class MeasuringEngine:
             cached=completion.cached_tokens or 0, retractions=completion.retractions,
         )  # fmt: skip
 
-    async def tokens_of(self, request: Request) -> list[int] | None:
+    async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the engine; see `Engine.tokens_of`."""
-        return await self._engine.tokens_of(request)
+        return await self._engine.tokens_of(request, special=special)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load, and record it."""

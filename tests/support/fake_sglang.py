@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +18,8 @@ from aiohttp import web
 from tests.support.asked_answers import add_asked
 from tests.support.embeddings import embeddings, prompts_of, vector_of
 from tests.support.event_answer import EventAnswer, is_bundle, rows_of
-from tests.support.raw_answers import Body, Endless, OnWire, Said
+from tests.support.raw_answers import CHATS, Body, Endless, OnWire, Said
+from tests.support.scores import bodies_of, is_score, logprob_for, score_of
 from tests.support.server_thread import PATIENCE_S, ServerThread
 
 Behaviour: TypeAlias = Literal[
@@ -81,17 +82,6 @@ REFUSALS: dict[str, tuple[int, str]] = {
 
 SILENT = {"empty", "said nothing"}
 """Behaviours whose answer has no text."""
-TOOL_CALL: dict[str, Any] = {
-    "id": "call_1",
-    "index": 0,
-    "type": "function",
-    "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'},
-}
-CHATS: dict[str, tuple[str, dict[str, Any]]] = {
-    "thought": ("length", {"reasoning_content": "The user asks"}),
-    "tool call": ("tool_calls", {"tool_calls": [TOOL_CALL]}),
-}
-"""What a chat without text has instead, after its finish reason."""
 
 
 class FakeSGLang(ServerThread):
@@ -114,10 +104,8 @@ class FakeSGLang(ServerThread):
     ) -> None:
         super().__init__()
         self.script = script
-        self.model = model
-        self.api_key = api_key
-        self.retry_after = retry_after
-        self.is_sglang = is_sglang
+        self.model, self.api_key = model, api_key
+        self.retry_after, self.is_sglang = retry_after, is_sglang
         self.max_running = max_running
         self.others = others
         """Requests of other clients, which never end."""
@@ -129,9 +117,8 @@ class FakeSGLang(ServerThread):
         """Fields of the server and its model, which /server_info and /model_info return."""
         self.tokenize = tokenize
         """What /v1/tokenize makes of a body, which a ValueError refuses; None for a release without it."""
-        self.url = ""
-        self.sent: list[Sent] = []
-        """Rows that arrived, in order."""
+        self.url, self.sent = "", list[Sent]()
+        """Address; rows that arrived, in order."""
         self.requests = 0
         """Requests that they came in."""
         self.open_streams = 0
@@ -150,6 +137,8 @@ class FakeSGLang(ServerThread):
         self.conservativeness = 1.0
         self.vector: Callable[[Sent], list[float]] = vector_of
         """What becomes of a prompt for an embedding."""
+        self.logprob: Callable[[str, int], float | None] = logprob_for
+        """Log probability of a token after a prompt."""
         self.floats = False
         """Whether vectors are lists of numbers, as of a release without `encoding_format`."""
         self.weights = "default"
@@ -318,6 +307,8 @@ class FakeSGLang(ServerThread):
             return refusal
         body = await request.json()
         self.requests += 1
+        if is_score(body):
+            return await self._score(request, body)
         if is_bundle(body):
             return await self._stream(request, body)
         sent = self._note(request.path, body)
@@ -342,8 +333,26 @@ class FakeSGLang(ServerThread):
             return refusal
         body = await request.json()
         self.requests += 1
-        prompts = prompts_of(body)
-        rows = [self._note(request.path, {**body, "prompt": each}, len(prompts)) for each in prompts]
+        bodies = [{**body, "prompt": each} for each in prompts_of(body)]
+        return await self._answer_list(
+            request,
+            bodies,
+            lambda rows: embeddings(body, [self.vector(sent) for sent in rows], as_floats=self.floats),
+        )
+
+    async def _score(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer prompts with probabilities of tokens: all of them, or as one that the script lets fail."""
+        return await self._answer_list(
+            request, bodies_of(body), lambda rows: [score_of(sent, self.logprob) for sent in rows]
+        )
+
+    async def _answer_list(
+        self,
+        request: web.Request,
+        bodies: Sequence[dict[str, Any]],
+        reply_to: Callable[[list[Sent]], Any],
+    ) -> web.StreamResponse:
+        rows = [self._note(request.path, body, len(bodies)) for body in bodies]
         self._in_flight += len(rows)
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
@@ -357,8 +366,7 @@ class FakeSGLang(ServerThread):
                     return await self._react(request, sent, what)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            vectors = [self.vector(sent) for sent in rows]
-            return web.json_response(embeddings(body, vectors, as_floats=self.floats))
+            return web.json_response(reply_to(rows))
         finally:
             self._in_flight -= len(rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,16 @@ class Said:
     """The text of a good answer."""
 
     text: str
+
+
+TOOL_CALL: dict[str, Any] = {
+    "id": "call_1",
+    "index": 0,
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'},
+}
+CHATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "thought": ("length", {"reasoning_content": "The user asks"}),
+    "tool call": ("tool_calls", {"tool_calls": [TOOL_CALL]}),
+}
+"""What a chat without text has instead, after its finish reason."""

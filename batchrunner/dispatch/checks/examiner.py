@@ -15,7 +15,7 @@ from batchrunner.dispatch.checks.asking import (
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.dispatch.checks.python_check import PythonCheck
 from batchrunner.dispatch.pending_row import Asking, PendingRow
-from batchrunner.dispatch.tokenizers import RowTokenizer
+from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.check import CheckSpec
 from batchrunner.output.check_counts import ASKED_AGAIN, AskedAgain, Rejected

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask
-from batchrunner.dispatch.tokenizers import RowTokenizer
+from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.input.request_bodies import with_one_token
 

@@ -144,16 +144,17 @@ class SGLangClient:
         request = self._checked(request)
         assert self._names is not None
         whole = isinstance(request.prompt, RequestBody)
-        body = (
-            with_model(request.prompt, self._names.sent(request.prompt))
+        bodies = (
+            [with_model(request.prompt, self._names.sent(request.prompt))]
             if whole
-            else wire.bytes_of(wire.body_of(request))
+            else wire.bodies_of([request])
         )
-        key = self._key(request)
         assert self._posts is not None
-        reply = await self._posts.post(self.endpoints[route], wire.path_of(request), body, key)
-        if isinstance(reply, RequestError):
-            raise reply
+        endpoint, path = self.endpoints[route], wire.path_of(request)
+        found = await self._posts.post_all(endpoint, path, bodies, self._key(request))
+        if isinstance(found, RequestError):
+            raise found
+        reply = found[0] if request.task is None else request.task.whole(found)
         if whole:
             completion = completion_of_body(request.prompt, reply)
         elif request.task is not None:
@@ -184,10 +185,11 @@ class SGLangClient:
             lists = ListSender(self._posts, self.guard, confirms=self._checks_answers)
             await lists.send(self.endpoints[route], rows, answers, self._key(rows[0].request))
 
-    async def tokens_of(self, request: Request) -> list[int] | None:
+    async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
         assert self._sessions is not None
-        url, body = self.replicas[0] + wire.TOKENIZE_PATH, wire.bytes_of(wire.tokenize_body(request))
+        url = self.replicas[0] + wire.TOKENIZE_PATH
+        body = wire.bytes_of(wire.tokenize_body(request, special=special))
         timeout = aiohttp.ClientTimeout(total=OPEN_TIMEOUT_S)
         try:
             async with self._sessions.rows.post(url, data=body, headers=_JSON, timeout=timeout) as response:

@@ -22,9 +22,9 @@ class HttpEngine(Engine):
         """Send several requests in one; see `Engine.generate_many`."""
         await self._client.generate_many(requests, route, answers)
 
-    async def tokens_of(self, request: Request) -> list[int] | None:
+    async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the first server; see `Engine.tokens_of`."""
-        return await self._client.tokens_of(request)
+        return await self._client.tokens_of(request, special=special)
 
     def incidents(self) -> list[Incident]:
         """Return what happened to the servers; see `Engine.incidents`."""

@@ -48,6 +48,18 @@ class WholeReplies:
             raise await self._poller.failures.classify(named, sent_at, str(error))
         return error
 
+    async def post_all(
+        self, endpoint: Endpoint, path: str, bodies: Sequence[bytes], headers: dict[str, str] | None
+    ) -> list[bytes] | RequestError:
+        """Send bodies one after another; return all replies, or what the first other status means."""
+        found: list[bytes] = []
+        for body in bodies:
+            reply = await self.post(endpoint, path, body, headers)
+            if isinstance(reply, RequestError):
+                return reply
+            found.append(reply)
+        return found
+
 
 class ListSender:
     """Sends a list of rows of one task, all of which end with the one reply."""
@@ -73,16 +85,16 @@ class ListSender:
         task = requests[0].task
         assert task is not None
         try:
-            body = wire.bytes_of(task.body(requests))
+            bodies = wire.bodies_of(requests)
         except RequestError as failure:  # one row cannot be written: alone it is found
             raise BundleRefusedError(str(failure)) from None
-        reply = await self._posts.post(endpoint, task.path, body, headers)
-        if isinstance(reply, EngineBusyError):
-            raise reply
-        if isinstance(reply, RequestError):
-            raise BundleRefusedError(str(reply))
+        given = await self._posts.post_all(endpoint, task.path, bodies, headers)
+        if isinstance(given, EngineBusyError):
+            raise given
+        if isinstance(given, RequestError):
+            raise BundleRefusedError(str(given))
         try:
-            results = answers_of(requests, reply)
+            results = answers_of(requests, task.whole(given))
         except RequestError as failure:
             raise BundleRefusedError(str(failure)) from None
         if self._confirms:

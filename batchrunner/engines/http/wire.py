@@ -97,6 +97,15 @@ def body_of(request: Request) -> dict[str, Any]:
     return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 
+def bodies_of(requests: Sequence[Request]) -> list[bytes]:
+    """Return the bodies for one request, or for several of a task without decoding, as JSON.
+
+    Each is sent when the one before is answered. Raises as `bytes_of`.
+    """
+    task = requests[0].task
+    return [bytes_of(body) for body in ([body_of(requests[0])] if task is None else task.steps(requests))]
+
+
 def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
     """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
     try:
@@ -232,14 +241,18 @@ def chat_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def tokenize_body(request: Request) -> dict[str, Any]:
-    """Make the body for `/v1/tokenize`, to get the tokens that the prompt's own endpoint would use."""
+def tokenize_body(request: Request, *, special: bool = True) -> dict[str, Any]:
+    """Make the body for `/v1/tokenize`, to get the tokens that the prompt's own endpoint would use.
+
+    Without `special` a text is one that stands inside of a prompt.
+    """
     if request.kind == "messages":
         body = {"messages": _messages_of(request), "chat_template_kwargs": request.chat_template_kwargs}
         if request.continues:
             body["continue_final_message"] = True
         return {"model": ANY_MODEL, **body}
-    return {"model": ANY_MODEL, "prompt": request.prompt}
+    inside = {} if special else {"add_special_tokens": False}
+    return {"model": ANY_MODEL, "prompt": request.prompt, **inside}
 
 
 def _json(value: Any, name: str) -> Any:

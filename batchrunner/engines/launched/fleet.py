@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.errors import EngineStartError
+from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
 from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
@@ -31,7 +31,7 @@ from batchrunner.engines.recovery.healer import Healer, healer_for
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks.table import GENERATE, TaskName, goes_past_gateways
 
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
@@ -98,8 +98,8 @@ class FleetReplica(Supervised):
 class LaunchedFleet(HttpEngine):
     """Servers that live as long as this object is open, and never longer than this process.
 
-    One server without a gateway takes rows directly. Replicas take them through a gateway, and the run goes
-    on while one of them is left.
+    One server without a gateway takes rows directly. Replicas take them through a gateway, or directly where
+    it has no endpoint for the task, and the run goes on while one of them is left.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LaunchedFleet(HttpEngine):
         self._hang_s = limits.hang
         self._gateway = (
             GatewayProcess(spec, self._incidents, key=self._key, log_dir=log_dir, limits=limits)
-            if isinstance(spec, GatewayEngine)
+            if isinstance(spec, GatewayEngine) and not goes_past_gateways(task)
             else None
         )
         self._replicas: dict[str, FleetReplica] = {}
@@ -156,7 +156,8 @@ class LaunchedFleet(HttpEngine):
         if self._gateway:
             programs.append(self._gateway)
         log_path = programs[-1].process.log_path
-        follower = None if self._gateway else LogFollower(next(iter(self._replicas)), log_path)
+        is_one = self._gateway is None and len(self._replicas) == 1
+        follower = LogFollower(next(iter(self._replicas)), log_path) if is_one else None
         await _all_or_first_failure([program.start() for program in programs])
         if self._gateway:
             await self._gateway.take_workers([*self._replicas])
@@ -177,19 +178,21 @@ class LaunchedFleet(HttpEngine):
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once, to one server not before it is up; see `Engine.generate`."""
-        await self._until_up()
+        await self._until_up(route)
         return await super().generate(request, route)
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
-        await self._until_up()
+        await self._until_up(route)
         await super().generate_many(requests, route, answers)
 
-    async def _until_up(self) -> None:
+    async def _until_up(self, route: str) -> None:
         lost = [replica.supervisor.lost for replica in self._replicas.values() if replica.supervisor.lost]
         if self._gateway is None:
-            for replica in self._replicas.values():
-                await replica.supervisor.ready()
+            supervisor = self._replicas[route].supervisor
+            if supervisor.lost and len(lost) < len(self._replicas):
+                raise EngineDownError(str(supervisor.lost))  # other replicas do its rows
+            await supervisor.ready()
         elif self._gateway.supervisor.lost or len(lost) == len(self._replicas):
             raise self._gateway.supervisor.lost or lost[0]
 
@@ -197,8 +200,8 @@ class LaunchedFleet(HttpEngine):
         """Return the load of each server, from its log if it has no other source; restart what hangs."""
         loads = self._follower.poll() if self._follower else await self._client.loads()
         now = time.monotonic()
-        for endpoint in self._client.endpoints.values():
-            for replica in self._replicas.values():
+        for route, endpoint in self._client.endpoints.items():
+            for replica in self._replicas.values() if self._gateway else (self._replicas[route],):
                 replica.poll(loads, endpoint, now)
             if self._gateway:
                 polled = {load.server for load in loads}

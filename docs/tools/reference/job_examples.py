@@ -16,12 +16,14 @@ EXAMPLES = {
     "prompt.input_ids": "tokens",
     "prompt.python": "hooks:prompt",
     "prompt.batch": "strict",
+    "prompt.choices": "[' Paris', ' the city of Rome']",
     "prompt.tools": "[{type: function, function: {name: look_up, parameters: {type: object}}}]",
     "prompt.truncate": "middle",
     "prompt.chat_template_kwargs": "{enable_thinking: false}",
     "sampling.tool_choice": "required",
     "prompt.images": "[photo]",
     "prompt.pdf": "{column: document, pages: 1-3}",
+    "labels": "[' yes', ' no']",
     "sampling.max_new_tokens": "{column: budget}",
     "sampling.min_new_tokens": "16",
     "sampling.n": "4",
@@ -58,6 +60,7 @@ EXAMPLES = {
     "output.dtype": "float16",
     "output.normalize": "true",
     "output.dimensions": "256",
+    "output.softmax": "true",
     "engine.urls": "['http://gpu1:30000', 'http://gpu2:30000']",
     "engine.api_key_env": "MY_SGLANG_KEY",
     "engine.args": "{mem-fraction-static: 0.88, enable-metrics: true}",
@@ -119,6 +122,9 @@ ALONGSIDE = {
     "output.dtype": _EMBED,
     "output.normalize": _EMBED,
     "output.dimensions": _EMBED,
+    "labels": "{task: score, prompt: {text: '{{ text }}'}}",
+    "prompt.choices": "{task: score}",
+    "output.softmax": "{task: score, prompt: {text: '{{ text }}'}, labels: [' yes', ' no']}",
 }
 """Other parts of a job without which a field is refused."""
 COMPANIONS = {
@@ -131,6 +137,7 @@ COMPANIONS = {
     "check.tries": "{json: true}",
     "check.temperature": "{json: true}",
     "check.feedback": "{json: true}",
+    "prompt.choices": "{text: '{{ text }}'}",
     "prompt.text": "{}",
     "prompt.input_ids": "{}",
     "prompt.python": "{}",
@@ -149,6 +156,7 @@ COMPANIONS = {
 
 UNITS = {
     "input.limit": "rows",
+    "labels": "[' yes', ' no']",
     "sampling.max_new_tokens": "tokens",
     "sampling.min_new_tokens": "tokens",
     "sampling.n": "outputs",

@@ -1,0 +1,175 @@
+"""Jobs with `task: score` and choices: each row has their log likelihoods, and computes its prompt once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import INSTANT, batchrun, batchrun_merge, job_of, parts_of, results_of, write_job
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.scores import logprob_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHOICES = [" Rome", " Paris, I think", " é"]
+BEGIN, MERGED = 1, 900
+"""The token that begins a prompt, and the one of `xy`."""
+
+
+def tokens_in(text: str) -> list[int]:
+    """Return the tokens of a text: the first one, one for `xy`, and one for each other character."""
+    return [BEGIN, *(MERGED if part == "\0" else ord(part) for part in text.replace("xy", "\0"))]
+
+
+def tokens_of(body: dict[str, Any]) -> list[int]:
+    return tokens_in(body["prompt"])
+
+
+def likelihood(text: str, begin: int) -> float:
+    """Return the log likelihood of the tokens of a text from one on."""
+    ids = tokens_in(text)
+    return sum(logprob_for(str(ids[:at]), ids[at]) for at in range(begin, len(ids)))
+
+
+@pytest.fixture
+def scorer() -> Iterator[FakeSGLang]:
+    """A server of a model that generates texts."""
+    with FakeSGLang(tokenize=tokens_of) as fake:
+        yield fake
+
+
+def choice_job(directory: Path, engine: Any, texts: list[str], choices: Any = None, **changes: Any) -> Any:
+    """A job with these prompts; `choices` is a list for each row, or None for CHOICES in the job."""
+    columns: dict[str, Any] = {"id": [*range(len(texts))], "text": texts}
+    if choices is not None:
+        columns["mine"] = pa.array(choices, pa.list_(pa.string()))
+    pq.write_table(pa.table(columns), directory / "input.parquet")
+    prompt = {"text": "{{ text }}", "choices": CHOICES if choices is None else "mine"}
+    return job_of(directory, engine, **{"task": "score", "prompt": prompt, **changes})
+
+
+def run(job: dict[str, Any], directory: Path, *options: str) -> Any:
+    return batchrun(write_job(job, directory), *options)
+
+
+def test_likelihoods_of_choices(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """Sums, and sums by token and by byte; the prompt goes first with one choice, then with the others."""
+    job = choice_job(tmp_path, scorer, ["The capital is", "Where?"])
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    for row, text in zip(results_of(job), ["The capital is", "Where?"], strict=True):
+        sums = [likelihood(text + choice, len(text) + 1) for choice in CHOICES]
+        assert row["scores"] == pytest.approx(sums)
+        assert row["scores_per_token"] == pytest.approx(
+            [total / len(choice) for total, choice in zip(sums, CHOICES, strict=True)]
+        )
+        assert row["scores_per_byte"] == pytest.approx(
+            [total / len(choice.encode()) for total, choice in zip(sums, CHOICES, strict=True)]
+        )
+        assert row["prompt_tokens"] == sum(len(text) + 1 + len(choice) for choice in CHOICES)
+    assert scorer.requests == 4
+    for text in ("The capital is", "Where?"):
+        first, *others = (
+            sent for sent in scorer.sent if sent.prompt.startswith(str(tokens_in(text))[:-1] + ",")
+        )
+        assert first.together == 1
+        assert first.body["input_ids"] == tokens_in(text + CHOICES[0])
+        assert [sent.together for sent in others] == [2, 2]
+        assert {sent.body["logprob_start_len"] for sent in (first, *others)} == {len(text)}
+
+
+def test_a_token_across_the_boundary(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """Where the prompt's end and a choice's beginning are one token, all choices begin before it."""
+    job = choice_job(tmp_path, scorer, ["say x"], [["y", "z"]])
+    assert run(job, tmp_path).exit_code == 0
+    (row,) = results_of(job)
+    assert row["scores"] == pytest.approx([likelihood("say xy", 5), likelihood("say xz", 5)])
+    assert [total / count for total, count in zip(row["scores"], [1, 2], strict=True)] == pytest.approx(
+        row["scores_per_token"]
+    )
+
+
+def test_lists_of_rows_and_bad_ones(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """Each row has choices of its own; bad lists fail their rows with the reason."""
+    lists = [[" a"], [" a", " b"], [], None, ["", " a"], [None], [" a", " a"], [" a", " b", " c"]]
+    limits = {"max_failed_rows": "100%", "abort_failed_share": 1}
+    job = choice_job(tmp_path, scorer, [f"row {n}" for n in range(8)], lists, limits=limits)
+    assert run(job, tmp_path).exit_code == 0
+    rows = results_of(job)
+    assert {row["row"]: row["error"] for row in rows if row["error"]} == {
+        2: "prompt.choices: column 'mine' is an empty list",
+        3: "prompt.choices: column 'mine' is null",
+        4: "prompt.choices: column 'mine': item 0 is empty",
+        5: "prompt.choices: column 'mine': item 0 is null",
+        6: "prompt.choices: column 'mine': two items are equal",
+    }
+    assert [row["scores"] and len(row["scores"]) for row in rows] == [1, 2, None, None, None, None, None, 3]
+
+
+def test_refused_and_odd_likelihoods(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """A choice that is refused, or has no number, fails its row alone."""
+    scorer.script = lambda sent: "too long" if sent.prompt == str(tokens_in("b Rome")) else "answer"
+    scorer.logprob = lambda prompt, token: (
+        None if prompt == str(tokens_in("c R")) else logprob_for(prompt, token)
+    )
+    limits = {"max_failed_rows": 2, "abort_failed_share": 1, "max_attempts": 1}
+    job = choice_job(tmp_path, scorer, ["a", "b", "c", "d"], limits=limits)
+    assert run(job, tmp_path).exit_code == 0
+    errors = [row["error"] for row in results_of(job)]
+    assert errors[0] is errors[3] is None
+    assert "longer than the model's context length" in errors[1]
+    assert "the log likelihood of a choice is not a number" in errors[2]
+
+
+def test_resumed_joined_merged(tmp_path: Path) -> None:
+    """The simulated engine: resume, join, equal rows, merge and export hold for the lists."""
+    job = choice_job(tmp_path, INSTANT, [f"row {n % 8}" for n in range(12)], input={"limit": 6})
+    assert run(job, tmp_path, "--join").exit_code == 0
+    job["input"]["limit"] = 12
+    assert run(job, tmp_path, "--join").exit_code == 0
+    rows = results_of(job)
+    assert [row["scores"] for row in rows[8:]] == [row["scores"] for row in rows[:4]]
+    assert all(math.isfinite(total) and total < 0 for row in rows for total in row["scores"])
+    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
+    assert merged.column("scores").to_pylist() == [row["scores"] for row in rows]
+    assert batchrun("export", job["output"]["path"], tmp_path / "out.jsonl").exit_code == 0
+    assert parts_of(job["output"]["path"])[0].schema.names[-3:] == [
+        *("scores", "scores_per_token", "scores_per_byte")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "message"),
+    [
+        ({"choices": ["a", "a"]}, {}, "prompt.choices: 'a' stands there twice"),
+        ({"choices": ["a", ""]}, {}, "prompt.choices: a choice is empty"),
+        ({"choices": []}, {}, "prompt.choices"),
+        ({"choices": "text"}, {}, "prompt.choices: column 'text' must be a list of strings (got string)"),
+        ({"choices": "none"}, {}, "none"),
+        ({"choices": ["a"]}, {"labels": ["b"]}, "give either labels or prompt.choices (got both)"),
+        (
+            {"choices": ["a"]},
+            {"output": {"softmax": True}},
+            "output.softmax: does not go with prompt.choices",
+        ),
+        ({"choices": ["a"], "truncate": "tail"}, {}, "prompt.truncate: does not go with prompt.choices"),
+        ({"choices": ["a"]}, {"task": "embed"}, "prompt.choices: goes with task: score"),
+    ],
+)
+def test_choices_that_cannot_be(
+    tmp_path: Path, prompt: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    """Each is refused by name, in one line."""
+    job = choice_job(tmp_path, INSTANT, ["x"])
+    job = {**job, **changes, "prompt": {"text": "text", **prompt}}
+    job["output"] = {"path": str(tmp_path / "run"), **changes.get("output", {})}
+    result = batchrun("check", write_job(job, tmp_path))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

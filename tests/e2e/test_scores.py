@@ -1,0 +1,241 @@
+"""Jobs with `task: score` and labels: each row has their probabilities, whatever happens on the way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    batchrun_merge,
+    job_of,
+    parts_of,
+    report_of,
+    results_of,
+    write_job,
+    write_rows,
+)
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.scores import logprob_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCORE: dict[str, Any] = {"task": "score", "labels": [" yes", " no"]}
+TOKENS = {" yes": [11], " no": [12], "yes": [11], "perhaps": [7, 8]}
+"""Tokens of the labels; others are refused."""
+ROWS = 40
+
+
+def tokens_of(body: dict[str, Any]) -> list[int]:
+    assert body["add_special_tokens"] is False
+    if body["prompt"] not in TOKENS:
+        raise ValueError("not a text")
+    return TOKENS[body["prompt"]]
+
+
+@pytest.fixture
+def scorer() -> Iterator[FakeSGLang]:
+    """A server of a model that generates texts, which tells its tokens."""
+    with FakeSGLang(tokenize=tokens_of) as fake:
+        yield fake
+
+
+def ids_job(directory: Path, engine: Any, rows: int = ROWS, **changes: Any) -> dict[str, Any]:
+    """A job whose prompts are token ids, which go in lists of 8."""
+    path = directory / "input.parquet"
+    if not path.exists():
+        write_rows(path, rows, ids=[[n, n + 1, 7] for n in range(rows)])
+    more = {**SCORE, "prompt": {"input_ids": "ids"}, "bundle": 8, "window": 32, **changes}
+    return job_of(directory, engine, **more)
+
+
+def run(job: dict[str, Any], directory: Path, *options: str) -> Any:
+    return batchrun(write_job(job, directory), *options)
+
+
+def scores_of(job: dict[str, Any]) -> list[Any]:
+    return [row["scores"] for row in results_of(job)]
+
+
+def expected(rows: int = ROWS, labels: tuple[int, ...] = (11, 12)) -> list[Any]:
+    return [
+        pytest.approx([math.exp(logprob_for(str([n, n + 1, 7]), label)) for label in labels])
+        for n in range(rows)
+    ]
+
+
+def test_lists_of_rows_have_their_scores(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """Rows go in lists, and each has its own probabilities, its tokens, and the columns of its task only."""
+    job = ids_job(tmp_path, scorer, input={"columns": ["id"]})
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert scores_of(job) == expected()
+    part = parts_of(job["output"]["path"])[0]
+    assert part.schema.names == [
+        *("row", "id", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error", "scores"),
+    ]
+    assert part.schema.field("scores").type == pa.list_(pa.float64())
+    assert {(row["prompt_tokens"], row["cached_tokens"]) for row in results_of(job)} == {(3, 1)}
+    assert scorer.requests < ROWS
+    assert report_of(job)["bundles"]["most_rows"] == 8
+    assert scorer.sent[0].body["sampling_params"] == {"max_new_tokens": 0}
+
+
+def test_labels_as_ids_and_their_order(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """An id needs no tokenizer; scores have the order of the labels."""
+    scorer.tokenize = None
+    job = ids_job(tmp_path, scorer, rows=6, labels=[12, 3, 11])
+    assert run(job, tmp_path).exit_code == 0
+    assert scores_of(job) == expected(6, (12, 3, 11))
+
+
+def test_softmax(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """Among the labels the probabilities have the sum 1, and the same proportions."""
+    plain = ids_job(tmp_path, scorer, rows=6)
+    assert run(plain, tmp_path).exit_code == 0
+    whole = scores_of(plain)
+    job = ids_job(tmp_path, scorer, rows=6, output={"path": str(tmp_path / "among"), "softmax": True})
+    assert run(job, tmp_path).exit_code == 0
+    for found, (yes, no) in zip(scores_of(job), whole, strict=True):
+        assert found == pytest.approx([yes / (yes + no), no / (yes + no)])
+
+
+@pytest.mark.parametrize("engine", ["server", "simulated"])
+def test_texts_and_equal_rows(tmp_path: Path, scorer: FakeSGLang, engine: str) -> None:
+    """Prompts may be texts; equal ones are sent once."""
+    path = write_rows(tmp_path / "input.parquet", 6, same=["x"] * 6)
+    job = job_of(
+        tmp_path, scorer if engine == "server" else INSTANT,
+        **SCORE, input={"path": str(path)}, prompt={"text": "is {{ same }} good?"}, tokenize="server",
+    )  # fmt: skip
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    found = scores_of(job)
+    assert found == [found[0]] * 6
+    assert len(found[0]) == 2
+    assert 0 < sum(found[0]) < 1
+    assert sorted(row["attempts"] for row in results_of(job)) == [0] * 5 + [1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["perhaps"], "labels: 'perhaps' is 2 tokens of the model (7, 8): a label is a single token"),
+        ([" yes", "yes"], "labels: ' yes' and 'yes' are the same token, 11"),
+        ([" yes", 11], "labels: ' yes' and 11 are the same token, 11"),
+        (["??"], "labels: the engine's tokenizer refuses '??'"),
+    ],
+)
+def test_labels_that_are_no_tokens(
+    tmp_path: Path, scorer: FakeSGLang, labels: list[Any], message: str
+) -> None:
+    """One line before anything is sent."""
+    result = run(ids_job(tmp_path, scorer, labels=labels), tmp_path)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert scorer.requests == 0
+
+
+def test_a_server_that_does_not_tell_its_tokens(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """Then labels are given as ids."""
+    scorer.tokenize = None
+    result = run(ids_job(tmp_path, scorer), tmp_path)
+    assert result.exit_code == 2
+    assert "labels: the engine does not tell its tokens" in result.stderr
+    assert "give the token ids of the labels" in result.stderr
+    assert scorer.requests == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": None}, "task: score: give either labels or prompt.choices (got neither)"),
+        ({"labels": []}, "labels"),
+        ({"labels": [" yes", " yes"]}, "labels: ' yes' stands there twice"),
+        ({"labels": [""]}, "labels"),
+        ({"labels": [-1]}, "labels"),
+        ({"labels": [True]}, "labels"),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature: task: score writes no text"),
+        ({"task": "generate"}, "labels: goes with task: score"),
+        ({"task": "embed"}, "labels: goes with task: score"),
+        ({"output": {"dtype": "float16"}}, "output.dtype: goes with task: embed"),
+        ({"prompt": {"user": "{{ text }}"}}, "prompt.user: task: score takes no chat"),
+        (
+            {"engine": {"kind": "gateway", "url": "http://gw:1"}},
+            "engine.url: the gateway http://gw:1 does not pass on requests of task: score: name its workers",
+        ),
+    ],
+)
+def test_jobs_that_say_too_little_or_too_much(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """Each is refused by name, in one line."""
+    job = job_of(tmp_path, **{**SCORE, **changes})
+    if "engine" in changes:
+        job["engine"] = changes["engine"]
+    result = batchrun("check", write_job({k: v for k, v in job.items() if v is not None}, tmp_path))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
+    """An embedding model has no probabilities of tokens: one line before anything is sent."""
+    with FakeSGLang(arguments={"is_generation": False}, tokenize=tokens_of) as fake:
+        result = run(ids_job(tmp_path, fake), tmp_path)
+    assert result.exit_code == 2
+    assert "serves fake/model, which does not generate text" in result.stderr
+    assert fake.requests == 0
+
+
+def test_bad_rows_and_odd_probabilities(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """A row that is refused, and one without a number, fail alone; nothing is lost."""
+    bad, odd = str([5, 6, 7]), str([9, 10, 7])
+    scorer.script = lambda sent: "too long" if sent.prompt == bad else "answer"
+    scorer.logprob = lambda prompt, token: None if prompt == odd else logprob_for(prompt, token)
+    limits = {"max_failed_rows": 2, "abort_failed_share": 1, "max_attempts": 1}
+    job = ids_job(tmp_path, scorer, limits=limits)
+    assert run(job, tmp_path).exit_code == 0
+    errors = {row["row"]: row["error"] for row in results_of(job) if row["error"]}
+    assert list(errors) == [5, 9]
+    assert "longer than the model's context length" in errors[5]
+    assert "the probability of a label is not a number" in errors[9]
+    assert [row["scores"] for row in results_of(job) if row["row"] in {5, 9}] == [None, None]
+
+
+@pytest.mark.parametrize("what", ["disconnect", "busy 503", "broken 500", "not json", "no answer"])
+@pytest.mark.usefixtures("quick_retries")
+def test_odd_ends_of_lists(tmp_path: Path, scorer: FakeSGLang, what: Any) -> None:
+    """What goes wrong once with each row's first try is tried again."""
+    scorer.script = lambda sent: what if sent.tries == 1 else "answer"
+    job = ids_job(tmp_path, scorer, rows=12)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert scores_of(job) == expected(12)
+
+
+def test_resumed_joined_merged_exported(tmp_path: Path) -> None:
+    """The next start does only what is left; tasks join; datasets and files have the lists."""
+    job = ids_job(tmp_path, INSTANT, input={"limit": 10}, output={"part_rows": 4})
+    assert run(job, tmp_path, "--join").exit_code == 0
+    first = scores_of(job)
+    assert len(first) == 10
+    job["input"]["limit"] = ROWS
+    assert run(job, tmp_path, "--join").exit_code == 0
+    assert scores_of(job)[:10] == first
+    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
+    assert merged.column("row").to_pylist() == list(range(ROWS))
+    assert merged.column("scores").to_pylist() == scores_of(job)
+    for ending in ("jsonl", "csv", "arrow"):
+        result = batchrun("export", job["output"]["path"], tmp_path / f"out.{ending}")
+        assert result.exit_code == 0, result.stderr
+    with pa.ipc.open_file(tmp_path / "out.arrow") as arrow:
+        assert arrow.read_all().column("scores").to_pylist() == scores_of(job)
+    result = run({**job, "labels": [" no", " yes"]}, tmp_path, "--join")
+    assert result.exit_code == 2
+    assert "labels was [' yes', ' no'] and is [' no', ' yes']" in result.stderr
