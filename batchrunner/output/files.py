@@ -68,22 +68,27 @@ def link_part(temporary: Path, path: Path) -> None:
         temporary.replace(path)
 
 
-def create_file(path: Path, content: bytes, writer: str) -> bool:
+def create_file(
+    path: Path, content: bytes, writer: str, publish: Callable[[Path, Path], object] = link_new
+) -> bool:
     """Create a file unless it exists; return whether this call created it. Raises OSError.
 
-    Exactly one of several concurrent calls returns True. `writer` names the caller, see `whole_file`.
+    Exactly one of several concurrent calls returns True. `writer` names the caller; `publish` raises
+    FileExistsError; see `whole_file`.
     """
     try:
-        with whole_file(path, writer, link_new) as temporary:
+        with whole_file(path, writer, publish) as temporary:
             temporary.write_bytes(content)
     except FileExistsError:
         return False
     return True
 
 
-def write_json(path: Path, value: object, writer: str = "") -> None:
-    """Write a JSON file atomically; raises StorageError."""
-    with writing(path), whole_file(path, writer) as temporary:
+def write_json(
+    path: Path, value: object, writer: str = "", publish: Callable[[Path, Path], object] = Path.replace
+) -> None:
+    """Write a JSON file atomically, see `whole_file`; raises StorageError."""
+    with writing(path), whole_file(path, writer, publish) as temporary:
         temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
 from batchrunner.output.check_counts import with_checks_of
-from batchrunner.output.files import TEMPORARY, link_part, make_directory, sync_directory, whole_file
+from batchrunner.output.files import TEMPORARY, make_directory, sync_directory, whole_file
 from batchrunner.output.journal import read_journal
 from batchrunner.output.run_dir import RunDir, number_of
 from batchrunner.output.task_lock import TaskLock
@@ -48,7 +48,7 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
     for number in count(first):
         path = run_dir.part(number)
         try:
-            with whole_file(path, lock.token, link_part) as temporary:
+            with whole_file(path, lock.token, run_dir.store.add) as temporary:
                 pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
                 lock.verify()
             break
@@ -82,4 +82,4 @@ def recover(run_dir: RunDir, lock: TaskLock) -> None:
         if tables := list(read_journal(path)):
             make_directory(run_dir.parts)
             write_part(run_dir, number_of(path), tables, lock)
-        path.unlink(missing_ok=True)
+        run_dir.store.remove(path)

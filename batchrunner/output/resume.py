@@ -141,5 +141,5 @@ def drop_failed(run_dir: RunDir) -> None:
             if errors.null_count == len(errors):
                 continue
             kept = with_checks_of_ok(part.read().filter(pc.is_null(errors)))
-        with writing(path), whole_file(path) as temporary:
+        with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:
             pq.write_table(kept, temporary, compression="zstd")

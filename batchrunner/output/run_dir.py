@@ -12,6 +12,7 @@ from pathlib import Path
 
 from batchrunner.core.errors import OutputError
 from batchrunner.output.files import TEMPORARY
+from batchrunner.output.stores.store import LOCAL, Store
 
 LEAST_FREE_BYTES = 16 << 20
 """A run does not begin on a disk with less free space than this."""
@@ -47,10 +48,12 @@ class RunDir:
     All tasks share `parts`, `leases`, `merged` and run.json. Locks and journals lie in `task_directory`.
     """
 
-    def __init__(self, path: str | Path, task: str = MAIN_TASK) -> None:
+    def __init__(self, path: str | Path, task: str = MAIN_TASK, store: Store = LOCAL) -> None:
+        """`path` is the directory on this machine, `store` where its files are published."""
         self._given = str(path)
         self.path = Path(path).expanduser()
         self.task = task
+        self.store = store
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
         self.parts = self.path / "parts"
@@ -69,7 +72,11 @@ class RunDir:
         """Return this run as each of its tasks sees it: tasks with files in their directory or with parts."""
         names = {path.name for path in self.tasks.glob("*") if not _is_empty(path)}
         names |= {task for part in self.all_parts() if (task := _task_of(part))}
-        return [RunDir(self.path, name) for name in sorted(names)]
+        return [self.of_task(name) for name in sorted(names)]
+
+    def of_task(self, task: str = MAIN_TASK) -> RunDir:
+        """Return this run as another one of its tasks sees it."""
+        return RunDir(self.path, task, self.store)
 
     def other_tasks(self) -> list[RunDir]:
         """Return `all_tasks` without this one."""

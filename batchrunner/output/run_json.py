@@ -222,7 +222,7 @@ def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
     Raises StorageError.
     """
     content = {"format": FORMAT, "job": without_secrets(job), **values}
-    write_json(run_dir.run_json, content, writer=run_dir.task)
+    write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
 
 
 def holds_run(directory: Path) -> bool:
@@ -280,7 +280,7 @@ def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> Non
     if old is not None:
         grown = {**old["fingerprint"], "files": new["files"], "limit": new["limit"]}
         content = {**old, "fingerprint": grown, "rows_total": rows_total}
-        write_json(run_dir.run_json, content, writer=run_dir.task)
+        write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
 
 
 def without_secrets(job: Job) -> dict[str, Any]:

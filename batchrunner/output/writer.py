@@ -247,7 +247,7 @@ class _PendingPart:
         """Write the part and delete its journal."""
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
-        self._journal_path.unlink(missing_ok=True)
+        self._run_dir.store.remove(self._journal_path)
         self.number = number  # not earlier: a repeated call must begin at the same number
 
     def row_set(self) -> BitMap64:

@@ -57,7 +57,7 @@ def write_page(run_dir: RunDir) -> Path:
     """
     text = make_page(run_dir)
     path = run_dir.report_html
-    with writing(path), whole_file(path, run_dir.task) as temporary:
+    with writing(path), whole_file(path, run_dir.task, run_dir.store.replace) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
     return path
 
@@ -151,7 +151,7 @@ def _state(
     run_dir: RunDir, histories: Sequence[TaskHistory], left: int, *, too_many: bool
 ) -> tuple[str, str, str]:
     """Return the state: its style, a word for it, and a sentence."""
-    tasks = [RunDir(run_dir.path, history.task) for history in histories]
+    tasks = [run_dir.of_task(history.task) for history in histories]
     holders = [who for task in tasks if (who := holder_of(task, last_sample(task.events)))]
     if holders:
         who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} tasks"

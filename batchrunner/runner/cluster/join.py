@@ -43,7 +43,7 @@ def join(
     another task makes a plan. Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
-    leases = Leases(run_dir.leases, run_dir.task)
+    leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
     with writing(run_dir.leases):
         leases.refresh()
         if not leases.is_done():
@@ -91,7 +91,7 @@ def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleepe
 
     That is possible if all tasks of the plan failed to start. Such an attempt that begins now is refused.
     """
-    main = RunDir(prepared.run_dir.path)
+    main = prepared.run_dir.of_task()
     # a task that makes a plan holds this lock for a moment
     if main.journals() or is_held(main.task_directory) is not False:
         _in_turn(prepared, leases, sleeper, partial(_recover, main, sleeper))
@@ -128,7 +128,7 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
     is_done = leases.is_done()
     if not (is_done or _is_behind(leases, prepared)):  # another task was faster
         return
-    main = RunDir(prepared.run_dir.path)
+    main = prepared.run_dir.of_task()
     with hold_task(main, sleeper.sleep) as lock:  # no attempt without --join may be at work
         recover(main, lock)
         done = _done_by_all(main, leases if is_done else None, sleeper)
@@ -158,7 +158,7 @@ def _add_plan(
 ) -> None:
     """Write a plan of these rows, of all that are `selected`; `is_first` says that no other is at work."""
     run_dir = prepared.run_dir
-    remove_sorted_copies(RunDir(run_dir.path).task_directory)
+    remove_sorted_copies(run_dir.of_task().task_directory)
     path, choice = prepare_order(
         prepared, rows, leases.directory, lock.token, sleeper.check, replace=is_first
     )

@@ -23,6 +23,7 @@ from pyroaring import BitMap64
 from batchrunner.core.row_set import from_text, to_text
 from batchrunner.input.sort.sorted_copy import SortedCopy
 from batchrunner.output.files import create_file, make_directory
+from batchrunner.output.stores.store import LOCAL, Store
 
 _NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
 _PLAN = re.compile(r"plan-(\d{6})")
@@ -51,9 +52,10 @@ class LeasePlan:
 class LeaseFiles:
     """The files of one run, as one task makes and reads them. All methods block and may raise OSError."""
 
-    def __init__(self, directory: Path, task: str) -> None:
+    def __init__(self, directory: Path, task: str, store: Store = LOCAL) -> None:
         self.directory = directory
         self._task = task
+        self._store = store
         self._copies: dict[str, SortedCopy] = {}
         self._lefts: dict[tuple[int, int], BitMap64] = {}  # rows left, by lease and turn
         self._holders: dict[tuple[int, int], str] = {}  # task, by lease and turn
@@ -76,7 +78,7 @@ class LeaseFiles:
             "order": plan.order,
             "choice": plan.choice,
         }
-        create_file(self._plan_path(number), orjson.dumps(text), self._task)
+        create_file(self._plan_path(number), orjson.dumps(text), self._task, self._store.claim)
 
     def read_plan(self, number: int) -> LeasePlan:
         """Read a plan."""
@@ -85,14 +87,15 @@ class LeaseFiles:
 
     def take(self, number: int, turn: int) -> bool:
         """Write that this task took a lease; tell whether it was the first to do so."""
-        mine = create_file(self._path(number, turn), orjson.dumps({"task": self._task}), self._task)
+        name = orjson.dumps({"task": self._task})
+        mine = create_file(self._path(number, turn), name, self._task, self._store.claim)
         # an earlier try may have created the file and then failed
         return mine or self.holder(number, turn) == self._task
 
     def end(self, number: int, turn: int, left: BitMap64) -> None:
         """Write that a lease has ended, and which rows are left."""
         content = orjson.dumps({"left": to_text(left)}) if left else b""
-        create_file(self._end_path(number, turn), content, self._task)
+        create_file(self._end_path(number, turn), content, self._task, self._store.claim)
 
     def holder(self, number: int, turn: int) -> str:
         """Return the task that took a lease."""

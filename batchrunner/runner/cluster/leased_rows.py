@@ -113,7 +113,7 @@ class LeasedRows(TaskRows):
 
     def newest_plan(self) -> LeasePlan:
         """Return the run's newest plan, which another task may have added. Raises OSError."""
-        now = Leases(self._leases.directory)
+        now = Leases(self._leases.directory, store=self._leases.store)
         now.refresh()
         assert now.plan is not None
         return now.plan
@@ -123,7 +123,7 @@ class LeasedRows(TaskRows):
 
         Rows of plans that came after this task count as held while a living task holds some of that plan.
         """
-        now = Leases(self._leases.directory)
+        now = Leases(self._leases.directory, store=self._leases.store)
         now.refresh()
         dead = {task for task in set(now.held().values()) if self._takeover.is_dead(task)}
         now.refresh()  # a task that has ended meanwhile ended its leases before

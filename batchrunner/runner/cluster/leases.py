@@ -10,16 +10,18 @@ from pathlib import Path
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Lease
+from batchrunner.output.stores.store import LOCAL, Store
 from batchrunner.runner.cluster.lease_files import LeaseFiles, LeasePlan, plans_in, turns_in
 
 
 class Leases:
     """The leases of a run as one task sees them. All methods block and may raise OSError."""
 
-    def __init__(self, directory: Path, task: str = "") -> None:
+    def __init__(self, directory: Path, task: str = "", store: Store = LOCAL) -> None:
         self.directory = directory
+        self.store = store
         self.plans: list[LeasePlan] = []
-        self._files = LeaseFiles(directory, task)
+        self._files = LeaseFiles(directory, task, store)
         self._joined = False
         self._planned: list[tuple[LeasePlan, range]] = []  # the positions of each lease
         self._turns: dict[int, tuple[int, bool]] = {}  # last turn of each taken lease, and whether it ended

@@ -54,16 +54,16 @@ class Takeover:
         return None if dead or None in self._lives.values() else False
 
     def _watch(self, task: str) -> LivenessMonitor:
-        return LivenessMonitor(RunDir(self._run_dir.path, task).task_directory)
+        return LivenessMonitor(self._run_dir.of_task(task).task_directory)
 
     def _take_over(self, task: str) -> bool:
-        dead = RunDir(self._run_dir.path, task)
+        dead = self._run_dir.of_task(task)
         try:
             with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
                 recover(dead, lock)
                 self._leases.refresh()  # it may have ended its leases, or another task took over
                 # an attempt without --join may have done rows since the plan, see `join`
-                done = read_done(dead).rows | read_done(RunDir(dead.path)).rows
+                done = read_done(dead).rows | read_done(dead.of_task()).rows
                 left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
                 lock.verify()
                 for lease, rows in left:
