@@ -27,6 +27,9 @@ demo: .venv/.light data/docs.parquet ## Show the display of a run, with a simula
 	.venv/bin/batchrun jobs/demo.yaml --fresh
 	@.venv/bin/python jobs/show.py out/demo
 
+run-s3: .venv/.dev data/docs.parquet ## Do a job with input and results on a local S3 server, with a simulated engine
+	.venv/bin/python jobs/on_s3.py jobs/demo.yaml data/docs.parquet
+
 ##@ Develop
 
 check: .venv/.dev ## Lint, check the formatting, check the types

@@ -27,10 +27,10 @@ from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.engines.simulated import Simulator
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import make_directory
+from batchrunner.output.holding import hold_task
 from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.progress import SAMPLE_S
 from benchmarks.measure import in_fresh_process, save
 from benchmarks.memory import peak_mb

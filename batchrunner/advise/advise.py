@@ -15,6 +15,8 @@ from batchrunner.engines.logs.facts import KNOWN_CARDS, Facts, architecture_of
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.model_files import read_config
+from batchrunner.output.opened import look_at_run
+from batchrunner.output.stores.addresses import store_address
 
 WATCH_S = 20.0
 """Seconds for which a live server is watched."""
@@ -127,6 +129,8 @@ def advise_run(run: Path) -> AdviceReport:
 def _read(source: str, limits: Thresholds, span_s: float) -> Situation:
     if source.startswith(("http://", "https://")):
         return watch_server(source, limits, span_s)
+    if store_address(source):
+        return read_run(look_at_run(source).path, limits)
     path = Path(source).expanduser()
     if path.is_dir():
         return read_run(path, limits)

@@ -36,7 +36,7 @@ def merge(run: RunArgument, as_json: JsonOption = False) -> None:
     merged = merge_run(run)
     if not as_json:
         tell("\n".join(merged.lines()))
-    show(merged.as_dict() if as_json else [str(merged.path)])
+    show(merged.as_dict() if as_json else [merged.path])
     raise typer.Exit(merged.exit_code)
 
 
@@ -70,7 +70,7 @@ def export(
     if not as_json:
         tell("\n".join(exported.lines()))
     if file != "-":  # else standard output has the rows
-        show(exported.as_dict() if as_json else [str(exported.path)])
+        show(exported.as_dict() if as_json else [exported.path])
     raise typer.Exit(exported.exit_code)
 
 
@@ -85,11 +85,13 @@ def report(
 
     Example: batchrun report out/summarize --open
     """
-    from batchrunner.output.run_dir import RunDir  # noqa: PLC0415
+    from batchrunner.output.opened import look_at_run  # noqa: PLC0415
     from batchrunner.report.html.page import write_page  # noqa: PLC0415
 
-    page = str(write_page(RunDir(run)))
-    show({"page": page} if as_json else [page])
+    run_dir = look_at_run(run)
+    page = str(write_page(run_dir))
+    place = f"{run_dir.store.uri}/{run_dir.report_html.name}" if run_dir.store.uri else page
+    show({"page": place} if as_json else [place])
     if in_browser:
         typer.launch(page)
 

@@ -144,6 +144,14 @@ class WrongValueError(ValueError):
         self.hint = hint
 
 
+class StoreRequestError(OSError):
+    """A request to an object store failed; its text says why in a few words."""
+
+    def __str__(self) -> str:
+        """Return the reason alone."""
+        return str(self.strerror)
+
+
 class RequestError(Exception):
     """One try of one row failed; the message becomes the row's `error` if there is no further try."""
 

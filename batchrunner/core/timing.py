@@ -46,6 +46,8 @@ class Timing:
     """Longest time of one request to an object store, the transfer of a part included."""
     store_retries: float = 30.0
     """Time in which a request that an object store refuses for now is sent again, up to five times."""
+    log_upload: float = 30.0
+    """Shortest pause between two uploads of a run's logs to an object store."""
     stop_at_once: float = 10.0
     """Longest time from the second Ctrl-C to the end of the process, whatever its threads do."""
     parts_appear: float = 75.0

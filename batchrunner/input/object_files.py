@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from typing import Any, NoReturn
 
 import obstore
@@ -15,7 +16,7 @@ from batchrunner.input.object_state import ObjectState
 from batchrunner.input.read_ahead import BlockFile
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
-from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket
+from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket, read_whole
 
 FETCHERS = 16
 """Requests for bytes of files that are under way at once."""
@@ -94,10 +95,17 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         """Return `size` bytes from each of these places, fetched at once; raises OSError."""
         bucket, key = self._find(path)
         try:
-            found = obstore.get_ranges(bucket, key, starts=list(starts), lengths=[size] * len(starts))
+            data = read_whole(
+                lambda: b"".join(
+                    bytes(block)
+                    for block in obstore.get_ranges(
+                        bucket, key, starts=list(starts), lengths=[size] * len(starts)
+                    )
+                )
+            )
         except STORE_ERRORS as failure:
             raise as_os_error(failure, path) from None
-        return [bytes(block) for block in found]
+        return [data[at : at + size] for at in range(0, len(data), size)]
 
     def _info(self, path: str) -> pafs.FileInfo:
         _, key = self._find(path)
@@ -106,18 +114,22 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
                 return _file_info(path, self.state(path))
             except FileNotFoundError:
                 pass
-        is_directory = next(self._below(path), None) is not None
+        is_directory = any(self._pages(path, at_most=1))
         return pafs.FileInfo(path, pafs.FileType.Directory if is_directory else pafs.FileType.NotFound)
 
     def _below(self, directory: str) -> Iterator[tuple[str, ObjectState]]:
-        bucket, key = self._find(directory)
+        """Yield the objects below a directory."""
         name = directory.partition("/")[0]
+        for found in chain.from_iterable(self._pages(directory)):
+            if found["size"] or not found["path"].endswith("/"):  # some tools mark directories
+                path = f"{name}/{found['path']}"
+                yield path, self._note(path, found)
+
+    def _pages(self, directory: str, at_most: int | None = None) -> list[Any]:
+        bucket, key = self._find(directory)
+        prefix = f"{key.rstrip('/')}/" if key else None
         try:
-            for page in obstore.list(bucket, f"{key.rstrip('/')}/" if key else None):
-                for found in page:
-                    if found["size"] or not found["path"].endswith("/"):  # some tools mark directories
-                        path = f"{name}/{found['path']}"
-                        yield path, self._note(path, found)
+            return read_whole(lambda: list(islice(obstore.list(bucket, prefix), at_most)))
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None
 
@@ -158,7 +170,7 @@ class _ObjectRanges:
         if self._state.e_tag:
             options["if_match"] = self._state.e_tag
         try:
-            data = bytes(obstore.get(self._bucket, self._key, options=options).bytes())
+            data = read_whole(lambda: bytes(obstore.get(self._bucket, self._key, options=options).bytes()))
         except STORE_ERRORS as failure:
             raise as_os_error(failure, self._path) from None
         if len(data) != end - begin:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from batchrunner.core.errors import InputChangedError, InputError
+from batchrunner.core.errors import InputChangedError, InputError, StoreRequestError
 from batchrunner.core.file_format import COMPRESSIONS, FileFormat, format_of, known_format
 from batchrunner.core.open_files import too_many_files
 from batchrunner.input.files import first_line, read_errors
@@ -22,7 +22,6 @@ from batchrunner.input.formats.json_lines import JsonLinesRecords
 from batchrunner.input.formats.parquet import FooterBudget, ParquetContent
 from batchrunner.input.formats.text import TextContent, TextSource
 from batchrunner.input.object_state import objects_of
-from batchrunner.output.stores.request_error import StoreRequestError
 
 log = logging.getLogger(__name__)
 

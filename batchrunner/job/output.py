@@ -69,13 +69,16 @@ AnswerColumn: TypeAlias = Literal[
     "latency_s", "attempts", "error",
 ]  # fmt: skip
 MOST_TOP_LOGPROBS = 100
+STORE_DURABLE_S = 10.0
+"""Seconds within which a row is in an object store, unless the job says otherwise: 360 requests an hour."""
 
 
 class OutputSpec(Spec):
     """Where the results are written, and what they have besides the columns of every result."""
 
     path: UserPath
-    """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log."""
+    """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log. Or a URI
+    of an object store (s3://, gs://, az://)."""
     columns: list[AnswerColumn] = []
     """Further columns of the answers: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
     `prompt_logprobs`, `matched_stop`, `parsed`. The columns of every result are always there, and may be
@@ -89,7 +92,8 @@ class OutputSpec(Spec):
     """Most rows of the input in a result file (part), each with all its samples. A part is also written
     every 30 s."""
     durable: Duration = 1.0
-    """Time within which a finished row is safe on disk, in a journal or in a part."""
+    """Time within which a finished row is safe on disk, in a journal or in a part; in an object store it is
+    10 s by default."""
     dtype: Dtype = "float32"
     """With `task: embed`: type of the numbers of a vector."""
     normalize: bool = False
@@ -101,6 +105,11 @@ class OutputSpec(Spec):
     softmax: bool = False
     """With `task: score` and `labels`: whether the probabilities are those among the labels, whose sum is 1.
     Without it they are those among all tokens of the model."""
+
+    @property
+    def uploaded_within_s(self) -> float:
+        """Seconds within which a row is in the store, where `path` is a URI of one."""
+        return self.durable if "durable" in self.model_fields_set else STORE_DURABLE_S
 
     @property
     def asked(self) -> list[str]:

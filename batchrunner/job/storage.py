@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, field_validator
 
 from batchrunner.core.errors import JobError
-from batchrunner.job.fields import Spec
+from batchrunner.job.fields import Spec, UserPath
 
 Secret: TypeAlias = Literal[
     "access_key_id", "secret_access_key", "session_token", "account_key", "sas_token", "service_account_key"
@@ -32,6 +32,10 @@ class StorageSpec(Spec):
     """Names of the environment variables that hold credentials, by what they are: `access_key_id`,
     `secret_access_key` and `session_token` of S3, `account_key` or `sas_token` of Azure,
     `service_account_key` of Google (its JSON). The job file holds no secret itself."""
+
+    copies: UserPath | None = None
+    """Directory for the working copy of a run whose `output.path` is in a store, as large as its results; by
+    default the cache directory. Keep it: rows that a killed run had not uploaded are there."""
 
     @field_validator("endpoint")
     @classmethod

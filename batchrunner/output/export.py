@@ -16,6 +16,7 @@ from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, know
 from batchrunner.job.fields import user_path
 from batchrunner.output.files import cannot_write, is_special, link_part, whole_file, writing
 from batchrunner.output.merge import distinct_rows, finished_parts, in_order
+from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.table_file import TableFile, table_file
 
@@ -36,7 +37,9 @@ class _StandardOutput(io.RawIOBase):
         sys.stdout.buffer.flush()
 
 
-def export(run: str | Path, file: str, *, form: str | None = None, force: bool = False) -> int | None:
+def export(
+    run: str | Path | RunDir, file: str, *, form: str | None = None, force: bool = False
+) -> int | None:
     """Write the rows of all parts in input order to a file, or to standard output.
 
     Return how many rows of the input they are; None where the reader of standard output wanted no more. The
@@ -44,7 +47,7 @@ def export(run: str | Path, file: str, *, form: str | None = None, force: bool =
     whole when it appears; an existing one is replaced with `force` only. Raises OutputError, also where there
     is nothing to export, or ResumeError where a part is damaged.
     """
-    run_dir = RunDir(run)
+    run_dir = look_at_run(run)
     kind = _format(file, form)
     target = None if file == STANDARD_OUTPUT else _target(file, run_dir, force=force)
     parts = finished_parts(run_dir)
@@ -110,7 +113,7 @@ def _target(file: str, run_dir: RunDir, *, force: bool) -> Path:
     ours = (run_dir.parts, run_dir.merged, run_dir.tasks, run_dir.leases)
     if inside & {directory.resolve() for directory in ours} or path.name.startswith("."):
         raise OutputError(
-            f"{file}", hint=f"give a visible name outside of what {run_dir.path} keeps in directories"
+            f"{file}", hint=f"give a visible name outside of what {run_dir.name} keeps in directories"
         )
     return path
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from batchrunner.core.errors import BatchrunError, StorageError
+from batchrunner.core.errors import BatchrunError, StorageError, StoreRequestError
 from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
 
 TEMPORARY = ".tmp"
@@ -133,6 +133,11 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     """Return the error for a failed write of `path`."""
     if limit := too_many_files(failure):
         error = StorageError(f"{path}: cannot be written: {limit}; what is on disk is kept", hint=RAISE_LIMIT)
+    elif isinstance(failure, StoreRequestError):
+        error = StorageError(
+            f"{failure.filename}: cannot be written: {failure}; what is stored is kept",
+            hint="run the same command again when the store takes requests",
+        )
     else:
         error = StorageError(
             f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",

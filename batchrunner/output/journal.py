@@ -31,6 +31,11 @@ class Journal:
             os.close(self._file)
             raise
 
+    @property
+    def end(self) -> int:
+        """Bytes of the whole frames, which are on disk."""
+        return self._end
+
     def append(self, table: pa.Table) -> None:
         """Append rows; once this returns they survive a power failure."""
         sink = pa.BufferOutputStream()

@@ -15,11 +15,12 @@ from batchrunner.output.buckets import Buckets
 from batchrunner.output.check_counts import without_checks
 from batchrunner.output.columns import may_be_missing
 from batchrunner.output.files import cannot_write, sync_directory, writing
+from batchrunner.output.holding import hold_task
+from batchrunner.output.opened import look_at_run
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.resume import done_by_all
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import holds_run
-from batchrunner.output.task_lock import hold_task
 
 BUCKET_ROWS = 100_000
 """Most rows in a bucket, which becomes a merged file."""
@@ -29,14 +30,14 @@ SAMPLED_PARTS = 32
 """Parts that are read to estimate the size of a row."""
 
 
-def merge(run: str | Path) -> Path:
+def merge(run: str | Path | RunDir) -> Path:
     """Write the rows of all parts in input order to `merged/*.parquet`; return that directory.
 
     Rows are partitioned into buckets of consecutive ordinals, then each bucket is sorted: two passes over
     the data with one bucket in memory. Journals of tasks that no process holds become parts first. Raises
     OutputError where there is nothing to merge or it cannot be written, ResumeError where a part is damaged.
     """
-    run_dir = RunDir(run)
+    run_dir = look_at_run(run)
     parts = finished_parts(run_dir)
     work = run_dir.merged.with_name("merged.tmp")
     shutil.rmtree(work, ignore_errors=True)
@@ -47,6 +48,7 @@ def merge(run: str | Path) -> Path:
         shutil.rmtree(run_dir.merged, ignore_errors=True)
         work.rename(run_dir.merged)
         sync_directory(run_dir.path)
+        run_dir.store.publish_directory(run_dir.merged)
     except OSError as failure:
         raise cannot_write(run_dir.merged, failure, OutputError) from None
     except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
@@ -69,12 +71,12 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
     parts = run_dir.all_parts()
     if not parts and holds_run(run_dir.path):
         raise NoPartYetError(
-            f"{run_dir.path}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals",
+            f"{run_dir.name}: no part is written yet, {len(done_by_all(run_dir).rows)} rows are in journals",
             hint="wait for the run's end if it is at work, else run the same command again; then merge again",
         )
     if not parts:
         raise OutputError(
-            f"{run_dir.path}: no parts to merge: not a run's output path, or nothing has finished yet"
+            f"{run_dir.name}: no parts to merge: not a run's output path, or nothing has finished yet"
         )
     return parts
 

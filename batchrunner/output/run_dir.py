@@ -38,6 +38,12 @@ _TASK_FILES = (
 """Names of the files that a task writes into its directory."""
 _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
 """Name of a part: its task and its number."""
+_MERGED = re.compile(r"merged/(merged-\d+\.parquet|_SUCCESS)")
+_PUBLISHED = re.compile(
+    r"parts/part-.+\.parquet|leases/.+|run\.json|tasks/[^/]+/(?!owner$).+"
+    r"|report\.(json|html)|events\.jsonl|engine[^/]*\.log"
+)
+"""Names of what a run publishes, without its locks."""
 _URI = re.compile(r"[a-z][a-z0-9+.-]+:/")
 """Beginning of a URI; a `Path` of it has one slash only."""
 
@@ -67,6 +73,11 @@ class RunDir:
         self.report_json = self.log_directory / "report.json"
         self.report_html = self.log_directory / "report.html"
         self.events = self.log_directory / "events.jsonl"
+
+    @property
+    def name(self) -> str:
+        """The run as users know it: its path, or its URI."""
+        return self.store.uri or str(self.path)
 
     def all_tasks(self) -> list[RunDir]:
         """Return this run as each of its tasks sees it: tasks with files in their directory or with parts."""
@@ -106,6 +117,7 @@ class RunDir:
     def check_writable(self) -> None:
         """Raise OutputError where results cannot be written here; changes nothing."""
         self.refuse_uri()
+        self.store.check()
         existing = self.path
         try:
             while not existing.exists():
@@ -123,7 +135,7 @@ class RunDir:
 
     def refuse_uri(self) -> None:
         """Raise OutputError where the path is a URI, of an object store for example."""
-        if _URI.match(self._given):
+        if self.store.objects is None and _URI.match(self._given):
             raise OutputError(
                 f"output.path {self._given}: results are written to a directory, not to a URI",
                 hint="give a directory, and copy its parts when the run has ended",
@@ -146,6 +158,7 @@ class RunDir:
             file.unlink(missing_ok=True)  # another task may delete it at the same time
         with contextlib.suppress(OSError):
             self.merged.rmdir()
+        self.store.clear(_MERGED)
 
     def discard(self) -> None:
         """Delete what earlier attempts wrote, and no file of another origin; the lock of this task stays."""
@@ -166,6 +179,7 @@ class RunDir:
                 directory.rmdir()
         for file in (self.run_json, self.report_json, self.report_html, self.events):
             file.unlink(missing_ok=True)
+        self.store.clear(_PUBLISHED)
 
     def _in_other_tasks(self, pattern: str) -> Iterator[Path]:
         return (path for path in self.tasks.glob(f"*/{pattern}") if path.parent != self.task_directory)

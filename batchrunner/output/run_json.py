@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -26,6 +27,8 @@ FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join or --shard: delete the directory)"
 """What a user types to discard a run, for error messages."""
+RUN_ID = "run_id"
+"""Key in run.json of a run in an object store: a random name, by which a working copy is recognised."""
 _MISSING: dict[str, Any] = {
     "types": {}, "explode": False, "parse": None, "check": {}, "task": GENERATE, "task_fields": {},
 }  # fmt: skip
@@ -77,7 +80,7 @@ def _conditions(job: Job) -> dict[str, Any]:
 
 
 def check_same_run(
-    old: Mapping[str, Any], new: Mapping[str, Any], where: Path, *, model_known: bool = True
+    old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path, *, model_known: bool = True
 ) -> None:
     """Raise ResumeError, naming the difference, where the fingerprints belong to different runs.
 
@@ -212,7 +215,7 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
     """Return the content of run.json; raises OutputError where there is no file, else as `read_run_json`."""
     found = read_run_json(run_dir)
     if found is None:
-        raise OutputError(f"{run_dir.path}: not a run's output path (no run.json)")
+        raise OutputError(f"{run_dir.name}: not a run's output path (no run.json)")
     return found
 
 
@@ -222,6 +225,9 @@ def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
     Raises StorageError.
     """
     content = {"format": FORMAT, "job": without_secrets(job), **values}
+    if run_dir.store.objects is not None:
+        earlier = read_run_json(run_dir) or {}
+        content[RUN_ID] = earlier.get(RUN_ID) or secrets.token_hex(8)
     write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
 
 

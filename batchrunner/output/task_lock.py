@@ -10,17 +10,16 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import orjson
 
-from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostError
-from batchrunner.output.files import make_directory, sync_directory
-from batchrunner.output.run_dir import OWNER, RunDir
+from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.output.files import sync_directory
+from batchrunner.output.run_dir import OWNER
 from batchrunner.output.task_holder import (
     ABANDONED_PID,
     DEAD_AFTER_S,
@@ -64,6 +63,9 @@ class TaskLock:
     def token(self) -> str:
         """Random name of this holder; the names of its files contain it."""
         return self._me.token
+
+    beat_s = HEARTBEAT_S
+    """Seconds between two heartbeats."""
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
         """Become the holder; waits for up to DEAD_AFTER_S where the holder is on another machine.
@@ -165,45 +167,6 @@ class TaskLock:
         aside.unlink()
 
 
-@contextlib.contextmanager
-def hold_task(
-    run_dir: RunDir,
-    sleep: Callable[[float], None] = time.sleep,
-    *,
-    directory: Path | None = None,
-    dead_owner: bytes | None = None,
-    rows: int = 0,
-) -> Iterator[TaskLock]:
-    """Hold the lock of `directory`, the task's own by default, with a thread that writes the heartbeat.
-
-    `sleep` is called between polls of a holder on another machine; it may raise to end the wait.
-    `dead_owner` is as for `TaskLock.acquire`; `rows` is the number of rows in our input.
-    Raises TaskHeldError where a running process holds the lock, OutputError where nothing can be written.
-    Directories that were created for the lock and stayed empty are deleted at the end.
-    """
-    directory = directory or run_dir.task_directory
-    created = [p for p in (directory, *directory.parents) if not p.exists()]
-    lock = TaskLock(directory, replace(this_process(), rows=rows), sleep=sleep)
-    try:
-        make_directory(directory)
-        lock.acquire(dead_owner)
-    except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
-        why = getattr(failure, "strerror", None) or failure
-        raise OutputError(f"output.path {run_dir.path}: cannot be written: {why}") from None
-    ended = threading.Event()
-    beating = threading.Thread(target=_keep_beating, args=(lock, ended), name="heartbeat", daemon=True)
-    beating.start()
-    try:
-        yield lock
-    finally:
-        ended.set()
-        beating.join()
-        lock.release()
-        for path in created:
-            with contextlib.suppress(OSError):  # it holds files
-                path.rmdir()
-
-
 def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
     """Write at the beginning of a file, in place and durably; follows no symbolic link. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o644)
@@ -212,9 +175,3 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _keep_beating(lock: TaskLock, ended: threading.Event) -> None:
-    while not ended.wait(HEARTBEAT_S):
-        with contextlib.suppress(OSError):  # a full disk still overwrites these few bytes in place
-            lock.beat()

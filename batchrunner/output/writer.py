@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,6 +65,7 @@ class ResultWriter:
         part_rows: int,
         plan: AnswerPlan,
         durable_s: float,
+        upload_s: float | None = None,
         lock: TaskLock,
         counter: OutcomeCounter,
         listener: CommitListener,
@@ -71,8 +73,9 @@ class ResultWriter:
     ) -> None:
         """Create the directory of the parts; raises StorageError.
 
-        `plan` says what an outcome becomes, `durable_s` the seconds within which a row is on disk, `lock` is
-        the lock of the task, which the caller holds.
+        `plan` says what an outcome becomes, `durable_s` the seconds within which a row is on disk, `upload_s`
+        those within which it is in the run's store, where that is not the disk. `lock` is the lock of the
+        task, which the caller holds.
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
@@ -82,6 +85,8 @@ class ResultWriter:
         self._plan = plan
         self._disk = disk
         self._durable_s = durable_s
+        self._upload_s = upload_s
+        self._uploading: asyncio.Task[None] | None = None
         self._lock = lock
         self._counter = counter
         self._listener = listener
@@ -103,6 +108,8 @@ class ResultWriter:
         self._bytes += _text_bytes(outcome)
         if len(self._buffer) == 1:
             self._set_timer()
+        if self._upload_s is not None and self._uploading is None:
+            self._uploading = asyncio.ensure_future(self._upload(self._upload_s))
         if self._is_full():
             await self._wait()
             if self._is_full():
@@ -110,7 +117,7 @@ class ResultWriter:
 
     def check(self) -> None:
         """Raise the StorageError of a background write that failed for good."""
-        for task in (self._writing, self._publishing):
+        for task in (self._writing, self._publishing, self._uploading):
             if task is not None and task.done():
                 task.result()
 
@@ -123,9 +130,10 @@ class ResultWriter:
                 await self._wait()
             await self._wait_for_part()
         finally:
-            if self._publishing is not None:  # after another failure this must not go on either
-                self._publishing.cancel()
-                await asyncio.gather(self._publishing, return_exceptions=True)
+            for task in (self._publishing, self._uploading):
+                if task is not None:  # after another failure this must not go on either
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
             self._drop_timer()
             self._part.close()
 
@@ -178,6 +186,13 @@ class ResultWriter:
         await self._disk.write(part.path, functools.partial(self._listener.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
+    async def _upload(self, upload_s: float) -> None:
+        """Publish what came into the journal, again and again."""
+        while True:
+            await asyncio.sleep(upload_s * FLUSH_FRACTION)
+            part = self._part
+            await self._disk.write(part.path, part.publish_journal)
+
     async def _wait_for_part(self) -> None:
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
@@ -221,6 +236,9 @@ class _PendingPart:
         self.began = 0.0
         self._journal_path = run_dir.journal(number, lock.token)
         self._journal: Journal | None = None
+        self._segments = 0
+        self._published = 0  # bytes of the journal that are in segments
+        self._turn = threading.Lock()  # of what publishes segments, and what deletes them
         self._tables: list[pa.Table] = []
 
     @property
@@ -243,11 +261,25 @@ class _PendingPart:
             self._journal = Journal(self._journal_path)
         self._journal.append(self._tables[-1])
 
+    def publish_journal(self) -> None:
+        """Publish what the journal has got since the last call, as a segment."""
+        with self._turn:
+            if self._journal is None or self._journal.end == self._published:
+                return
+            self._lock.verify()
+            end = self._journal.end
+            with self._journal_path.open("rb") as file:
+                file.seek(self._published)
+                content = file.read(end - self._published)
+            self._run_dir.store.add_segment(self._journal_path, self._segments, content)
+            self._segments, self._published = self._segments + 1, end
+
     def publish(self) -> None:
         """Write the part and delete its journal."""
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
-        self.close()
-        self._run_dir.store.remove(self._journal_path)
+        with self._turn:
+            self.close()
+            self._run_dir.store.remove(self._journal_path)
         self.number = number  # not earlier: a repeated call must begin at the same number
 
     def row_set(self) -> BitMap64:

@@ -12,6 +12,7 @@ from batchrunner.core.exit_codes import EXIT_DONE, EXIT_STOPPED
 from batchrunner.job.output import SAMPLE
 from batchrunner.output.export import export
 from batchrunner.output.merge import distinct_rows, merge
+from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import is_held
 from batchrunner.report.html.page import leave_page
@@ -25,8 +26,8 @@ _DONE = {"merge": "merged", "export": "exported"}
 class MergedRun:
     """What a merge made of a run."""
 
-    path: Path
-    """Directory of the merged files, or the exported file."""
+    path: str
+    """Directory of the merged files, or its URI; or the exported file."""
     report: Report
     """Report of the whole run."""
     rows: int
@@ -44,7 +45,7 @@ class MergedRun:
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
         return {
-            "path": str(self.path),
+            "path": self.path,
             "rows": self.rows,
             "rows_missing": max(0, self.report.rows_total - self.rows),
             "is_at_work": self.is_at_work,
@@ -71,11 +72,13 @@ class MergedRun:
 
 def merge_run(run: str | Path) -> MergedRun:
     """Merge a run and write its report; raises OutputError, ResumeError or StorageError, as `merge` does."""
-    path = merge(run)
+    run_dir = look_at_run(run)
+    path = merge(run_dir)
     rows = sum(map(_input_rows, path.glob("*.parquet")))
-    report, run_dir = report_of_all(run), RunDir(run)
+    report = report_of_all(run_dir)
     leave_page(run_dir)
-    return MergedRun(path, report, rows, _is_at_work(run_dir))
+    place = f"{run_dir.store.uri}/{path.name}" if run_dir.store.uri else str(path)
+    return MergedRun(place, report, rows, _is_at_work(run_dir))
 
 
 def _input_rows(file: Path) -> int:
@@ -87,10 +90,11 @@ def _input_rows(file: Path) -> int:
 
 def export_run(run: str | Path, file: str, *, form: str | None, force: bool) -> MergedRun:
     """Export a run to a file; raises what `export` does."""
-    rows = export(run, file, form=form, force=force)
-    report = report_of_all(run)
+    run_dir = look_at_run(run)
+    rows = export(run_dir, file, form=form, force=force)
+    report = report_of_all(run_dir)
     rows = report.rows_total if rows is None else rows
-    return MergedRun(Path(file), report, rows, _is_at_work(RunDir(run)), "export")
+    return MergedRun(str(Path(file)), report, rows, _is_at_work(run_dir), "export")
 
 
 def _is_at_work(run_dir: RunDir) -> bool:

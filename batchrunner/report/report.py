@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from batchrunner.core.exit_codes import EXIT_DONE
 from batchrunner.output.files import write_json
+from batchrunner.output.run_dir import RunDir
 
 GO_ON = "run the same command again"
 """What a user does after a run that did not come to its end."""
@@ -99,9 +99,9 @@ class Report:
         """Path of the directory with the results."""
         return f"{self.path}/parts"
 
-    def save(self, path: Path) -> None:
-        """Write report.json."""
-        write_json(path, self.as_dict())
+    def save(self, run_dir: RunDir) -> None:
+        """Write report.json; raises StorageError."""
+        write_json(run_dir.report_json, self.as_dict(), publish=run_dir.store.replace)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as report.json has it."""

@@ -10,6 +10,7 @@ from batchrunner.core.versions import installed_version
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import attempt_spans, attempts_in, union_s
+from batchrunner.output.opened import look_at_run
 from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
@@ -20,7 +21,7 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
     """Sum up the rows of earlier attempts, `done`, and of this one, `tally`; the caller fills in the rest."""
     earlier = done.counts
     return Report(
-        path=str(run_dir.path),
+        path=run_dir.name,
         rows_total=total,
         rows_ok=done.ok + tally.ok,
         rows_failed=earlier.failed + tally.failed,
@@ -46,13 +47,13 @@ def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
     return EXIT_DONE, "done"
 
 
-def report_of_all(run: str | Path) -> Report:
+def report_of_all(run: str | Path | RunDir) -> Report:
     """Make the report of a whole run from its files; for a run of several tasks, write it as report.json.
 
     Its time is that in which a task was at work, without the pauses between attempts. Raises OutputError
     where the path holds no run, ResumeError where a part is damaged, StorageError.
     """
-    run_dir = RunDir(run)
+    run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     tasks = run_dir.all_tasks()
     wall_s = union_s(span for task in tasks for span in attempt_spans(task.events))
@@ -75,7 +76,7 @@ def report_of_all(run: str | Path) -> Report:
         engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
     )  # fmt: skip
     if any(task.task != MAIN_TASK for task in tasks):
-        report.save(run_dir.report_json)
+        report.save(run_dir)
     return report
 
 

@@ -10,11 +10,12 @@ from batchrunner.input.sort.plan import find_sorted_copy, prepare_order
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import refresh_listing, writing
+from batchrunner.output.holding import hold_task
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import POLL_S, LivenessMonitor
-from batchrunner.output.task_lock import TaskLock, hold_task
+from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Sleeper
@@ -107,7 +108,7 @@ def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
                 del others[task]
             elif lives:
                 raise ResumeError(
-                    f"{run_dir.path}: files were added: the input has {rows} rows, and {theirs} for {task}, "
+                    f"{run_dir.name}: files were added: the input has {rows} rows, and {theirs} for {task}, "
                     "which is still at work",
                     hint="wait for its end",
                 )

@@ -17,11 +17,12 @@ from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempts_in
 from batchrunner.output.files import writing
+from batchrunner.output.holding import hold_task
+from batchrunner.output.log_upload import uploading_logs
 from batchrunner.output.resume import drop_failed
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import fingerprint, raise_total, read_run_json
 from batchrunner.output.starting import engine_starting
-from batchrunner.output.task_lock import hold_task
 from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report
 from batchrunner.report.totals import make_report, verdict_of_done
@@ -80,6 +81,7 @@ async def execute(
             )
         )
         stack.push_async_callback(give_back, attempt.rows, lock)
+        stack.enter_context(uploading_logs(run_dir))
         if not (attempt.rows.unread or fresh):
             await _give_earlier(run_dir, handover)
             return _finished_before(prepared, attempt)
@@ -155,7 +157,7 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     )  # fmt: skip
     has_none = not prepared.run_dir.report_json.exists()  # that of the last start says more than these zeros
     if has_none and not isinstance(prepared.part, JoinTask):
-        report.save(prepared.run_dir.report_json)
+        report.save(prepared.run_dir)
     return report
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.core.errors import InputError, JobError, OutputError, ResumeError
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.checker import AnswerChecker
@@ -21,6 +21,7 @@ from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.python_functions import IMAGES, open_functions
 from batchrunner.job.spec import Job
 from batchrunner.output.columns import parsed_type
+from batchrunner.output.opened import open_run
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
@@ -32,6 +33,7 @@ from batchrunner.output.run_json import (
     read_run_json,
     refuse_nesting,
 )
+from batchrunner.output.stores.addresses import store_address
 from batchrunner.output.task_holder import is_held
 from batchrunner.runner.shard import JoinTask, Shard, split_option
 
@@ -77,7 +79,12 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
     Where it begins `fresh`, what an earlier run left there does not matter. The caller closes what is
     returned. Raises JobError, InputError or OutputError, each one clear line.
     """
-    run_dir = RunDir(job.output.path, part.task if part else MAIN_TASK)
+    if part and store_address(job.output.path):
+        raise JobError(
+            f"output.path {job.output.path}: --join and --shard need a file system that the tasks share",
+            hint="give a path on it, or run one task",
+        )
+    run_dir = open_run(job.output.path, part.task if part else MAIN_TASK, job.storage)
     dataset = _open_dataset(job, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
@@ -112,13 +119,14 @@ def _open_dataset(job: Job, run_dir: RunDir) -> Dataset:
         run = run_dir.path.resolve()
     except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
+    run = run_dir.store.input_place or run
     dataset = Dataset(job.input.path, run, job.input.types, job.prompt.batch, job.storage)
     _refuse_results(job.input.path, dataset)
     for file in dataset.files:
-        real = Path(file.path).resolve()
+        real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
         if run in real.parents and real != run_dir.given.resolve():
             raise OutputError(
-                f"output.path {run_dir.path}: the input file {file.path} lies in it",
+                f"output.path {run_dir.name}: the input file {file.path} lies in it",
                 hint="give another directory",
             )
     return dataset
@@ -157,7 +165,7 @@ def _check_split(run_dir: RunDir, *, begun: bool) -> None:
         )
         if theirs != mine and (theirs, mine) != ("", "--join") and counts:
             raise ResumeError(
-                f"{run_dir.path}: this run is done with {theirs or 'neither --shard nor --join'}: "
+                f"{run_dir.name}: this run is done with {theirs or 'neither --shard nor --join'}: "
                 "do so too, or take another output.path"
             )
 
@@ -180,11 +188,11 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
     if old is None:
         if run_dir.all_parts() or run_dir.journals():
             raise ResumeError(
-                f"{run_dir.path} has results but no run.json", hint=f"take another output.path, or {DISCARD}"
+                f"{run_dir.name} has results but no run.json", hint=f"take another output.path, or {DISCARD}"
             )
         return False
     new = fingerprint(prepared.job, prepared.dataset.files, model or "")
-    check_same_run(old["fingerprint"], new, run_dir.path, model_known=model is not None)
+    check_same_run(old["fingerprint"], new, run_dir.name, model_known=model is not None)
     _check_carried_types(prepared)
     _check_functions(old, prepared)
     return True
@@ -217,7 +225,7 @@ def _check_functions(old: Mapping[str, Any], prepared: PreparedJob) -> None:
             continue
         if before.get("columns") != facts["columns"]:
             raise ResumeError(
-                f"{prepared.run_dir.path} holds another run: the columns of {where} ({facts['name']}) were "
+                f"{prepared.run_dir.name} holds another run: the columns of {where} ({facts['name']}) were "
                 f"{before.get('columns')} and are {facts['columns']}",
                 hint=f"take another output.path, or discard what is there with {DISCARD}",
                 mark=";",
@@ -236,7 +244,7 @@ def check_same_weights(prepared: PreparedJob, weights: str | None) -> None:
     before = old["engine"].get("weights") if old else None
     if None not in {before, weights} and before != weights:
         raise ResumeError(
-            f"{prepared.run_dir.path} holds another run: weight_version was {before!r} and is {weights!r}",
+            f"{prepared.run_dir.name} holds another run: weight_version was {before!r} and is {weights!r}",
             hint=f"take another output.path, or discard what is there with {DISCARD}",
             mark=";",
         )
@@ -255,14 +263,14 @@ def _check_carried_types(prepared: PreparedJob) -> None:
         kind = before.field(field.name).type
         if name in prepared.dataset.partition_types:
             raise ResumeError(
-                f"{prepared.run_dir.path}: the column {name!r}, which stands in the paths, was {kind} in the "
+                f"{prepared.run_dir.name}: the column {name!r}, which stands in the paths, was {kind} in the "
                 f"results so far, and the files added make it {field.type}",
                 hint=f"name their directories alike, "
                 f"take another output.path, or discard what is there with {DISCARD}",
             )
         if prepared.dataset.problems:
             raise ResumeError(
-                f"{prepared.run_dir.path}: the column {name!r} was {kind} in the results so far, and the "
+                f"{prepared.run_dir.name}: the column {name!r} was {kind} in the results so far, and the "
                 f"files added make it {field.type}",
                 hint=f"write them alike, take another output.path with a type "
                 f"in input.types, or discard what is there with {DISCARD}",

@@ -42,6 +42,9 @@ from batchrunner.runner.task_rows import FixedRows
 
 log = logging.getLogger(__name__)
 
+SPOOL_S = 1.0
+"""Seconds within which a row is in the journal on this machine, where results are uploaded."""
+
 
 async def build_run(
     prepared: PreparedJob,
@@ -71,7 +74,8 @@ async def build_run(
         schema,
         part_rows=job.output.part_rows,
         plan=prepared.answers,
-        durable_s=job.output.durable,
+        durable_s=job.output.durable if run_dir.store.objects is None else min(job.output.durable, SPOOL_S),
+        upload_s=None if run_dir.store.objects is None else job.output.uploaded_within_s,
         lock=lock,
         counter=FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share),
         listener=rows,
@@ -95,7 +99,7 @@ async def build_run(
             kind=job.engine.kind,
             window=windows.slots.window,
             is_fixed=windows.limits.fixed is not None,
-            results=f"{run_dir.path}/parts",
+            results=f"{run_dir.name}/parts",
         )
     )
     return Run(
@@ -284,7 +288,7 @@ class Run:
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
             self.sending.progress.finish(now)
             self.events.write("end", exit_code=report.exit_code, reason=report.reason)
-            report.save(self.prepared.run_dir.report_json)
+            report.save(self.prepared.run_dir)
         return report
 
     def _report(

@@ -11,6 +11,7 @@ from pyroaring import BitMap64
 from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
 from batchrunner.output.events import last_reason, last_sample
 from batchrunner.output.failures import Failures
+from batchrunner.output.opened import look_at_run
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import holds_run, read_run_json, require_run_json
@@ -20,13 +21,13 @@ from batchrunner.report.report import GO_ON, cause_lines, duration, says_next_st
 from batchrunner.runner.cluster.leases import Leases
 
 
-def status(run: str | Path) -> dict[str, Any]:
+def status(run: str | Path | RunDir) -> dict[str, Any]:
     """Return the state of a run; raises OutputError if the path holds none.
 
     Before the first task has begun to send rows, the model is None, and so is the number of rows where no
     plan tells it.
     """
-    run_dir = RunDir(run)
+    run_dir = look_at_run(run)
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
     run_dirs = run_dir.all_tasks()
     found = [read_done(task) for task in run_dirs]
@@ -38,7 +39,7 @@ def status(run: str | Path) -> dict[str, Any]:
     running = [task["running"] for task in tasks if task["running"]]
     total = facts["rows_total"] if facts else leases.plan.rows_total if leases.plan else None
     return {
-        "path": str(run_dir.path),
+        "path": run_dir.name,
         "running": ", ".join(running) or None,
         "model": facts["engine"]["model"] if facts else None,
         "simulated": bool(facts and facts["engine"]["simulated"]),

@@ -25,9 +25,9 @@ from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.files import writing
+from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
-from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.edit import apply_args, own_engine

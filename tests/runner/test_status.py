@@ -11,8 +11,8 @@ import pytest
 
 import batchrunner
 from batchrunner.output.events import read_events
+from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.status import status
 from tests.conftest import (
     batchrun,

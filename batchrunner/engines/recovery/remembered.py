@@ -2,15 +2,14 @@
 
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
 
+from batchrunner.core.cache import cache_directory
 from batchrunner.core.errors import BatchrunError
 from batchrunner.output.files import write_json
 
@@ -84,9 +83,3 @@ def _is_ours(name: str, value: Any) -> bool:
     """Tell whether healing can have set an argument to this value."""
     off = OFF.get(name)
     return type(value) in {int, float} if off is None else type(value) is type(off) and value == off
-
-
-def cache_directory() -> Path:
-    """Return the directory of our files, in XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "batchrunner"

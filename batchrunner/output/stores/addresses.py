@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from batchrunner.job.storage import StorageSpec
+
 _STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL)
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 NEEDS_EXTRA = "install its client: pip install 'batchrunner[stores]'"
 
 
@@ -34,6 +38,13 @@ def store_address(given: str) -> StoreAddress | None:
     if found is None or "?" in found[3]:
         return None
     return StoreAddress(found[1], found[2], found[3].strip("/"))
+
+
+def endpoint_of(address: StoreAddress, storage: StorageSpec) -> str | None:
+    """Return the address of the store, where the job or AWS's own variables give it."""
+    if storage.endpoint or address.scheme != "s3":
+        return storage.endpoint
+    return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
 
 
 def has_client() -> bool:

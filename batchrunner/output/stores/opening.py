@@ -5,24 +5,27 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
-from batchrunner.core.errors import JobError
+from batchrunner.core.errors import JobError, StoreRequestError
 from batchrunner.core.timing import TIMING
 from batchrunner.job.storage import StorageSpec
-from batchrunner.output.stores.addresses import StoreAddress
-from batchrunner.output.stores.request_error import StoreRequestError
+from batchrunner.output.stores.addresses import StoreAddress, endpoint_of
 
 STORE_ERRORS = (BaseError, OSError, ValueError)
 """What a request raises: obstore's own errors, its NotFoundError (an OSError), and a missing credential."""
+Answer = TypeVar("Answer")
+READ_TRIES = 5
+"""Requests for bytes whose answers are cut short, until the read fails."""
 _ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 """Name of the option for the address of a store, by scheme."""
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
 """obstore's names of credentials that have another one here."""
 _ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>", re.DOTALL)
@@ -46,7 +49,7 @@ _HINTS = {
 def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     """Return obstore's store of the whole bucket; sends nothing. Raises JobError."""
     config: dict[str, Any] = {}
-    endpoint = storage.endpoint or _endpoint_of_environment(address.scheme)
+    endpoint = endpoint_of(address, storage)
     if endpoint:
         config[_ENDPOINTS[address.scheme]] = endpoint
     if storage.region:
@@ -77,13 +80,6 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
         raise JobError(f"{address}: cannot be opened: {reason_of(failure)}") from None
 
 
-def _endpoint_of_environment(scheme: str) -> str | None:
-    """Return the address of the store that AWS's own tools would use."""
-    if scheme != "s3":
-        return None
-    return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
-
-
 def _aws_credentials() -> dict[str, Any]:
     """Return the options for the credentials that AWS's own tools find: variables, profiles, roles, SSO.
 
@@ -104,6 +100,24 @@ def _aws_credentials() -> dict[str, Any]:
         ) from None
 
 
+def read_whole(read: Callable[[], Answer]) -> Answer:
+    """Return what a request reads; one whose answer was cut short is sent again.
+
+    The client itself repeats requests that are refused, or that get no answer.
+    """
+    again = Retrying(
+        retry=retry_if_exception(_is_cut),
+        stop=stop_after_attempt(READ_TRIES),
+        wait=wait_exponential(multiplier=0.2),
+        reraise=True,
+    )
+    return again(read)
+
+
+def _is_cut(failure: BaseException) -> bool:
+    return isinstance(failure, BaseError) and "body error" in str(failure)
+
+
 def reason_of(failure: BaseException) -> str:
     """Return why a request failed, in a few words; obstore's own text has many lines."""
     text = str(failure)
@@ -114,6 +128,8 @@ def reason_of(failure: BaseException) -> str:
         return "no credentials were found"
     if status := _STATUS.search(text):
         return f"the store answered {status[1].strip()}"
+    if "body error" in text:
+        return "its answers are cut short"
     if "error sending request" in text or "connect" in text.lower():
         return "the store does not answer"
     first = text.strip().partition("\n")[0]

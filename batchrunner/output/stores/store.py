@@ -12,6 +12,19 @@ from typing import Protocol
 from batchrunner.output.files import link_new, link_part
 
 
+class ConditionalObjects(Protocol):
+    """Objects that are written on a condition. Methods raise OSError."""
+
+    def create(self, name: str, content: bytes) -> str | None:
+        """Create an object and return its e_tag; None where another one has the name."""
+
+    def swap(self, name: str, content: bytes, e_tag: str) -> str | None:
+        """Replace an object that still has this e_tag; return the new one, None where it has another."""
+
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        """Return an object's content and e_tag; None where there is none."""
+
+
 class Store(Protocol):
     """Where files are published whole. Every method blocks and may raise OSError, and may then be repeated.
 
@@ -19,8 +32,19 @@ class Store(Protocol):
     """
 
     @property
-    def is_local(self) -> bool:
-        """Whether what is published is on this machine's file systems."""
+    def objects(self) -> ConditionalObjects | None:
+        """The objects of the run; None where its files are on the file systems of this machine."""
+
+    @property
+    def uri(self) -> str:
+        """URI of the run; "" where it is local."""
+
+    @property
+    def input_place(self) -> Path | None:
+        """Directory of the run as the paths of input files have it, `bucket/key`; None where it is local."""
+
+    def check(self) -> None:
+        """Raise OutputError where results cannot be written; changes nothing."""
 
     def add(self, temporary: Path, path: Path) -> None:
         """Give a file a name that no file has; raises FileExistsError. No other task uses this name."""
@@ -30,6 +54,15 @@ class Store(Protocol):
 
     def replace(self, temporary: Path, path: Path) -> None:
         """Give a file a name, also in place of a file that has it."""
+
+    def add_segment(self, path: Path, number: int, content: bytes) -> None:
+        """Publish the next piece of a file that grows, counted from 0; `path` is that of the file."""
+
+    def publish(self, path: Path) -> None:
+        """Publish a file as it is now, also in place of an earlier state of it."""
+
+    def publish_directory(self, directory: Path) -> None:
+        """Publish the files of a directory in place of all that were there; `_SUCCESS` comes last."""
 
     def remove(self, path: Path) -> None:
         """Delete a file, and what was published of it piece by piece, where it is there."""
@@ -44,7 +77,12 @@ class Store(Protocol):
 class LocalStore:
     """The local file system, or one that is mounted: names are given by links and renames."""
 
-    is_local = True
+    objects = None
+    uri = ""
+    input_place = None
+
+    def check(self) -> None:
+        """Do nothing: the run directory is looked at by its owner."""
 
     def add(self, temporary: Path, path: Path) -> None:
         """Link the file, or rename it where the file system has no hard links."""
@@ -57,6 +95,15 @@ class LocalStore:
     def replace(self, temporary: Path, path: Path) -> None:
         """Rename the file."""
         temporary.replace(path)
+
+    def add_segment(self, path: Path, number: int, content: bytes) -> None:
+        """Do nothing: the file itself is visible, as in the next two methods."""
+
+    def publish(self, path: Path) -> None:
+        """Do nothing."""
+
+    def publish_directory(self, directory: Path) -> None:
+        """Do nothing."""
 
     def remove(self, path: Path) -> None:
         """Unlink the file."""

@@ -124,8 +124,8 @@ def _headline(
     whose = "" if run_dir.task == MAIN_TASK else f", task {run_dir.task}"
     engine = facts["engine"]
     return {
-        "name": run_dir.path.absolute().name + whose,
-        "path": str(run_dir.path.absolute()),
+        "name": (run_dir.store.uri or str(run_dir.path.absolute())).rpartition("/")[2] + whose,
+        "path": run_dir.store.uri or str(run_dir.path.absolute()),
         "model": engine["model"] if engine["model"] != engine["kind"] else "",
         "engine": engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
         "simulated": bool(engine.get("simulated")),

@@ -17,12 +17,13 @@ from batchrunner.input.sort.sorted_copy import SortedCopy
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing
+from batchrunner.output.holding import hold_task
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
 from batchrunner.output.task_holder import POLL_S, is_held
-from batchrunner.output.task_lock import TaskLock, hold_task
+from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.cluster.lease_files import LeasePlan
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.cluster.leases import Leases
@@ -50,7 +51,7 @@ def join(
             _leave_out_done_alone(prepared, leases, sleeper)
         if retry_failed and not leases.is_done():
             raise ResumeError(
-                f"{run_dir.path}: --retry-failed: other tasks are still at it, or died at it",
+                f"{run_dir.name}: --retry-failed: other tasks are still at it, or died at it",
                 hint="wait for their end, or run --join without --retry-failed first",
             )
         plan = partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed)
@@ -70,7 +71,7 @@ def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
     """Raise ResumeError where the newest plan is one of another run."""
     if leases.plan is not None:
         new = fingerprint(prepared.job, prepared.dataset.files, "")
-        check_same_run(leases.plan.fingerprint, new, prepared.run_dir.path, model_known=False)
+        check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name, model_known=False)
 
 
 def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:

@@ -4,11 +4,11 @@ import logging
 
 from batchrunner.core.errors import TaskHeldError, TaskLockLostError
 from batchrunner.output.events import EventLog
+from batchrunner.output.holding import hold_task
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import LivenessMonitor
-from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.cluster.leases import Leases
 
 log = logging.getLogger(__name__)

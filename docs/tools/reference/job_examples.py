@@ -112,6 +112,7 @@ EXAMPLES = {
     "storage.region": "eu-central-1",
     "storage.anonymous": "true",
     "storage.account": "mycompany",
+    "storage.copies": "/local-disk/batchrunner",
     "storage.secrets": "{access_key_id: MINIO_KEY, secret_access_key: MINIO_SECRET}",
 }
 """An example of each field's value, as YAML, by the field's path."""

@@ -1,0 +1,127 @@
+"""The objects of a run, by their names below its URI; a condition makes a write exclusive."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+from batchrunner.job.storage import StorageSpec
+from batchrunner.output.stores.addresses import StoreAddress
+from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket, read_whole
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of a run."""
+
+    name: str
+    """Its key below the run's URI."""
+    e_tag: str
+
+
+class RunObjects:
+    """The objects below a URI. Methods may be called from several threads, and raise OSError."""
+
+    def __init__(self, address: StoreAddress, storage: StorageSpec) -> None:
+        """Send nothing; raises JobError."""
+        self.address = address
+        self._bucket = open_bucket(address, storage)
+
+    def create(self, name: str, content: bytes) -> str | None:
+        """Create an object and return its e_tag; None where another one has the name.
+
+        Where the reply to a first try was lost, the object is there, with this content: then it is ours.
+        """
+        try:
+            return _tag(obstore.put(self._bucket, self._key(name), content, mode="create"))
+        except AlreadyExistsError:
+            found = self.read(name)
+        except STORE_ERRORS as failure:
+            raise as_os_error(failure, self.uri(name)) from None
+        return found[1] if found is not None and found[0] == content else None
+
+    def swap(self, name: str, content: bytes, e_tag: str) -> str | None:
+        """Replace an object that still has this e_tag; return the new one, None where it has another.
+
+        A lost reply is recognised as in `create`.
+        """
+        mode: Any = {"e_tag": e_tag}
+        try:
+            return _tag(obstore.put(self._bucket, self._key(name), content, mode=mode))
+        except (PreconditionError, AlreadyExistsError, FileNotFoundError):
+            found = self.read(name)
+        except STORE_ERRORS as failure:
+            raise as_os_error(failure, self.uri(name)) from None
+        return found[1] if found is not None and found[0] == content else None
+
+    def put(self, name: str, content: bytes | Path) -> str:
+        """Write an object, also in place of another; return its e_tag."""
+        try:
+            return _tag(obstore.put(self._bucket, self._key(name), content))
+        except STORE_ERRORS as failure:
+            raise as_os_error(failure, self.uri(name)) from None
+
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        """Return an object's content and e_tag; None where there is none."""
+        return self._read(self._key(name))
+
+    def read_above(self, key: str) -> bytes | None:
+        """Return the content of an object of the bucket by its whole key; None where there is none."""
+        found = self._read(key)
+        return None if found is None else found[0]
+
+    def below(self, prefix: str = "") -> list[StoredObject]:
+        """Return the objects whose names begin so."""
+        directory = prefix.rpartition("/")[0]  # a client of a store lists whole directories
+        key = self._key(directory) if directory else self.address.key
+        begin = len(self.address.key) + 1 if self.address.key else 0
+        try:
+            pages = read_whole(lambda: list(obstore.list(self._bucket, key or None)))
+        except STORE_ERRORS as failure:
+            raise as_os_error(failure, str(self.address)) from None
+        every = [
+            StoredObject(found["path"][begin:], found["e_tag"] or "") for page in pages for found in page
+        ]
+        return [each for each in every if each.name and each.name.startswith(prefix)]
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete objects, where they are there."""
+        try:
+            if names:
+                obstore.delete(self._bucket, [self._key(name) for name in names])
+        except FileNotFoundError:
+            return
+        except STORE_ERRORS as failure:
+            raise as_os_error(failure, str(self.address)) from None
+
+    def uri(self, name: str) -> str:
+        """Return the URI of an object."""
+        return f"{self.address}/{name}"
+
+    def _read(self, key: str) -> tuple[bytes, str] | None:
+        tags: list[str] = []
+
+        def read() -> bytes:
+            found = obstore.get(self._bucket, key)
+            tags.append(_tag(found.meta))
+            return bytes(found.bytes())
+
+        try:
+            return read_whole(read), tags[-1]
+        except STORE_ERRORS as failure:
+            error = as_os_error(failure, f"{self.address.scheme}://{self.address.bucket}/{key}")
+            if isinstance(error, FileNotFoundError):
+                return None
+            raise error from None
+
+    def _key(self, name: str) -> str:
+        return "/".join(filter(None, (self.address.key, name)))
+
+
+def _tag(result: Any) -> str:
+    return str(result["e_tag"] or "")

@@ -1,0 +1,194 @@
+"""A run whose output path is in an object store: parts, resume, commands, and what is lost with a machine."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from tests.conftest import INSTANT, ROOT, batchrun, eventually, job_of, started, write_job, write_rows
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.refusals import refusal, told
+from tests.support.server_thread import PATIENCE_S
+
+if TYPE_CHECKING:
+    from tests.support.store_server import StoreBucket
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working copies of this machine."""
+    directory = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
+    return directory
+
+
+def stored_rows(bucket: StoreBucket, run: str = "run") -> list[dict[str, Any]]:
+    """Return the rows of all parts, as any reader of the bucket finds them."""
+    parts = [key for key in bucket.keys(f"{run}/parts/") if key.endswith(".parquet")]
+    rows = [row for key in parts for row in pq.read_table(io.BytesIO(bucket.get(key))).to_pylist()]
+    return sorted(rows, key=lambda row: row["row"])
+
+
+def test_a_run(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
+    """All rows are in the store, once; every command reads them there, on a machine that has nothing."""
+    uri = f"{store_bucket.uri}/out/run"
+    job = job_of(tmp_path, rows=20, output={"path": uri}, input={"columns": ["id"]})
+    file = write_job(job, tmp_path)
+    done = batchrun(file)
+    assert done.exit_code == 0, done.stderr
+    assert f"results: {uri}/parts" in done.stderr
+    assert [row["id"] for row in stored_rows(store_bucket, "out/run")] == list(range(20))
+    keys = {key.removeprefix("out/run/") for key in store_bucket.keys("out/run/")}
+    assert {"run.json", "report.json", "events.jsonl", "tasks/main/owner"} <= keys
+    assert not any("journal" in key for key in keys)
+    shutil.rmtree(cache)
+    state = json.loads(batchrun("status", uri, "--json").stdout)
+    assert (state["path"], state["rows_on_disk"], state["finished"]) == (uri, 20, True)
+    again = batchrun(file, "--json")
+    assert again.exit_code == 0
+    assert json.loads(again.stdout)["rows_resumed"] == 20
+    merged = batchrun("merge", uri)
+    assert (merged.exit_code, merged.stdout.strip()) == (0, f"{uri}/merged"), merged.stderr
+    table = pq.read_table(io.BytesIO(store_bucket.get("out/run/merged/merged-000000.parquet")))
+    assert table.column("row").to_pylist() == list(range(20))
+    assert "out/run/merged/_SUCCESS" in store_bucket.keys("out/run/merged/")
+    assert batchrun("report", uri).stdout.strip() == f"{uri}/report.html"
+    assert b"<html" in store_bucket.get("out/run/report.html")
+    assert batchrun("advise", uri).exit_code == 0
+    exported = batchrun("export", uri, tmp_path / "a.csv")
+    assert exported.exit_code == 0, exported.stderr
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 21
+    assert not any(":" in path.name for path in tmp_path.iterdir())
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """`make run-s3` does a job on a store that it starts, and shows what is in it."""
+    file = write_rows(tmp_path / "docs.parquet", 20)
+    job = write_job(
+        {**job_of(tmp_path, input={"path": str(file)}), "prompt": {"user": "{{ text }}"}}, tmp_path
+    )
+    command = [sys.executable, str(ROOT / "jobs" / "on_s3.py"), str(job), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "s3://batchrunner/run/merged/merged-000000.parquet" in done.stdout
+    assert "20 of 20 rows on disk" in done.stdout
+
+
+def test_added_rows_and_fresh(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """Added files are done in the same run; a merged data set of before is gone; --fresh begins again."""
+    source = tmp_path / "in"
+    write_rows(source / "a.parquet", 5)
+    job = job_of(tmp_path, input={"path": str(source)}, output={"path": f"{store_bucket.uri}/run"})
+    file = write_job(job, tmp_path)
+    assert batchrun(file).exit_code == 0
+    assert batchrun("merge", f"{store_bucket.uri}/run").exit_code == 0
+    store_bucket.put("run/of-mine.txt", b"precious")
+    write_rows(source / "b.parquet", 5, first=5)
+    assert batchrun(file).exit_code == 0
+    assert len(stored_rows(store_bucket)) == 10
+    assert store_bucket.keys("run/merged/") == []
+    other = {**job, "prompt": {"user": "Say {{ text }}"}}
+    told(refusal(other, tmp_path), f"{store_bucket.uri}/run holds another run", "prompt", "--fresh")
+    assert batchrun(write_job(other, tmp_path), "--fresh").exit_code == 0
+    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(10))
+    assert store_bucket.get("run/of-mine.txt") == b"precious"
+
+
+def test_retry_failed(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
+    """Failed rows are sent again, and are in the store once."""
+    server.script = lambda sent: "too long" if "row 3" in sent.prompt else "answer"
+    job = job_of(tmp_path, server, output={"path": f"{store_bucket.uri}/run"}, limits={"max_failed_rows": 1})
+    assert batchrunner.run(job).rows_failed == 1
+    server.script = lambda _: "answer"
+    assert batchrunner.run(job, retry_failed=True).rows_failed == 0
+    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(10))
+    assert all(row["error"] is None for row in stored_rows(store_bucket))
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["same-machine", "other-machine"])
+def test_a_kill(tmp_path: Path, store_bucket: StoreBucket, cache: Path, is_lost: bool) -> None:
+    """What was uploaded is not done again by another machine, and on the same one nothing that was stored."""
+    with FakeSGLang(lambda _: "hold" if len(server.prompts) > 20 else "answer") as server:
+        job = job_of(
+            tmp_path, server, rows=40, output={"path": f"{store_bucket.uri}/run", "durable": 0.5}, window=4
+        )
+        with started(write_job(job, tmp_path)) as run:
+            eventually(lambda: any("journal" in key for key in store_bucket.keys("run/tasks/")))
+            run.process.kill()
+            run.process.wait()
+        if is_lost:
+            shutil.rmtree(cache)
+        server.answer_held()
+        sent = len(server.prompts)
+        report = batchrunner.run(job)
+    assert report.rows_ok == 40
+    assert report.rows_resumed > 0
+    assert len(server.prompts) - sent == 40 - report.rows_resumed
+    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(40))
+
+
+def test_another_run_in_its_place(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
+    """A working copy of a run that was replaced by another machine is not mixed with the new one."""
+    job = job_of(tmp_path, INSTANT, output={"path": f"{store_bucket.uri}/run"})
+    batchrunner.run(job)
+    mine = cache.with_name("kept")
+    cache.rename(mine)
+    other = {**job, "prompt": {"user": "Say {{ text }}"}}
+    batchrunner.run(other, fresh=True)
+    shutil.rmtree(cache)
+    mine.rename(cache)
+    assert batchrunner.run(other).rows_resumed == 10
+    for key in store_bucket.keys("run/"):
+        store_bucket.delete(key)
+    assert batchrunner.run(job).rows_resumed == 0
+    assert len(stored_rows(store_bucket)) == 10
+
+
+@pytest.mark.parametrize(
+    ("uri", "storage", "problem"),
+    [
+        ("s3://not-a-bucket-of-anyone/run", {}, "there is no such bucket (NoSuchBucket)"),
+        ("{uri}/run", {"endpoint": "http://127.0.0.1:9"}, "the store does not answer"),
+        ("{uri}/run/inner", {}, "lies in the output path of another run, run"),
+        ("{uri}", {}, "holds the output path of another run, run"),
+        ("{uri}/run?endpoint_override=x", {}, "not to a URI"),
+        ("hdfs://host/run", {}, "not to a URI"),
+    ],
+)
+def test_what_cannot_be_an_output_path(
+    tmp_path: Path, store_bucket: StoreBucket, cache: Path, uri: str, storage: dict[str, Any], problem: str
+) -> None:
+    """Each mistake is one line with exit code 2."""
+    batchrunner.run(job_of(tmp_path, output={"path": f"{store_bucket.uri}/run"}))
+    shutil.rmtree(cache)
+    path = uri.format(uri=store_bucket.uri)
+    file = write_job(job_of(tmp_path, output={"path": path}, storage=storage), tmp_path)
+    result = batchrun(file)
+    assert result.exit_code == 2, (result.stderr, result.exception)
+    told(result.stderr, f"output.path {path}", problem)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_several_tasks_need_a_file_system(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """`--join` and `--shard` are refused."""
+    job = job_of(tmp_path, output={"path": f"{store_bucket.uri}/run"})
+    for option in (["--join"], ["--shard", "0/2"]):
+        told(refusal(job, tmp_path, *option), "--join and --shard need a file system")
+
+
+def test_input_above_the_results(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """Results in a directory of the input are not read as input by the next start."""
+    store_bucket.put("in/a.parquet", write_rows(tmp_path / "a.parquet", 3))
+    uri = f"{store_bucket.uri}/in"
+    job = job_of(tmp_path, input={"path": uri}, output={"path": f"{uri}/run"})
+    assert batchrunner.run(job).rows_ok == 3
+    assert batchrunner.run(job).rows_resumed == 3

@@ -1,0 +1,122 @@
+"""A store that fails in the ways that stores do: every row is there once, or the run says why it stopped."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import StorageError
+from batchrunner.core.timing import TIMING
+from tests.conftest import INSTANT, job_of, write_rows
+from tests.support.fake_sglang import Behaviour, FakeSGLang
+from tests.support.store_proxy import Fault, StoreProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.store_server import StoreBucket
+
+
+@pytest.fixture
+def proxy(
+    store_bucket: StoreBucket, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoreProxy]:
+    """A proxy before the store, to which the environment leads; requests are repeated without long pauses."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(TIMING, "store_retries", 1.0)
+    with StoreProxy(store_bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+def rows_in(bucket: StoreBucket) -> list[int]:
+    """Return the ordinals of the rows of all parts."""
+    parts = [pq.read_table(io.BytesIO(bucket.get(key))) for key in bucket.keys("run/parts/")]
+    return sorted(row for part in parts for row in part.column("row").to_pylist())
+
+
+FAULTS: list[tuple[Fault, set[str]]] = [
+    ("slow down", {"GET", "PUT", "HEAD", "POST", "DELETE"}),
+    ("reset", {"GET", "PUT", "HEAD"}),
+    ("lost reply", {"PUT"}),
+    ("half answer", {"GET"}),
+    ("late", {"PUT"}),
+]
+
+
+@pytest.mark.parametrize(("fault", "methods"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_each_request_fails_once(
+    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, fault: Fault, methods: set[str]
+) -> None:
+    """Input, results, lock and logs: what fails once is repeated, and done once."""
+    store_bucket.put("in/a.parquet", write_rows(tmp_path / "a.parquet", 30))
+    run = {"path": f"{store_bucket.uri}/run", "durable": 0.2, "part_rows": 10}
+    job = job_of(tmp_path, INSTANT, input={"path": f"{store_bucket.uri}/in"}, output=run)
+    proxy.faults = lambda method, _, before: fault if method in methods and not before else "none"
+    assert batchrunner.run(job).rows_ok == 30
+    proxy.asked.clear()
+    store_bucket.put("in/b.parquet", write_rows(tmp_path / "b.parquet", 30, first=30))
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_resumed) == (60, 30)
+    assert rows_in(store_bucket) == list(range(60))
+    assert batchrunner.run(job).rows_resumed == 60
+
+
+def test_a_store_that_goes_away(tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy) -> None:
+    """After limits.disk_wait the run stops; the same machine has all finished rows, and goes on."""
+    with FakeSGLang(lambda _: _away(proxy, server)) as server:
+        run = {"path": f"{store_bucket.uri}/run", "durable": 0.2}
+        limits = {"disk_wait": 0.5}
+        job = job_of(tmp_path, server, rows=40, output=run, limits=limits, window=4)
+        with pytest.raises(StorageError, match=r"what is stored is kept.*when the store takes requests"):
+            batchrunner.run(job)
+        proxy.faults = lambda *_: "none"
+        server.script = lambda _: "answer"
+        report = batchrunner.run(job)
+    assert report.rows_ok == 40
+    assert report.rows_resumed >= 20
+    assert rows_in(store_bucket) == list(range(40))
+
+
+def _away(proxy: StoreProxy, server: FakeSGLang) -> Behaviour:
+    """Let the store refuse all writes from the 20th prompt on, and let the last rows wait until then."""
+    if len(server.prompts) > 20:
+        proxy.faults = lambda method, *_: "slow down" if method == "PUT" else "none"
+        return "hold"
+    return "answer"
+
+
+def test_a_store_without_conditional_writes(
+    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run is done, and says that nothing keeps a second process from writing it too."""
+    proxy.faults = lambda *_: "no conditions"
+    job = job_of(tmp_path, INSTANT, output={"path": f"{store_bucket.uri}/run"})
+    assert batchrunner.run(job).rows_ok == 10
+    assert "conditional writes" in caplog.text
+    assert rows_in(store_bucket) == list(range(10))
+    assert batchrunner.run(job).rows_resumed == 10
+
+
+def test_the_requests_of_a_run(tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy) -> None:
+    """A start, a part and an end cost a few dozen requests, whatever the number of rows."""
+    job = job_of(tmp_path, INSTANT, rows=300, output={"path": f"{store_bucket.uri}/run"})
+    batchrunner.run(job)
+    assert proxy.asked.total() < 40, proxy.asked
+
+
+def test_a_working_copy_that_is_lost_with_its_disk(
+    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deleted cache costs a fetch, and no row."""
+    job = job_of(tmp_path, INSTANT, output={"path": f"{store_bucket.uri}/run"})
+    batchrunner.run(job)
+    shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert batchrunner.run(job).rows_resumed == 10

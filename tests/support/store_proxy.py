@@ -1,0 +1,98 @@
+"""A proxy before a store that fails on demand: says that it is busy, loses replies, cuts answers short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from tests.support.server_thread import ServerThread
+
+Fault: TypeAlias = Literal[
+    "none",
+    "slow down",  # 503, as S3 says it
+    "reset",  # the connection ends before the store gets the request
+    "lost reply",  # the store does it, and the connection ends
+    "half answer",  # half of the body comes
+    "late",  # a second late
+    "no conditions",  # the store does not get what makes a write conditional
+]
+Faults: TypeAlias = Callable[[str, str, int], Fault]
+"""What becomes of a request: of its method, its path, and how often this was asked before."""
+SLOW_DOWN = (
+    b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>SlowDown</Code>"
+    b"<Message>Please reduce your request rate.</Message></Error>"
+)
+CONDITIONS = {"if-none-match", "if-match"}
+
+
+class StoreProxy(ServerThread):
+    """`with StoreProxy(address) as proxy: ... proxy.url`; `faults` says what becomes of each request."""
+
+    def __init__(self, address: str, faults: Faults = lambda *_: "none") -> None:
+        super().__init__()
+        self._address = address
+        self.faults = faults
+        self.url = ""
+        self.asked: Counter[tuple[str, str]] = Counter()
+        """How often each request came, by method and path."""
+
+    async def _serve(self) -> None:
+        self._begin()
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            self._session = session
+            self._up.set()
+            await self._over.wait()
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        key = request.method, request.path
+        fault = self.faults(*key, self.asked[key])
+        self.asked[key] += 1
+        if fault == "slow down":
+            return web.Response(status=503, body=SLOW_DOWN, content_type="application/xml")
+        if fault == "reset":
+            return self._cut(request)
+        if fault == "late":
+            await asyncio.sleep(1)
+        skipped = {"host", "content-length", "transfer-encoding"}
+        if fault == "no conditions":
+            skipped |= CONDITIONS
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in skipped}
+        body = await request.read()
+        url = f"{self._address}{request.raw_path}"
+        async with self._session.request(
+            request.method, URL(url, encoded=True), headers=headers, data=body
+        ) as reply:
+            content = await reply.read()
+            if fault == "lost reply":
+                return self._cut(request)
+            dropped = {"content-length", "transfer-encoding", "connection", "server", "date"}
+            kept = {name: value for name, value in reply.headers.items() if name.lower() not in dropped}
+            if request.method == "HEAD":
+                kept["Content-Length"] = reply.headers.get("Content-Length", "0")
+                return web.Response(status=reply.status, headers=kept)
+            if fault == "half answer" and content:
+                answer = web.StreamResponse(
+                    status=reply.status, headers={**kept, "Content-Length": str(len(content))}
+                )
+                await answer.prepare(request)
+                await answer.write(content[: len(content) // 2])
+                return self._cut(request, answer)
+            return web.Response(status=reply.status, headers=kept, body=content)
+
+    def _cut(self, request: web.Request, answer: web.StreamResponse | None = None) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort() if answer is None else request.transport.close()
+        return answer or web.Response()
