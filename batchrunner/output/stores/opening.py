@@ -41,9 +41,18 @@ _HINTS = {
     "AuthorizationHeaderMalformed": "the region is wrong: give storage.region",
     "PermanentRedirect": "the bucket is in another region: give storage.region",
     "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    "NotImplemented": "the store has no conditional writes",
     "SlowDown": "the store asks for fewer requests",
 }
 """What the codes of answers mean."""
+_WORDS = {
+    "169.254.169.254": "no credentials were found",
+    "metadata.google.internal": "no credentials were found",
+    "incorrectly configured region": _HINTS["PermanentRedirect"],
+    "body error": "its answers are cut short",
+    "error sending request": "the store does not answer",
+}
+"""What words in the text of an error mean: addresses of a cloud's credentials, and the client's own words."""
 
 
 def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
@@ -124,14 +133,10 @@ def reason_of(failure: BaseException) -> str:
     if answer := _ANSWER.search(text):
         code = answer["code"]
         return f"{_HINTS.get(code, answer['message'].strip() or code)} ({code})"
-    if "169.254.169.254" in text or "metadata.google.internal" in text:
-        return "no credentials were found"
+    if meaning := next((meaning for words, meaning in _WORDS.items() if words in text), None):
+        return meaning
     if status := _STATUS.search(text):
         return f"the store answered {status[1].strip()}"
-    if "body error" in text:
-        return "its answers are cut short"
-    if "error sending request" in text or "connect" in text.lower():
-        return "the store does not answer"
     first = text.strip().partition("\n")[0]
     return first.removeprefix("Generic ").strip() or type(failure).__name__
 

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
 from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket, read_whole
+
+PIECE_BYTES = 4 << 20
+"""Least bytes of an object that are in memory while it is downloaded."""
+_REQUESTS = (BaseError, FileNotFoundError, ValueError)
+"""Errors of requests, and not of files on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,24 @@ class RunObjects:
     def read(self, name: str) -> tuple[bytes, str] | None:
         """Return an object's content and e_tag; None where there is none."""
         return self._read(self._key(name))
+
+    def download(self, name: str, file: Path) -> str | None:
+        """Write an object's content to a file, piece by piece; return its e_tag, None where there is none."""
+
+        def fetch() -> str:
+            found = obstore.get(self._bucket, self._key(name))
+            with file.open("wb") as sink:
+                for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                    sink.write(piece)
+            return _tag(found.meta)
+
+        try:
+            return read_whole(fetch)
+        except STORE_ERRORS as failure:
+            error = as_os_error(failure, self.uri(name)) if isinstance(failure, _REQUESTS) else failure
+            if isinstance(error, FileNotFoundError):
+                return None
+            raise error from None
 
     def read_above(self, key: str) -> bytes | None:
         """Return the content of an object of the bucket by its whole key; None where there is none."""

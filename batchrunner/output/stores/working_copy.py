@@ -20,6 +20,10 @@ _NOT_COPIED = re.compile(r"merged/.*|given/.*|tune/.*|tasks/[^/]+/owner|\..*|rep
 """Names that a working copy does not have from the store."""
 
 
+class _GoneError(Exception):
+    """An object was deleted since it was listed."""
+
+
 class WorkingCopy:
     """Files that were fetched from a run's objects, or published as such."""
 
@@ -59,13 +63,13 @@ class WorkingCopy:
 
     def fetch(self, name: str) -> None:
         """Bring an object here; one that is gone meanwhile is left out. Raises OSError."""
-        found = self._objects.read(name)
-        if found is not None:
-            path = self.root / name
-            make_directory(path.parent)
-            with whole_file(path) as temporary:
-                temporary.write_bytes(found[0])
-            self.note(name, found[1])
+        path = self.root / name
+        make_directory(path.parent)
+        with contextlib.suppress(_GoneError), whole_file(path) as temporary:
+            e_tag = self._objects.download(name, temporary)
+            if e_tag is None:
+                raise _GoneError
+            self.note(name, e_tag)
 
     def save(self) -> None:
         """Write down which objects are here; without that they are fetched again."""
