@@ -18,6 +18,7 @@ import batchrunner
 from batchrunner.core.errors import (
     RowRefusedError,
 )
+from batchrunner.core.images import ImageRules, PromptImage
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.base import IncidentQueue
@@ -304,6 +305,36 @@ async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool
                     assert got["lora_path"] == "adapter"
         await real_gateway.use()
     assert lost == GATEWAY_DROPS["chat" if chat else "generate"]
+
+
+@pytest.mark.gateway
+@pytest.mark.parametrize("chat", [True, False])
+async def test_images_pass_the_gateway(real_gateway: RealGateway, chat: bool) -> None:
+    """The images of a request arrive as they were sent, of 2 MB too."""
+    rules = ImageRules("/", confined=False, allow_urls=False, max_pixels=None)
+    files = (b"\x89PNG" + bytes(range(256)) * 8192, b"\xff\xd8 small")
+    image = PromptImage(b"", 1, "", b"", "", "", rules, files)
+    content = [{"type": "image", "image": 0}, {"type": "text", "text": "What?"}]
+    request = _request("", {}, chat=chat)._replace(
+        prompt=[{"role": "user", "content": content}] if chat else "What?", images=(image,)
+    )
+    body = wire.body_of(request)
+    headers = {"Authorization": f"Bearer {real_gateway.key}"}
+    with FakeSGLang(api_key=real_gateway.key) as worker:
+        await real_gateway.use(worker.url)
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(real_gateway.url + wire.path_of(request), json=body) as reply,
+        ):
+            assert reply.status == 200
+        await real_gateway.use()
+    got = worker.sent[-1].body
+    if not chat:
+        assert got["image_data"] == body["image_data"]
+        return
+    found = [part.get("image_url", {}).get("url") for part in got["messages"][0]["content"]]
+    assert found == [part.get("image_url", {}).get("url") for part in body["messages"][0]["content"]]
+    assert None not in found[:2]
 
 
 @pytest.mark.gateway
