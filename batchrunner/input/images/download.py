@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from http import HTTPStatus
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from batchrunner.input.images.bad_image import BadImageError
 
@@ -22,6 +22,8 @@ TIMEOUT_S = 20.0
 PAUSES_S = (0.5, 2.0)
 """Pauses before another try where the server is busy or not reached, in seconds."""
 _PIECE_BYTES = 1 << 20
+_SAFE = "/?%:@!$&'()*+,;=~-._[]|"
+"""Characters of a path and its query that stay as they are."""
 _REDIRECTS = {
     HTTPStatus.MOVED_PERMANENTLY,
     HTTPStatus.FOUND,
@@ -90,7 +92,7 @@ def _followed(url: str, most_bytes: int, addresses: PublicAddresses) -> bytes:
     for _ in range(MOST_REDIRECTS + 1):
         with closing(_connection(url, addresses)) as connection:
             parts = urlsplit(url)
-            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            path = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=_SAFE)
             connection.request("GET", path, headers=_HEADERS)
             with closing(connection.getresponse()) as reply:
                 if reply.status not in _REDIRECTS:

@@ -76,19 +76,26 @@ def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
     scale = scale_to(width, height, max_pixels)
     if scale < 1 and kind == "JPEG":  # decoded in a size that is near the one wanted
         image.draft(None, (math.ceil(width * scale), math.ceil(height * scale)))
-    many = getattr(image, "n_frames", 1) > 1
+    many = kind in _SENT_AS_IS and getattr(image, "n_frames", 1) > 1
     image.load()
-    upright = image.getexif().get(_ORIENTATION, 1) in {0, 1}
+    upright = _is_upright(image)
     as_is = kind in _SENT_AS_IS and image.mode in _PLAIN_MODES and upright and not many and scale == 1
     if as_is and "transparency" not in image.info:
         return content
-    plain = _plain(ImageOps.exif_transpose(image))
+    plain = _plain(image if upright else ImageOps.exif_transpose(image))
     if scale < 1:
         width, height = plain.size
         again = scale_to(width, height, max_pixels)
         size = max(1, math.floor(width * again)), max(1, math.floor(height * again))
         plain = plain.resize(size, Image.Resampling.LANCZOS)
     return encoded(plain, lossy=kind in _LOSSY)
+
+
+def _is_upright(image: Any) -> bool:
+    try:
+        return image.getexif().get(_ORIENTATION, 1) in {0, 1}
+    except Exception:  # noqa: BLE001 - data about the picture that are broken do not harm it
+        return True
 
 
 def _plain(image: Any) -> Any:

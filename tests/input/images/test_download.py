@@ -84,6 +84,8 @@ def test_content(pages: str) -> None:
     """The content comes, also through redirects; a busy server is asked again."""
     assert download(f"{pages}/a?b=c", 1 << 20, _Loopback()) == CONTENT
     assert download(f"{pages}/to//a", 1 << 20, _Loopback()) == CONTENT
+    assert download(f"{pages}/Zürich 1%20.png?a=é", 1 << 20, _Loopback()) == CONTENT
+    assert _Pages.asked[-1] == "/Z%C3%BCrich%201%20.png?a=%C3%A9"
     _Pages.asked = []
     assert download(f"{pages}/busy", 1 << 20, _Loopback()) == CONTENT
     assert _Pages.asked == ["/busy"] * 3

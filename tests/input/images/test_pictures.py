@@ -52,6 +52,15 @@ def test_exif_orientation() -> None:
         assert found.getexif().get(0x0112, 1) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_broken_exif() -> None:
+    """Data about a picture that are broken do not harm it."""
+    for exif in (b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"):
+        content = picture(kind="JPEG", exif=exif)
+        assert sendable(content, None) == content
+        assert opened(sendable(content, 784)).format == "JPEG"
+
+
 def _sixteen_bits() -> bytes:
     return file_of(Image.new("I;16", (30, 30), 0x8000))
 
