@@ -51,6 +51,10 @@ class _Watch:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
+    def is_looking(self) -> bool:
+        """Tell whether this thread is looked at already."""
+        return threading.get_ident() in self._renderings
+
     def begin(self, rendering: _Rendering) -> None:
         """Look at this thread from now on."""
         self._renderings[threading.get_ident()] = rendering
@@ -102,16 +106,20 @@ _WATCH = _Watch()
 
 
 class RenderLimit:
-    """Renders rows in a limited CPU time each."""
+    """Renders rows in a limited CPU time each; `what` names another work on a row, for the error."""
 
-    def __init__(self, seconds: float = LIMIT_S) -> None:
+    def __init__(self, seconds: float = LIMIT_S, what: str = "rendering") -> None:
         self._seconds = seconds
+        self._what = what
 
     def call(self, render: Callable[..., Any], *args: Any) -> Any:
         """Return what `render` returns; raises RowRefusedError where it takes too long.
 
-        One call into C, such as the multiplication of two long numbers, cannot be interrupted.
+        Within another call it counts for that one. One call into C, such as the multiplication of two long
+        numbers, cannot be interrupted.
         """
+        if _WATCH.is_looking():
+            return render(*args)
         rendering = _Rendering(self._seconds)
         _WATCH.begin(rendering)
         try:
@@ -125,7 +133,7 @@ class RenderLimit:
             _end(rendering)
         except RenderTooLongError:
             raise RowRefusedError(
-                f"rendering took more than {self._seconds:g} s of CPU time (limits.render)"
+                f"{self._what} took more than {self._seconds:g} s of CPU time (limits.render)"
             ) from None
         finally:
             _WATCH.end()

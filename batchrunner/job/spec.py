@@ -90,7 +90,8 @@ class LimitsSpec(Spec):
     max_attempts: Annotated[int, Field(ge=1)] = 5
     """Most tries of a row whose tries fail possibly because of the row itself."""
     render: Duration = 5.0
-    """CPU time in which the templates of a row are rendered. A row that takes more fails."""
+    """CPU time in which the templates of a row are rendered, and in which one of its answers is checked by
+    `check.expression`, a regular expression or a JSON Schema. A row that takes more fails."""
     python: Duration = 30.0
     """Time of one call of a Python function (`prompt.python`, `parse`, `check.python`), and of reading the
     images of a row. A row whose call takes longer fails."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from batchrunner.core.types import Completion, Outcome, Request
@@ -12,7 +14,7 @@ from batchrunner.dispatch.checks.asking import (
     with_complaint,
     with_more_tokens,
 )
-from batchrunner.dispatch.checks.checker import AnswerChecker
+from batchrunner.dispatch.checks.checker import AnswerChecker, Checked
 from batchrunner.dispatch.checks.python_check import PythonCheck
 from batchrunner.dispatch.pending_row import Asking, PendingRow
 from batchrunner.dispatch.tokenize import RowTokenizer
@@ -52,12 +54,14 @@ class AnswerExaminer:
         self._continues = plan.on_length == "continue"
         self._tokenizer = tokenizer
         self._python = python
+        self._thread = None if checker.is_quick else ThreadPoolExecutor(1, "checks")
+        """Where answers are checked that may take long: the event loop goes on meanwhile."""
 
     async def examine(self, row: PendingRow, completion: Completion) -> Verdict:
         """Look at an answer of a row; what is asked next is tokenised where prompts are."""
         asking = row.asking = row.asking or Asking(row.request)
         whole = completion if asking.begun is None else joined(asking.begun, completion)
-        checked = self._checker.look_at(row.request, whole)
+        checked = await self._look_at(row.request, whole)
         asking.last = checked.completion
         if checked.complaint is None and self._python is not None:
             complaint = await self._python.complaint(row.request.ref, checked.completion)
@@ -74,6 +78,12 @@ class AnswerExaminer:
         """Return the last answer of a row that ends without a further one; None where it had none."""
         asking = row.asking
         return None if asking is None or asking.last is None else _with_asks(asking, is_good=None)
+
+    async def _look_at(self, request: Request, answer: Completion) -> Checked:
+        if self._thread is None:
+            return self._checker.look_at(request, answer)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._checker.look_at, request, answer)
 
     def _go_on(self, asking: Asking, longer: Request, part: Completion, whole: Completion) -> Verdict:
         """Ask for the rest of an answer that was cut, or for its last part anew with more tokens."""

@@ -23,11 +23,12 @@ class Pattern:
     def __init__(self, pattern: str) -> None:
         self.text = pattern
         """The expression as it was given."""
-        self._is_linear = _is_linear(pattern)
+        self.is_linear = _is_linear(pattern)
+        """Whether a search takes a time in proportion to the text."""
 
     def is_in(self, text: str) -> bool:
         """Tell whether a text contains a match; raises PatternTimeoutError after LONGEST_S seconds."""
-        if self._is_linear:
+        if self.is_linear:
             given = pa.scalar(text.encode("utf-8", "replace").decode(), pa.string())
             return bool(pc.match_substring_regex(given, self.text).as_py())
         import regex  # noqa: PLC0415 - only for such expressions; `re` has no time limit
