@@ -115,8 +115,8 @@ class RenderLimit:
     def call(self, render: Callable[..., Any], *args: Any) -> Any:
         """Return what `render` returns; raises RowRefusedError where it takes too long.
 
-        Within another call it counts for that one. One call into C, such as the multiplication of two long
-        numbers, cannot be interrupted.
+        Within another call it counts for that one. One call into C cannot be interrupted: `made_sizes.py`
+        refuses those of templates that would take long.
         """
         if _WATCH.is_looking():
             return render(*args)

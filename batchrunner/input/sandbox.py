@@ -2,26 +2,28 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.filters
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchrunner.input.made_text import Parts, TooLargeError, check_length
+from batchrunner.input.made_sizes import (
+    check_bits,
+    check_call,
+    check_format,
+    check_items,
+    check_product,
+    check_value,
+    listed,
+)
+from batchrunner.input.made_text import Parts
 
-_MOST_ITEMS = 10_000_000
-"""Most items of a list that a template makes, and the largest number that is a width."""
-_MOST_BITS = 10_000
-"""Most bits of a whole number that a template computes by `*` or `**`."""
-_WIDE_PERCENT = re.compile(r"%[-+ #.\d]*(?:\d{8,}|\*)")
-_WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*\d{8,}")
-_WIDTH_APART = re.compile(r"\{[^{}]*:[^{}]*\{")
-"""Widths in a format that are too large, or that are given apart."""
 _NULL = re.compile(r"\bNone(Type)?\b")
 """What Python's and jinja2's errors about a null have in common."""
 _TO_TEXT = (
@@ -31,10 +33,18 @@ _TO_TEXT = (
 """Filters of jinja2 that would turn a null into the text "None", and bytes into "b'…'"."""
 PRINTING = frozenset({*_TO_TEXT, "default", "d", "safe", "tojson"})
 """Filters whose result shows the value that they are given."""
-_WITH_SIZES = ("batch", "center", "indent", "join", "replace", "slice", "tojson")
-"""Filters of jinja2 whose result may be far longer than what they are given."""
-_BY_NUMBER = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "zfill"}
-"""Filters, and methods of texts, whose numbers are widths or counts."""
+_WITH_SIZES = (
+    *_TO_TEXT, "batch", "dictsort", "float", "groupby", "int", "join", "list", "max", "min", "pprint",
+    "reverse", "round", "slice", "sort", "sum", "tojson", "unique", "urlencode", "xmlattr",
+)  # fmt: skip
+"""Filters of jinja2 whose result may be far larger than what they are given, or that may take long."""
+_OF_ALL = {"join", "list", "reverse", "sort", "sum", "tojson", "unique"}
+"""Those that take all items of an iterator."""
+_COMPARING = ("==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan",
+    "<=", "le", "in")  # fmt: skip
+"""Tests of jinja2 that compare two values."""
+_OWNERS = (str, bytes, int, list, tuple, type)
+"""Types of values whose methods may make a huge value, or may take long."""
 
 
 class NullValueError(ValueError):
@@ -48,7 +58,7 @@ class BytesValueError(ValueError):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Looks up a struct's field before a method of the same name, such as `items`; refuses huge values."""
 
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
+    intercepted_binops = frozenset({"*", "**", "+", "%", "//"})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return the field, else what jinja2 returns."""
@@ -56,11 +66,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return obj[attribute]
         return super().getattr(obj, attribute)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return the item; raises TooLargeError for a huge key."""
+        return super().getitem(obj, self.comparable(argument))
+
     def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:
-        """Call a function or a method; raises TooLargeError before a huge text is made."""
+        """Call a function or a method; raises TooLargeError before a huge value is made."""
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, str):
-            _check_sizes(function.__name__, owner, args, named)
+        if isinstance(owner, _OWNERS):
+            check_call(function.__name__, "" if isinstance(owner, type) else owner, args, named)
         return super().call(context, function, *args, **named)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -68,13 +82,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(other, int):
-                    _check_product(one, other)
+                    check_product(one, other)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * max(right, 0))
-        elif operator == "%" and isinstance(left, str):
-            _check_percent(left)
+            check_bits(left.bit_length() * max(right, 0))
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            values = right if isinstance(right, tuple) else (right,)
+            check_format(left if isinstance(left, str) else left.decode("latin-1"), values, {})
+        elif operator in {"//", "%"} and isinstance(left, int) and isinstance(right, int):
+            check_bits(max(left.bit_length(), right.bit_length()))
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            _check_length(left, len(left) + len(right))
+            check_items(left, len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -84,10 +101,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return None
 
         def bounded(*args: Any, **named: Any) -> str:
-            text = str(value.__self__)
-            large = any(isinstance(item, int) and item > _MOST_ITEMS for item in (*args, *named.values()))
-            if _WIDE_BRACES.search(text) or (large and _WIDTH_APART.search(text)):
-                raise TooLargeError("a width in a format is too large")
+            mapping = args[0] if value.__name__ == "format_map" and args else {}
+            check_format(str(value.__self__), args, {**mapping, **named})
             return formats(*args, **named)
 
         return bounded
@@ -95,8 +110,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def joined(self, *texts: Any) -> str:
         """Return what `~` makes of its operands; raises TooLargeError."""
         parts = Parts()
-        parts.extend(map(str, texts))
+        parts.extend(str(self.comparable(text)) for text in texts)
         return parts.text()
+
+    def comparable(self, value: Any) -> Any:
+        """Return a value that is compared or printed; raises TooLargeError where that takes too long."""
+        if isinstance(value, (list, tuple, dict)):
+            check_value(value)
+        return value
 
     def parts(self) -> Parts:
         """Return an empty list for the parts of a `set` block, a macro or a `call` block."""
@@ -132,42 +153,32 @@ def is_about_null(failure: Exception) -> bool:
     return _NULL.search(str(failure)) is not None
 
 
-def _check_product(value: Any, times: int) -> None:
-    if isinstance(value, int):
-        _check_bits(value.bit_length() + times.bit_length())
-    elif hasattr(value, "__len__"):
-        _check_length(value, len(value) * times)
-
-
-def _check_bits(bits: int) -> None:
-    if bits > _MOST_BITS:
-        raise TooLargeError(f"a number of {bits} bits is too large")
-
-
-def _check_length(value: Any, length: int) -> None:
-    if isinstance(value, str):
-        check_length(length)
-    elif length > _MOST_ITEMS:
-        raise TooLargeError(f"a value of {length} items is too large")
-
-
-def _check_sizes(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Raise TooLargeError where a filter or a method of a text would make a huge one."""
-    given = (*args, *named.values())
-    if name in _BY_NUMBER and any(isinstance(number, int) and number > _MOST_ITEMS for number in given):
-        raise TooLargeError(f"{name}: a number above {_MOST_ITEMS} is too large")
-    texts = [text for text in given if isinstance(text, str)]
-    if name == "replace" and len(texts) > 1:
-        old, new = texts[:2]
-        _check_length("", len(value) + str(value).count(old) * (len(new) - len(old)))
-    elif name == "join":
-        items = args[0] if isinstance(value, str) and args else value
-        if isinstance(items, (list, tuple)):
-            _check_length("", sum(len(item) for item in items if isinstance(item, str)))
-
-
 class _BlockCode(CodeGenerator):
-    """Compiles blocks so that their text is bounded."""
+    """Compiles blocks so that their text is bounded, and comparisons so that they do not take too long."""
+
+    def visit_Compare(self, node: jinja2.nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        """Write a comparison of bounded values."""
+        self.write("(")
+        self._write_bounded(node.expr, frame)
+        for operand in node.ops:
+            self.write(f" {jinja2.compiler.operators[operand.op]} ")
+            self._write_bounded(operand.expr, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: jinja2.nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        """Write a mapping with bounded keys."""
+        self.write("{")
+        for item in node.items:
+            self._write_bounded(item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+    def _write_bounded(self, node: jinja2.nodes.Expr, frame: Frame) -> None:
+        self.write("environment.comparable(")
+        self.visit(node, frame)
+        self.write(")")
 
     def buffer(self, frame: Frame) -> None:
         """Write the list for the parts of a block."""
@@ -227,6 +238,8 @@ def filter_environment() -> TemplateEnvironment:
     environment.filters["format"] = _format
     for name in _WITH_SIZES:
         environment.filters[name] = _bounded(name, environment.filters[name])
+    tests: dict[str, Any] = dict(environment.tests)
+    environment.tests = tests | {name: _comparing(tests[name]) for name in _COMPARING}
     return environment
 
 
@@ -263,19 +276,26 @@ def _bounded(name: str, text_of: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(text_of)
     def bounded(*args: Any, **named: Any) -> Any:
-        _check_sizes(name, args[first], args[first + 1 :], named)
-        return text_of(*args, **named)
+        value = listed(args[first]) if name in _OF_ALL else args[first]
+        check_call(name, value, args[first + 1 :], named)
+        return text_of(*args[:first], value, *args[first + 1 :], **named)
 
     return bounded
 
 
-def _check_percent(text: str) -> None:
-    if _WIDE_PERCENT.search(text):
-        raise TooLargeError("a width in a format is too large")
+def _comparing(test: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Return a test of jinja2 that refuses to compare huge values."""
+
+    def bounded(value: Any, other: Any) -> Any:
+        check_value(value)
+        check_value(other)
+        return test(value, other)
+
+    return bounded
 
 
 def _format(text: str, *values: Any, **named: Any) -> Any:
-    _check_percent(str(text))
+    check_format(str(text), values, named)
     return jinja2.filters.do_format(text, *values, **named)
 
 
@@ -306,6 +326,8 @@ def _printed(value: Any) -> Any:
     """Return a value that is to be printed; raises for a null or a function, whose text is meaningless."""
     if callable(value):
         raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
+    if not isinstance(value, str):
+        check_value(value)
     return _refuse_no_text(value)
 
 

@@ -189,7 +189,7 @@ class ConcurrencyLimits:
         window, why = self._first_window(load, band)
         controller = Controller(name, window, band, most=self.most, now=now)
         self._schedulers.add(KnownScheduler(name, route, controller, heard_at=now))
-        self.row_tokens.schedulers = len(self._schedulers.by_name)
+        self.row_tokens.come_from(len(self._schedulers.by_name))
         return Decision(
             name,
             0,

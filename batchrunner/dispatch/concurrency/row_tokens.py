@@ -17,17 +17,20 @@ class RowTokens:
     """The averages over all rows that the engine has ended."""
 
     def __init__(self) -> None:
-        self.schedulers = 1
-        """Schedulers that these rows come from."""
+        self._memory = MEMORY_ROWS
         self._rows = 0
         self._own = 0.0
         self._output = 0.0
         self._output_squared = 0.0
 
+    def come_from(self, schedulers: int) -> None:
+        """Set the number of schedulers that the rows come from."""
+        self._memory = MEMORY_ROWS * schedulers
+
     def add(self, own_prompt_tokens: int, output_tokens: int) -> None:
         """Count a row that ended; the tokens of its prompt without those that the prefix cache held."""
         self._rows += 1
-        weight = 1 / min(self._rows, MEMORY_ROWS * self.schedulers)
+        weight = 1 / min(self._rows, self._memory)
         self._own += weight * (own_prompt_tokens - self._own)
         self._output += weight * (output_tokens - self._output)
         self._output_squared += weight * (output_tokens * output_tokens - self._output_squared)

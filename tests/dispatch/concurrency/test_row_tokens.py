@@ -41,9 +41,9 @@ def test_old_rows_are_forgotten() -> None:
 def test_rows_that_end_in_waves_are_averaged_over_a_whole_wave() -> None:
     """Of 64 schedulers the short rows end first, 20,000 of them, and then the long ones: they count alike."""
     tokens = RowTokens()
-    tokens.schedulers = 64
+    tokens.come_from(64)
     for output in (600, 1000) * 4:
         for _ in range(20_000):
             tokens.add(0, output)
-        wave = (600**2 + 1000**2) / (2 * 1600)
+    wave = (600**2 + 1000**2) / (2 * 1600)
     assert tokens.held == pytest.approx(wave, rel=0.05)
