@@ -39,7 +39,7 @@ def test_old_rows_are_forgotten() -> None:
 
 
 def test_rows_that_end_in_waves_are_averaged_over_a_whole_wave() -> None:
-    """Of 64 schedulers the short rows end first, 20,000 of them, and then the long ones: they count alike."""
+    """The short rows of 64 schedulers end first, 20,000 of them, and then the long ones: they count alike."""
     tokens = RowTokens()
     tokens.come_from(64)
     for output in (600, 1000) * 4:
