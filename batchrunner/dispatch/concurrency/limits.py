@@ -148,7 +148,7 @@ class ConcurrencyLimits:
             Decision(s.name, s.controller.window, 0, "gone", f"no load sample for {now - s.heard_at:.0f} s")
             for s in known.take_gone(loads, now)
         ]
-        self.row_tokens.schedulers = len(known.by_name)
+        self.row_tokens.come_from(len(known.by_name))
         decisions += self._share_out(unsent + sum(in_flight.values()), now)
         decisions += self._sample(loads, in_flight, now)
         moves = [scheduler.controller.tick(now) for scheduler in known.by_name.values()]
