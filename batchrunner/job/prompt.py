@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from batchrunner.job.fields import PythonFunction, Spec, refuse_equal
 from batchrunner.job.images import PromptWithImages
 
+_WITHOUT_TEMPLATES = {"input_ids", "python", "batch"}
+
 
 class MessageTemplate(Spec):
     """A message of each prompt."""
@@ -17,6 +19,24 @@ class MessageTemplate(Spec):
     """Who speaks."""
     content: str
     """Jinja2 template of what is said, over the columns of a row."""
+
+
+class FieldsSpec(Spec):
+    """Columns that templates show together, as `{{ fields }}`: a line `name: value` for each."""
+
+    columns: Annotated[list[str], Field(min_length=1)]
+    """Names of the columns. A null is `null`, and a list or a struct is JSON."""
+    order: Literal["auto", "written"] = "auto"
+    """Order of the lines. `auto`: that in which rows share the longest prefixes, by a sample of the input, so
+    that the engine's cache holds more of each prompt. The first start decides, and the run keeps the order.
+    `written`: the order of `columns`."""
+
+    @model_validator(mode="after")
+    def _each_once(self) -> FieldsSpec:
+        twice = [name for name in self.columns if self.columns.count(name) > 1]
+        if twice:
+            raise ValueError(f"`columns` has {twice[0]!r} twice")
+        return self
 
 
 class PromptSpec(PromptWithImages):
@@ -54,6 +74,11 @@ class PromptSpec(PromptWithImages):
     `{type: function, function: {name, description, parameters}}`, or the column with such lists, also as
     JSON. A null stands for no tools. The calls are in the column `tool_calls` of the results; the server
     needs a `--tool-call-parser` to find them."""
+    fields: FieldsSpec | None = None
+    """Columns that the templates of `user`, `system`, `text` or `messages` show as `{{ fields }}`: a line
+    `name: value` for each of `columns`. With `order: auto`, the default, the lines are in the order in which
+    rows share the longest prefixes, so that the engine's cache holds more of each prompt; the first start
+    decides by a sample of the input, and the run keeps the order. `order: written` is that of `columns`."""
     truncate: Literal["head", "tail", "middle"] | None = None
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
@@ -99,6 +124,8 @@ class PromptSpec(PromptWithImages):
             raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")
         if given == ["batch"] and self.truncate is not None:
             raise ValueError("`truncate` has no effect on `batch`: its requests go as they are")
+        if self.fields is not None and (given[0] in _WITHOUT_TEMPLATES or isinstance(self.messages, str)):
+            raise ValueError(f"`fields` goes with templates, not with `{given[0]}`")
         if given != ["user"] and self.system is not None:
             raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
         if self.continue_ is not None and not isinstance(self.messages, str):

@@ -127,9 +127,25 @@ def different_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | No
             difference = f"its input {after['path']} has other content than {before['path']}"
             break
     for name in ("filter", "prompt"):
-        if difference is None and one[name] != other[name]:
-            difference = _difference(name, one[name], other[name])
+        before, after = (_in_any_order(found[name]) for found in (one, other))
+        if difference is None and before != after:
+            difference = _difference(name, before, after)
     return difference
+
+
+def _in_any_order(part: Any) -> Any:
+    """Return a part of a fingerprint without the order of a prompt's fields, which is no other question."""
+    fields = part.get("fields") if isinstance(part, dict) else None
+    if not isinstance(fields, dict) or not isinstance(fields.get("columns"), list):
+        return part
+    return {**part, "fields": sorted(map(str, fields["columns"]))}
+
+
+def known_fields(found: Mapping[str, Any]) -> list[str] | None:
+    """Return the columns of `prompt.fields` in the order of a run, by its fingerprint; None without any."""
+    fields = found["prompt"].get("fields")
+    columns = fields.get("columns") if isinstance(fields, dict) else None
+    return columns if isinstance(columns, list) and all(isinstance(name, str) for name in columns) else None
 
 
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:

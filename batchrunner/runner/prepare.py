@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pyroaring import BitMap64
 
@@ -14,6 +14,7 @@ from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.dispatch.checks.python_check import judges_by_row
 from batchrunner.input.dataset import Dataset
+from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
@@ -30,11 +31,13 @@ from batchrunner.output.run_json import (
     earlier_answers,
     fingerprint,
     holds_run,
+    known_fields,
     read_run_json,
     refuse_nesting,
 )
 from batchrunner.output.stores.addresses import store_address
 from batchrunner.output.task_holder import is_held
+from batchrunner.runner.cluster.leases import Leases
 from batchrunner.runner.shard import JoinTask, Shard, split_option
 
 log = logging.getLogger(__name__)
@@ -93,24 +96,61 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
     functions = open_functions(job)
     try:
         answers = plan_answers(job, None if fresh else earlier_answers(run_dir), functions)
-        renderer = Renderer(
-            dataset,
-            job.input,
-            job.prompt,
-            job.first_sampling,
-            render_s=job.limits.render,
-            asks=answers.asks,
-            functions=functions,
-            expression=job.check.expression,
-            task=answers.task,
-            first_temperature=job.check.first_temperature,
-        )
+        renderer = _renderer(job, dataset, answers, functions)
+        job, renderer = _with_field_order(job, renderer, dataset, answers, None if fresh else run_dir)
         AnswerChecker(job, answers, dataset.schema.names)  # raises what is wrong with the checks
     except BaseException:
         if functions is not None:
             functions.close()
         raise
     return PreparedJob(job, dataset, renderer, run_dir, answers, part, functions)
+
+
+def _renderer(job: Job, dataset: Dataset, answers: AnswerPlan, functions: HookPool | None) -> Renderer:
+    return Renderer(
+        dataset,
+        job.input,
+        job.prompt,
+        job.first_sampling,
+        render_s=job.limits.render,
+        asks=answers.asks,
+        functions=functions,
+        expression=job.check.expression,
+        task=answers.task,
+        first_temperature=job.check.first_temperature,
+    )
+
+
+def _with_field_order(
+    job: Job, renderer: Renderer, dataset: Dataset, answers: AnswerPlan, run_dir: RunDir | None
+) -> tuple[Job, Renderer]:
+    """Return the job with the fields of its prompts in the order of the run, and what renders it.
+
+    Where no earlier start in `run_dir` has decided, a sample of the input does. Raises InputError, or
+    ResumeError for a run.json that cannot be read.
+    """
+    fields = job.prompt.fields
+    if fields is None or fields.order == "written" or len(fields.columns) == 1:
+        return job, renderer
+    before = _fingerprint_of(run_dir) if run_dir else None
+    columns = known_fields(before) if before else None
+    if columns is None or {*columns} != {*fields.columns}:
+        found = decide_fields(dataset, job.input, fields.columns, renderer.predicate)
+        columns = [*found.columns]
+        log.info("prompt.fields: %s", found)
+    prompt = job.prompt.model_copy(update={"fields": fields.model_copy(update={"columns": columns})})
+    job = job.model_copy(update={"prompt": prompt})
+    return job, _renderer(job, dataset, answers, None)
+
+
+def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
+    """Return the fingerprint of a run, or of the plan of tasks whose engines still start; None without any."""
+    old = read_run_json(run_dir)
+    if old is not None:
+        return cast("Mapping[str, Any]", old["fingerprint"])
+    leases = Leases(run_dir.leases)
+    leases.refresh()
+    return leases.plan.fingerprint if leases.plan else None
 
 
 def _open_dataset(job: Job, run_dir: RunDir) -> Dataset:

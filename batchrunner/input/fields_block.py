@@ -1,0 +1,61 @@
+"""`prompt.fields`: columns of a row as one block of text, which templates show as `{{ fields }}`."""
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+from batchrunner.core.errors import InputError, JobError
+from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.prompt_types import holds_bytes
+from batchrunner.job.prompt import FieldsSpec
+
+FIELDS = "fields"
+"""Name of the block in templates."""
+_PLAIN = (str, int, float, Decimal, date, time)
+"""Types of values that stand in a block as Python writes them; others stand there as JSON."""
+
+
+class FieldsBlock:
+    """Makes the block of a row: a line `name: value` for each column, in the order of `columns`."""
+
+    def __init__(self, spec: FieldsSpec, dataset: ColumnSource) -> None:
+        """Check the columns; raises InputError for a missing one, or one of bytes, JobError for a clash."""
+        if FIELDS in dataset.schema.names:
+            raise JobError(
+                f"prompt.fields: the input has a column {FIELDS!r}, which templates could not tell from it",
+                hint="give that column another name in the input",
+            )
+        for name in spec.columns:
+            kind = dataset.field(name, where="prompt.fields").type
+            if holds_bytes(kind):
+                raise InputError(f"prompt.fields: column {name!r} holds bytes ({kind}), which are no text")
+        self.columns = spec.columns
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Return the block of a row."""
+        return "\n".join(field_line(name, row[name]) for name in self.columns)
+
+
+class PromptWithFields:
+    """Makes prompts by templates that show the block."""
+
+    def __init__(self, block: FieldsBlock, make: Callable[[dict[str, Any]], Any]) -> None:
+        self._block = block
+        self._make = make
+
+    def prompt(self, row: Mapping[str, Any]) -> Any:
+        """Return the prompt of a row; raises RowRefusedError as the templates do."""
+        return self._make({**row, FIELDS: self._block.text(row)})
+
+
+def field_line(name: str, value: Any) -> str:
+    """Return the line of a field; a null is `null`, and a list or a struct is JSON."""
+    return f"{name}: {_written(value)}"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, _PLAIN) and not isinstance(value, bool):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
