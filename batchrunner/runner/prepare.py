@@ -144,7 +144,7 @@ def _with_field_order(
 
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
-    """Return the fingerprint of a run, or of the plan of tasks whose engines still start; None without any."""
+    """Return the fingerprint of a run, or of the plan of tasks whose engines start; None without any."""
     old = read_run_json(run_dir)
     if old is not None:
         return cast("Mapping[str, Any]", old["fingerprint"])

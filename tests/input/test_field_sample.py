@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 
 import batchrunner
 from batchrunner.input import field_sample
-from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:
@@ -82,6 +83,22 @@ def test_tasks_decide_alike(tmp_path: Path, server: FakeSGLang) -> None:
     file = write_job(a_job(tmp_path, server), tmp_path)
     for shard in ("0/2", "1/2"):
         assert batchrun(file, "--shard", shard).exit_code == 0
+    assert orders(server) == {"plot,kind,key"}
+
+
+def test_tasks_keep_the_order_of_their_plan(tmp_path: Path, server: FakeSGLang) -> None:
+    """The first task planned and died before it sent a row: a later one finds more files, and keeps it."""
+    write(tmp_path / "in" / "a.parquet", 100)
+    file = write_job(a_job(tmp_path, server), tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        url = f"engine={{kind: attach, urls: ['http://127.0.0.1:{silent.getsockname()[1]}']}}"
+        with started(file, "--join", "--set", url) as first:
+            eventually(lambda: [*(tmp_path / "run" / "leases").glob("plan-*")])
+            first.process.kill()
+            first.process.wait()
+    assert not (tmp_path / "run" / "run.json").exists()
+    write(tmp_path / "in" / "b.parquet", 3000, first=100, swap=True)
+    assert batchrun(file, "--join").exit_code == 0
     assert orders(server) == {"plot,kind,key"}
 
 
