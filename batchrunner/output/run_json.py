@@ -305,11 +305,16 @@ def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> Non
         write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
 
 
+def may_be_secret(name: str) -> bool:
+    """Tell whether the value of an engine's argument of this name may be secret."""
+    return _SECRET.search(name) is not None
+
+
 def without_secrets(job: Job) -> dict[str, Any]:
     """Return the job as run.json keeps it: values that may be secret (all of `engine.env`) become ***."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args", "gateway_args"):
         values = spec["engine"].get(section, {})
-        masked = [name for name in values if section == "env" or _SECRET.search(name)]
+        masked = [name for name in values if section == "env" or may_be_secret(name)]
         values.update(dict.fromkeys(masked, "***"))
     return spec

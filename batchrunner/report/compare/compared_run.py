@@ -14,7 +14,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import require_run_json
+from batchrunner.output.run_json import may_be_secret, require_run_json
 from batchrunner.report.compare.steady_rates import SteadyRates, steady_rates
 from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.html.task_history import TaskHistory, history_of
@@ -24,10 +24,10 @@ _OWN_TO_A_RUN = {"output.path", "engine.urls", "engine.url"}
 """Fields of a job that differ between any two runs, or name the server only."""
 _NO_FLAGS = {
     *("host", "port", "nccl_port", "dist_init_addr", "random_seed", "model_path", "tokenizer_path"),
-    *("served_model_name", "log_level", "log_level_http", "api_key", "admin_api_key", "grpc_port"),
-    *("cuda_graph_config", "model_config", "disaggregation_bootstrap_port"),
+    *("served_model_name", "log_level", "log_level_http", "grpc_port"),
+    *("model_config", "disaggregation_bootstrap_port"),
 }
-"""Arguments in a server's log that no speed depends on, that tell what others tell, or that are secret."""
+"""Arguments in a server's log that no speed depends on, or that tell what others tell."""
 _ENGINE_FACTS = (
     "model",
     "version",
@@ -91,7 +91,8 @@ def read_compared(path: str) -> ComparedRun:
 def _setup(facts: Mapping[str, Any], situation: Situation) -> dict[str, Any]:
     engine, server = facts["engine"], situation.facts
     found = {f"job.{name}": value for name, value in _flat(facts["job"]) if name not in _OWN_TO_A_RUN}
-    found |= {f"flag.{name}": value for name, value in server.arguments.items() if name not in _NO_FLAGS}
+    flags = {name: value for name, value in server.arguments.items() if name not in _NO_FLAGS}
+    found |= {f"flag.{name}": value for name, value in _flat(flags) if not may_be_secret(name)}
     found |= {f"engine.{name}": engine.get(name) for name in _ENGINE_FACTS}
     found["engine.card"] = engine.get("card") or server.card
     return found | {f"version.{name}": facts["versions"].get(name) for name in _VERSIONS}

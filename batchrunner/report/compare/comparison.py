@@ -105,7 +105,11 @@ class Comparison:
         found = dict.fromkeys(name for run in self.runs for name in run.setup)
         names = sorted(found, key=lambda name: KINDS.index(name.partition(".")[0]))
         values = {name: [run.setup.get(name) for run in self.runs] for name in names}
-        return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+        return {
+            name: each
+            for name, each in values.items()
+            if any(value != each[0] for value in each) and values.get(_field_of(name)) != each
+        }
 
     @property
     def notes(self) -> list[str]:
@@ -238,6 +242,12 @@ def _name(name: str) -> str:
     return {"job": rest, "flag": f"--{rest.replace('_', '-')}", "version": f"{rest} version"}.get(
         kind, f"{rest.replace('_', ' ')} of the engine"
     )
+
+
+def _field_of(name: str) -> str:
+    """Return the name of the job's field that gives the server a flag: what both tell is told once."""
+    kind, _, flag = name.partition(".")
+    return f"job.engine.args.{flag.replace('_', '-')}" if kind == "flag" else ""
 
 
 def _brief(value: Any) -> str:

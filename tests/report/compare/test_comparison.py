@@ -75,8 +75,20 @@ def test_what_differs_and_what_it_did(own: Path) -> None:
     before, wide = own / "before", own / "wide"
     tell(before, 1000)
     tell(wide, 1300)
-    LogWriter().started(chunked_prefill_size=2048, port=1).write(before, "engine-server.log")
-    LogWriter().started(chunked_prefill_size=8192, port=2).write(wide, "engine-server.log")
+    first_flags: dict[str, Any] = {
+        "chunked_prefill_size": 2048,
+        "port": 1,
+        "api_key": "one",
+        "ssl_keyfile_password": "a",
+    }
+    LogWriter().started(**first_flags).write(before, "engine-server.log")
+    other_flags: dict[str, Any] = {
+        "chunked_prefill_size": 8192,
+        "port": 2,
+        "api_key": "two",
+        "ssl_keyfile_password": "b",
+    }
+    LogWriter().started(**other_flags).write(wide, "engine-server.log")
     found = compared(before, wide)
     assert found["changed"] == {
         "job.window": [None, 64],
@@ -98,6 +110,19 @@ def test_what_differs_and_what_it_did(own: Path) -> None:
     (line,) = (line for line in lines if line.startswith("output tokens/s, steady"))
     assert "(1.30 x, 1.30-1.30)" in line
     assert "note: the sampling differs, so outputs differ: compare tokens/s, not rows/s" in lines
+
+
+def test_a_flag_of_the_job_is_told_once(own: Path) -> None:
+    """The server's log says what the job gave it: one change, unless the server made another of it."""
+    for run, size, dtype in ((own / "before", 2048, "a"), (own / "wide", 8192, "b")):
+        facts = json.loads((run / "run.json").read_text())
+        facts["job"]["engine"]["args"] = {"chunked-prefill-size": size, "dtype": dtype}
+        (run / "run.json").write_text(json.dumps(facts))
+        flags: dict[str, Any] = {"chunked_prefill_size": size, "dtype": f"float{size}"}
+        LogWriter().started(**flags).write(run, "engine-server.log")
+    changed = compared(own / "before", own / "wide")["changed"]
+    assert [name for name in changed if "prefill" in name] == ["job.engine.args.chunked-prefill-size"]
+    assert changed["flag.dtype"] == ["float2048", "float8192"]
 
 
 def test_a_run_beside_itself(lab: Path) -> None:
