@@ -82,7 +82,7 @@ def test_schemas_that_no_answer_can_be_checked_against(
     """They are refused before anything is sent."""
     schema, told = REFUSED[name]
     section, key = where.split(".")
-    job: dict[str, Any] = {**job_of(tmp_path, server), section: {key: schema}}
+    job = {**job_of(tmp_path, server), section: {key: schema}}
     refused = batchrun(write_job(job, tmp_path))
     assert refused.exit_code == 2
     assert f"{where}: not a JSON Schema that answers can be checked against: " in refused.stderr

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import faulthandler
 import mmap
+import os
 import pickle
 import resource
 import signal
@@ -48,6 +49,7 @@ class HookServer:
         self._functions = functions
         self._limit_s = limit_s
         self._is_calling = False
+        self._process = os.getpid()
         signal.signal(TOO_LONG, self._on_too_long)
 
     def serve(self) -> None:
@@ -85,6 +87,7 @@ class HookServer:
                 result = HookResult(self._converted(function, value))
             finally:
                 self._is_calling = False
+                self._end_if_forked()
         except CallTooLongError as failure:
             at = place_of(failure)
             result = HookResult(None, f"{where}: {at}took more than {self._limit_s:g} s (limits.python)")
@@ -102,6 +105,11 @@ class HookServer:
             content = pickle.dumps((None, error))
         self._shared[ENDED] += 1
         return content, is_fit
+
+    def _end_if_forked(self) -> None:
+        """End a process that the function forked, and that came back from it: its answers are nobody's."""
+        if os.getpid() != self._process:
+            os._exit(0)
 
     def _converted(self, function: LoadedFunction, value: Any) -> Any:
         try:

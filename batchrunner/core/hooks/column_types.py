@@ -239,10 +239,22 @@ def _json(value: Any) -> str:
 def _json_value(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return list(value)
+    if hasattr(value, "tolist"):  # numpy
+        return value.tolist()
     try:
         return dict(_as_mapping(value))
     except ValueError:
+        if _has_no_text(value):
+            raise
         return str(value)
+
+
+def _has_no_text(value: Any) -> bool:
+    """Tell whether the text of a value says nothing of it: bytes, a generator, a class without a text."""
+    plain = object.__str__, object.__repr__
+    is_bare = (getattr(type(value), "__str__", None), getattr(type(value), "__repr__", None)) == plain
+    is_running = hasattr(value, "__next__") or hasattr(value, "__await__")
+    return is_bare or is_running or callable(value) or isinstance(value, (bytes, bytearray, memoryview))
 
 
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {

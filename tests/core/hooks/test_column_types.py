@@ -129,6 +129,8 @@ def test_a_field_that_no_column_can_hold() -> None:
         ({"page": 1}, PLACE, {"page": 1, "line": None}),
         ({"a": {1, 2}}, "json", '{"a": [1, 2]}'),
         ("a", "json", '"a"'),
+        ({"a": np.int64(1), "b": np.array([1, 2]), "c": dt.date(2024, 5, 1)}, "json",
+         '{"a": 1, "b": [1, 2], "c": "2024-05-01"}'),
     ],
 )  # fmt: skip
 def test_values_that_fit(value: Any, kind: Any, becomes: Any) -> None:
@@ -142,7 +144,8 @@ def test_values_that_fit(value: Any, kind: Any, becomes: Any) -> None:
         ("3", "int64"), (3.5, "int64"), (1 << 63, "int64"), (1 << 31, "int32"), ("1.5", "float64"),
         (1, "bool"), (1, "string"), (b"a", "string"), (5, "binary"), ("soon", "date"), (7, "timestamp"),
         ("ab", ("list", "string")), ({"a": 1}, ("list", "string")), ([1], PLACE), ({"pages": 1}, PLACE),
-        (float("nan"), "json"),
+        (float("nan"), "json"), (b"a", "json"), ({"a": [object()]}, "json"), ((n for n in "ab"), "json"),
+        (len, "json"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_fit(value: Any, kind: Any) -> None:
