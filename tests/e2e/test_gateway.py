@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import threading
@@ -270,6 +271,46 @@ def test_what_stands_in_the_way(
         assert "refuses the API key" in said(real_gateway.url)
     monkeypatch.setenv(KEY_VARIABLE, real_gateway.key)
     assert "must be within reach from here too" in said(real_gateway.url)
+
+
+@pytest.mark.gateway
+def test_a_batch_file(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+    """Bodies pass it whole, also without a model; what it refuses itself has its own error."""
+    say = [{"role": "user", "content": "hi"}]
+    chat, text = "/v1/chat/completions", "/v1/completions"
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat": (chat, {"messages": say, "model": "gpt-4o", "n": 2, "seed": 5, "logprobs": True}),
+        "bare": (chat, {"messages": say, "tools": [tool], "tool_choice": "required"}),
+        "text": (text, {"prompt": "one", "max_tokens": 3}),
+        "texts": (text, {"prompt": ["one", "two"], "model": "gpt-4o"}),
+        "long": (text, {"prompt": "too long"}),
+        "odd": (chat, {"messages": "hello"}),
+        "ids": (text, {"prompt": [1, 2, 3]}),
+    }
+    requests, results = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    with requests.open("w") as file:
+        for name, (url, body) in bodies.items():
+            line = {"custom_id": name, "method": "POST", "url": url, "body": body}
+            file.write(json.dumps(line) + "\n")
+    base = tmp_path / "base.yaml"
+    with two_workers(real_gateway.key) as (one, two):
+        one.script = two.script = lambda sent: "too long" if sent.prompt == "too long" else "answer"
+        base.write_text(json.dumps({"engine": behind(one, two)}))
+        done = batchrun("batch", requests, "-o", results, "--job", base)
+        sent = [item.body for item in one.sent + two.sent]
+    assert done.exit_code == 0, done.stderr
+    lines = {line["custom_id"]: line for line in map(json.loads, results.read_text().splitlines())}
+    assert [name for name, line in lines.items() if line["error"]] == ["long", "odd", "ids"]
+    assert list(lines) == list(bodies)
+    assert len(lines["chat"]["response"]["body"]["choices"]) == 2
+    assert lines["chat"]["response"]["body"]["model"] == "gpt-4o"
+    for name in ("chat", "bare", "text"):
+        body = bodies[name][1]
+        assert any(all(got.get(key) == body[key] for key in body if key != "model") for got in sent), name
+    assert lines["long"]["response"]["body"]["error"]["type"] == "BadRequestError"
+    assert "expected a sequence" in lines["odd"]["response"]["body"]["error"]["message"]
+    assert lines["ids"]["response"]["status_code"] == 422
 
 
 EACH: dict[str, Any] = {

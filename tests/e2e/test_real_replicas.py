@@ -29,15 +29,20 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template begins the reasoning itself."""
     require_engine("sglang", "sglang_router")
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
+    model = make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n"
+    )
+    return model
 
 
 def fleet_of(tiny: Path) -> dict[str, Any]:
     # one thread for a model this small: the threads of two replicas would fight for the cores
     return {
         "kind": "gateway", "model": str(tiny), "device": "cpu", "replicas": 2,
-        "env": {"OMP_NUM_THREADS": "1"},
+        "env": {"OMP_NUM_THREADS": "1"}, "args": {"reasoning-parser": "deepseek-r1"},
     }  # fmt: skip
 
 
@@ -115,6 +120,47 @@ def _polled(job: dict[str, Any]) -> set[str]:
     return {signal["scheduler"] for sample in samples for signal in sample["signals"]}
 
 
+def _check_reasoning(engine: batchrunner.OpenEngine) -> None:
+    """The server's parser parts the reasoning, which the chat template began, from the answer."""
+    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    table = batchrunner.generate(["a", "b"], engine=engine, sampling=sampling)
+    for row in table.to_pylist():  # cut before the answer: a random model does not end its thoughts
+        assert (row["error"], row["output"], row["finish_reason"]) == (None, "", "length")
+        assert row["reasoning"]
+        assert row["completion_tokens"] == 6
+
+
+def _check_batch(engine: batchrunner.OpenEngine, directory: Path) -> None:
+    """Whole requests pass the real gateway, and their answers come back whole."""
+    say = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
+    bodies: dict[str, dict[str, Any]] = {
+        "two": {**say, "model": "gpt-4o", "n": 2, "logprobs": True, "top_logprobs": 2},
+        "whole": {**say, "separate_reasoning": False},
+        "text": {"prompt": "One, two,", "max_tokens": 3, "ignore_eos": True},
+        "wrong": {**say, "max_tokens": 10**6},
+    }
+    directory.mkdir()
+    with (directory / "requests.jsonl").open("w") as file:
+        for name, body in bodies.items():
+            url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+            line = {"custom_id": name, "method": "POST", "url": url, "body": body}
+            file.write(json.dumps(line) + "\n")
+    job = {
+        "input": {"path": str(directory / "requests.jsonl"), "columns": ["custom_id"]},
+        "prompt": {"batch": "strict"},
+        "output": {"path": str(directory / "run")},
+        "limits": {"max_failed_rows": 1},
+    }
+    report = batchrunner.run(job, engine=engine)
+    assert (report.rows_ok, report.rows_failed) == (3, 1), report.failures
+    two, whole, text, wrong = (json.loads(row["response"]) for row in results_of(job))
+    assert [bool(choice["message"]["reasoning_content"]) for choice in two["choices"]] == [True, True]
+    assert len(two["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert whole["choices"][0]["message"]["content"]
+    assert text["usage"]["completion_tokens"] == 3
+    assert wrong["type"] == "BadRequestError"
+
+
 def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """All rows are answered, by both replicas, whose loads are polled; the key is in no log."""
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=200)
@@ -123,6 +169,8 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     fleet = _fleet(replicas)
     assert _polled(job) == fleet._replicas.keys()
     assert report.engine["max_running"] == 64
+    _check_reasoning(replicas)
+    _check_batch(replicas, tmp_path / "batch")
     for log in fleet._log_dir.glob("engine-*.log"):
         assert fleet._key not in log.read_text(errors="replace")
     assert len(list(fleet._log_dir.glob("engine-*.log"))) == 3

@@ -83,6 +83,8 @@ class SGLangClient:
         self._checks_answers = False
         self._vocabulary: int | None = None
         self._names: ModelNames | None = None
+        self._unnamed: str | None = None
+        """Name that a whole request is sent with which has none; None for none."""
 
     async def open(
         self, urls: Sequence[str], gateway: str | None = None, workers: WorkerList | None = None
@@ -94,6 +96,7 @@ class SGLangClient:
         cannot do the work.
         """
         self._gateway = gateway
+        self._unnamed = wire.ANY_MODEL if gateway else None  # sglang_router refuses completions without one
         self.replace_replicas(urls)
         routes = {GATEWAY_ROUTE: gateway} if gateway else {url: url for url in urls}
         self.endpoints = {route: Endpoint(url, self._timeout_s) for route, url in routes.items()}
@@ -145,7 +148,7 @@ class SGLangClient:
         assert self._names is not None
         whole = isinstance(request.prompt, RequestBody)
         bodies = (
-            [with_model(request.prompt, self._names.sent(request.prompt))]
+            [with_model(request.prompt, self._names.sent(request.prompt) or self._unnamed)]
             if whole
             else wire.bodies_of([request])
         )
