@@ -11,6 +11,8 @@ from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.prompt_types import holds_bytes
 from batchrunner.job.prompt import FieldsSpec
 
+MakePrompt = Callable[[dict[str, Any]], Any]
+"""Makes the prompt of a row; raises RowRefusedError."""
 FIELDS = "fields"
 """Name of the block in templates."""
 _PLAIN = (str, int, float, Decimal, date, time)
@@ -41,13 +43,39 @@ class FieldsBlock:
 class PromptWithFields:
     """Makes prompts by templates that show the block."""
 
-    def __init__(self, block: FieldsBlock, make: Callable[[dict[str, Any]], Any]) -> None:
+    def __init__(self, block: FieldsBlock, make: MakePrompt) -> None:
         self._block = block
         self._make = make
 
     def prompt(self, row: Mapping[str, Any]) -> Any:
         """Return the prompt of a row; raises RowRefusedError as the templates do."""
         return self._make({**row, FIELDS: self._block.text(row)})
+
+
+def names_made(block: FieldsBlock | None) -> list[str]:
+    """Return the names that templates have beside those of columns."""
+    return [FIELDS] if block else []
+
+
+def with_block(
+    block: FieldsBlock | None, make: MakePrompt, columns: list[str]
+) -> tuple[MakePrompt, list[str]]:
+    """Return what makes prompts whose templates read these `columns`, and the input's columns for it.
+
+    Raises JobError where there is a block that no template shows.
+    """
+    if block is None:
+        return make, columns
+    if FIELDS not in columns:
+        raise not_shown("user")
+    return PromptWithFields(block, make).prompt, sorted({*columns, *block.columns} - {FIELDS})
+
+
+def not_shown(where: str) -> JobError:
+    """Return the error of fields that no template shows; `where` is the part of the prompt for them."""
+    return JobError(
+        "prompt.fields: no template shows them", hint=f"write {{{{ fields }}}} into prompt.{where}"
+    )
 
 
 def field_line(name: str, value: Any) -> str:

@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
-from batchrunner.core.errors import InputError, JobError, RowRefusedError
+from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.images import PromptImage
 from batchrunner.core.types import (
@@ -27,7 +27,7 @@ from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import RowBatch
-from batchrunner.input.fields_block import FIELDS, FieldsBlock, PromptWithFields
+from batchrunner.input.fields_block import FieldsBlock, names_made, not_shown, with_block
 from batchrunner.input.images.prompts import ImagePrompts
 from batchrunner.input.items import ItemSource
 from batchrunner.input.messages import WANTED as MESSAGES_WANTED
@@ -212,13 +212,13 @@ def _prompt_source(
     if python is not None:
         return PromptSource(None, dict, python.columns)  # the row stands for its prompt until it is filled in
     block = FieldsBlock(prompt.fields, dataset) if prompt.fields else None
-    available = [*dataset.schema.names, *_made(block)]
+    available = [*dataset.schema.names, *names_made(block)]
     if prompt.user is not None or isinstance(prompt.messages, list):
         templates = MessageTemplates(_templates_of(prompt), available, limit)
         for where, each in templates.templates.items():
-            _refuse_bytes(each, dataset, where, [*prompt.image_columns, *_made(block)])
+            _refuse_bytes(each, dataset, where, [*prompt.image_columns, *names_made(block)])
         printed = frozenset(name for each in templates.templates.values() for name in each.printed)
-        make, columns = _with_block(block, templates.prompt, templates.columns)
+        make, columns = with_block(block, templates.prompt, templates.columns)
         return PromptSource("messages", make, columns, printed)
     if prompt.messages is not None:
         found = dataset.field(prompt.messages, where="prompt.messages").type
@@ -233,35 +233,12 @@ def _prompt_source(
         return PromptSource("body", requests.prompt, list(requests.columns))
     if prompt.text is not None and is_template(prompt.text):
         template = Template(prompt.text, where="prompt.text", available=available, limit=limit)
-        _refuse_bytes(template, dataset, "prompt.text", [*prompt.image_columns, *_made(block)])
-        make, columns = _with_block(block, template.render, template.columns)
+        _refuse_bytes(template, dataset, "prompt.text", [*prompt.image_columns, *names_made(block)])
+        make, columns = with_block(block, template.render, template.columns)
         return PromptSource("text", make, columns, frozenset(template.printed))
     if block is not None:
-        raise _fields_not_shown("text")
+        raise not_shown("text")
     return _prompt_column(prompt, dataset)
-
-
-def _made(block: FieldsBlock | None) -> list[str]:
-    """Return the names in templates that are no columns of the input."""
-    return [FIELDS] if block else []
-
-
-def _with_block(
-    block: FieldsBlock | None, make: Callable[[Row], Any], columns: list[str]
-) -> tuple[Callable[[Row], Any], list[str]]:
-    """Return what makes prompts whose templates read these columns, and the input's columns for it."""
-    if block is None:
-        return make, columns
-    if FIELDS not in columns:
-        raise _fields_not_shown("user")
-    used = {*columns, *block.columns} - {FIELDS}
-    return PromptWithFields(block, make).prompt, sorted(used)
-
-
-def _fields_not_shown(where: str) -> JobError:
-    return JobError(
-        "prompt.fields: no template shows them", hint=f"write {{{{ fields }}}} into prompt.{where}"
-    )
 
 
 def _prompt_column(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
