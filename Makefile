@@ -3,7 +3,7 @@ PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --con
 # 4 workers on two cores too: tests wait more than they compute
 PYTEST := .venv/bin/python -m pytest -n 4
 ENGINE := .venv/.engine data/smollm2-135m-instruct/config.json
-TARGETS := $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
+TARGETS := $(shell sed -n 's/^\([a-z0-9-]*\):.*\#\# .*/\1/p' Makefile)
 .DELETE_ON_ERROR:
 .PHONY: $(TARGETS)
 
@@ -11,7 +11,7 @@ TARGETS := $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 
 help: ## Show this list (the default)
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
-		/^[a-z-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' Makefile
+		/^[a-z0-9-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' Makefile
 
 install: .venv/.light ## Install the light part: .venv/bin/batchrun without SGLang
 

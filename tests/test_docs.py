@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *D
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:\.ci|batchrunner|benchmarks|docs|jobs|tests)/[\w./*-]*)`")
-TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)(?![\w-]*…)")
+TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z0-9]+)*)(?![\w-]*…)")
 
 
 def name_of(page: Path) -> str:

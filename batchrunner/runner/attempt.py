@@ -19,7 +19,8 @@ from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Sleeper
-from batchrunner.runner.prepare import PreparedJob, find_done
+from batchrunner.runner.prepare import find_done
+from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.runner.shard import JoinTask, Shard
 from batchrunner.runner.task_rows import FixedRows
 

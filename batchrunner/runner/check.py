@@ -19,7 +19,8 @@ from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.output.failures import Failures
 from batchrunner.report.report import cause_lines
-from batchrunner.runner.prepare import PreparedJob, find_done, prepare
+from batchrunner.runner.prepare import find_done, prepare
+from batchrunner.runner.prepared_job import PreparedJob
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000

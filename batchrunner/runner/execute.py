@@ -29,7 +29,8 @@ from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.handover import Handover
-from batchrunner.runner.prepare import PreparedJob, check_resumes, check_same_weights, prepare
+from batchrunner.runner.prepare import check_resumes, check_same_weights, prepare
+from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.runner.progress import Display, NoDisplay
 from batchrunner.runner.run import build_run, give_back
 from batchrunner.runner.shard import JoinTask, Shard

@@ -2,21 +2,16 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-
-from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, JobError, OutputError, ResumeError
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.checker import AnswerChecker
-from batchrunner.dispatch.checks.python_check import judges_by_row
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.files import join_paths
-from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.python_functions import IMAGES, open_functions
@@ -38,6 +33,7 @@ from batchrunner.output.run_json import (
 from batchrunner.output.stores.addresses import store_address
 from batchrunner.output.task_holder import is_held
 from batchrunner.runner.cluster.leases import Leases
+from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.runner.shard import JoinTask, Shard, split_option
 
 log = logging.getLogger(__name__)
@@ -46,34 +42,6 @@ RESULT_DIRECTORIES = {"parts", "merged"}
 """Directories of a run that may be the input of another one."""
 RUN_DIRECTORIES = {*RESULT_DIRECTORIES, "tasks", "leases", "merged.tmp"}
 """Directories of a run in which Parquet files may lie."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedJob(JobInput):
-    """A job whose input, templates and output directory were checked; nothing was sent or written."""
-
-    run_dir: RunDir
-    answers: AnswerPlan
-    part: Shard | JoinTask | None = None
-    functions: HookPool | None = None
-    """The job's Python functions; None where it has none."""
-
-    @property
-    def dedupes(self) -> bool:
-        """Whether equal rows at temperature 0 share an answer; not where they may need unlike ones."""
-        return self.job.dedupe and not judges_by_row(self.functions)
-
-    def close(self) -> None:
-        """End the processes of the Python functions."""
-        if self.functions is not None:
-            self.functions.close()
-
-    def share_of(self, selected: BitMap64) -> BitMap64:
-        """Return the selected rows that this task may do: those of its shard, or all."""
-        if not isinstance(self.part, Shard):
-            return selected.copy()
-        rows = self.part.rows(self.dataset.total_rows, self.dataset.row_group_ends())
-        return selected & BitMap64(rows)
 
 
 def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = False) -> PreparedJob:

@@ -32,7 +32,8 @@ from batchrunner.runner.control import Control
 from batchrunner.runner.fitting_results import fitting
 from batchrunner.runner.handover import Handover, StoredAndGiven
 from batchrunner.runner.parsed_results import parsing
-from batchrunner.runner.prepare import PreparedJob, facts_of_functions
+from batchrunner.runner.prepare import facts_of_functions
+from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.runner.progress import Display
 from batchrunner.runner.screen import Opening
 from batchrunner.runner.sending import Results, Sending, Windows, build_sending, open_windows

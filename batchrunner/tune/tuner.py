@@ -29,7 +29,8 @@ from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.report.report import duration
-from batchrunner.runner.prepare import PreparedJob, prepare
+from batchrunner.runner.prepare import prepare
+from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.tune.edit import apply_args, own_engine
 from batchrunner.tune.machine import machine_for
 from batchrunner.tune.measurement import TrialResult

@@ -28,7 +28,7 @@ from batchrunner.runner.cluster.lease_files import LeasePlan
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.cluster.leases import Leases
 from batchrunner.runner.control import Sleeper
-from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.prepared_job import PreparedJob
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from batchrunner.output.task_holder import POLL_S, SHORT_POLL_S
 from batchrunner.runner.cluster.lease_files import LeasePlan
 from batchrunner.runner.cluster.leases import Leases, next_lease
 from batchrunner.runner.cluster.takeover import Takeover
-from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.runner.task_rows import TaskRows
 
 log = logging.getLogger(__name__)

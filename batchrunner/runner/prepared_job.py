@@ -1,0 +1,40 @@
+"""A job that was checked, with all that its run needs but an engine."""
+
+from dataclasses import dataclass
+
+from pyroaring import BitMap64
+
+from batchrunner.core.hooks.pool import HookPool
+from batchrunner.dispatch.checks.python_check import judges_by_row
+from batchrunner.input.job_input import JobInput
+from batchrunner.job.answers import AnswerPlan
+from batchrunner.output.run_dir import RunDir
+from batchrunner.runner.shard import JoinTask, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob(JobInput):
+    """A job whose input, templates and output directory were checked; nothing was sent or written."""
+
+    run_dir: RunDir
+    answers: AnswerPlan
+    part: Shard | JoinTask | None = None
+    functions: HookPool | None = None
+    """The job's Python functions; None where it has none."""
+
+    @property
+    def dedupes(self) -> bool:
+        """Whether equal rows at temperature 0 share an answer; not where they may need unlike ones."""
+        return self.job.dedupe and not judges_by_row(self.functions)
+
+    def close(self) -> None:
+        """End the processes of the Python functions."""
+        if self.functions is not None:
+            self.functions.close()
+
+    def share_of(self, selected: BitMap64) -> BitMap64:
+        """Return the selected rows that this task may do: those of its shard, or all."""
+        if not isinstance(self.part, Shard):
+            return selected.copy()
+        rows = self.part.rows(self.dataset.total_rows, self.dataset.row_group_ends())
+        return selected & BitMap64(rows)
