@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.api import arun, embed, generate, open_engine, run, score, stream
+    from batchrunner.api import arun, embed, generate, open_engine, rerank, run, score, stream
     from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
@@ -44,6 +44,7 @@ __all__ = [
     "embed",
     "generate",
     "open_engine",
+    "rerank",
     "run",
     "score",
     "stream",
@@ -58,6 +59,7 @@ _HOMES = {
     "embed": "api",
     "generate": "api",
     "open_engine": "api",
+    "rerank": "api",
     "run": "api",
     "score": "api",
     "stream": "api",

@@ -270,6 +270,45 @@ def score(
     return _results_of(rows, make_job, opened, display)
 
 
+def rerank(
+    rows: Data,
+    *,
+    documents: str,
+    prompt: str | Mapping[str, Any] | None = None,
+    engine: OpenEngine | EngineLike,
+    columns: Sequence[str] = (),
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> pa.Table:
+    """Tell how relevant the documents of every row are to its query, as a pyarrow Table in input order.
+
+    Example: `rerank(rows, prompt="{{ query }}", documents="documents", engine="BAAI/bge-reranker-base")`.
+
+    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="rerank")`. `prompt` is
+    the template of the query, or the column with it; `documents` is the column with a list of texts, or one.
+
+    The column `scores` has a list for each row, in the order of its documents; it is null where a row has an
+    `error`. Raises BatchrunError, and what an iterator of `rows` raises.
+    """
+    display = make_displays(progress=progress, on_progress=on_progress)
+    opened, spec = _engine_of(engine)
+
+    def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
+        return job_of_task(
+            "rerank",
+            paths,
+            default_prompt(schema) if prompt is None else prompt,
+            columns,
+            limits,
+            output={"path": str(output)},
+            engine=spec,
+            items={"documents": documents},
+        )
+
+    return _results_of(rows, make_job, opened, display)
+
+
 def _engine_of(engine: OpenEngine | EngineLike) -> tuple[OpenEngine | None, EngineSpec]:
     """Return the engine of a call, if it is an open one, and its description."""
     return (engine, engine.spec) if isinstance(engine, OpenEngine) else (None, parse_engine(engine))

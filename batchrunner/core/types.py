@@ -195,7 +195,7 @@ class ForwardTask(ABC):
     past_gateways: ClassVar[bool] = False
     """Whether its rows go to the servers, and never through a gateway, which lacks the endpoint."""
     architectures: ClassVar[str] = ""
-    """Part of the names of the architectures that can do it; empty for all."""
+    """Pattern in the names of the architectures that can do it; empty for all."""
     by_generation: ClassVar[bool] = False
     """Whether it needs a model that generates text (a server without `--is-embedding`)."""
     wrong_model: ClassVar[str]

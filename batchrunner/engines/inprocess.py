@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 _ENDPOINTS = {"/v1/embeddings": ("serving_embedding", "OpenAIServingEmbedding", "EmbeddingRequest")}
 """SGLang's module, its class of the endpoint and the class of its body, by a task's path."""
 
-_NATIVE = {"/generate": "GenerateReqInput"}
+_NATIVE = {"/generate": "GenerateReqInput", "/encode": "EmbeddingReqInput"}
 """The class of the body of SGLang's own endpoints, by a task's path."""
 
 
@@ -120,7 +120,8 @@ class InprocessSGLang(Engine):
             raise EngineStartError(f"the engine did not start: {type(failure).__name__}: {failure}") from None
         load = (await self._in_thread(self._loads))[0]
         manager = self._engine.tokenizer_manager
-        check_does(self._task, manager.is_generation, f"the engine serves {self._spec.model}")
+        names = manager.model_config.hf_config.architectures
+        check_does(self._task, manager.is_generation, f"the engine serves {self._spec.model}", names)
         return EngineInfo(
             kind="inprocess",
             model=model_identity(self._spec.model),

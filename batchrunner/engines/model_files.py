@@ -88,6 +88,14 @@ def vocabulary_of(model: str) -> int | None:
     return size if type(size) is int and size > 0 else None
 
 
+def class_names(model: str) -> tuple[str, ...]:
+    """Return the names of a classification model's classes, in order; empty where its files are not here."""
+    names = read_config(model).get("id2label")
+    if not isinstance(names, dict):
+        return ()
+    return tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names)))
+
+
 def weights_dtype(config: Mapping[str, Any]) -> str:
     """Return the type of the weights as they are stored, by torch's name."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -6,6 +6,7 @@ from typing import assert_never
 
 from batchrunner.engines.base import Engine
 from batchrunner.engines.device import MEAN_POOLING, on_cpu
+from batchrunner.engines.http.questions import check_architecture
 from batchrunner.engines.model_files import model_identity, read_config, takes_mean
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import (
@@ -67,7 +68,9 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     kind, model = TASKS.get(task), launched_model(spec)
     if kind is None or model is None or not isinstance(spec, (LaunchedEngine, InprocessEngine)):
         return spec
-    args = {**kind.server_args(read_config(model), cpu=on_cpu(spec.device)), **spec.args}
+    config = read_config(model)
+    check_architecture(task, config.get("architectures"), f"engine.model: {model}")
+    args = {**kind.server_args(config, cpu=on_cpu(spec.device)), **spec.args}
     if isinstance(spec, InprocessEngine) or not takes_mean(model):
         return spec.model_copy(update={"args": args})
     return spec.model_copy(update={"args": args, "env": {**MEAN_POOLING, **spec.env}})

@@ -104,7 +104,8 @@ class OutputSpec(Spec):
 
     softmax: bool = False
     """With `task: score` and `labels`: whether the probabilities are those among the labels, whose sum is 1.
-    Without it they are those among all tokens of the model."""
+    Without it they are those among all tokens of the model. With `task: classify`: whether scores are
+    probabilities of the classes."""
 
     @property
     def uploaded_within_s(self) -> float:

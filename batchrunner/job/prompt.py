@@ -86,6 +86,8 @@ class PromptSpec(PromptWithImages):
     choices: str | Annotated[list[str], Field(min_length=1)] | None = None
     """With `task: score`: texts that may go on after `text`, whose log likelihoods are the column `scores`: a
     list for all rows, or the column with the list of each row."""
+    documents: str | None = None
+    """With `task: rerank`: column with the documents that `text` is the query for, a list of texts or one."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
 

@@ -128,7 +128,8 @@ class Job(Spec):
     task: TaskName = "generate"
     """What the model does with each prompt. `generate`: it writes a text. `embed`: it makes a vector, in the
     column `embedding`; prompts are texts or token ids. `score`: it tells how probable `labels` or
-    `prompt.choices` are after the prompt."""
+    `prompt.choices` are after the prompt. `rerank`: it tells how relevant `prompt.documents` are to
+    the prompt. `reward`, `classify`: a reward or classification model scores the prompt."""
     input: InputSpec
     """Where the rows come from."""
     prompt: PromptSpec

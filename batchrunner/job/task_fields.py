@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pydantic import BaseModel
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.job.tasks.pooled import RerankTask
 from batchrunner.job.tasks.score import ScoreTask
 from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
 
@@ -27,6 +28,8 @@ OF_IMAGES = ("prompt.images", "prompt.pdf")
 KEPT = {"sampling.lora_path"}
 """Fields of these that every task takes."""
 CHOICES = "prompt.choices"
+DOCUMENTS = "prompt.documents"
+_PAIR = "the engine tokenizes query and document as a pair: give prompt.text alone"
 _TOGETHER = "give prompt.text: a choice is tokenized together with its prompt"
 _NOT_WITH_CHOICES = {
     "output.softmax": "it is about labels: leave it out",
@@ -88,8 +91,19 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
         has_parts = any(other.startswith(f"{field}.") for other in given)
         if field not in KEPT and not has_parts and (field in OF_DECODING or section in OF_DECODING):
             raise WrongValueError(f"{field}: task: {task} writes no text", hint="leave it out")
-    if task == ScoreTask.name:
-        _check_score_fields(given)
+    if task in _CHECKS:
+        _CHECKS[task](given)
+
+
+def _check_rerank_fields(given: Collection[str]) -> None:
+    """Raise WrongValueError where a job does not say which documents, or its query cannot stand in a pair."""
+    if DOCUMENTS not in given:
+        raise WrongValueError(
+            f"task: rerank: give {DOCUMENTS}", hint="the column with the documents of each query"
+        )
+    for field in ("prompt.input_ids", "prompt.python", "prompt.truncate", "tokenize"):
+        if field in given:
+            raise WrongValueError(f"{field}: does not go with {DOCUMENTS}", hint=_PAIR)
 
 
 def _check_score_fields(given: Collection[str]) -> None:
@@ -105,3 +119,7 @@ def _check_score_fields(given: Collection[str]) -> None:
     for field, hint in _NOT_WITH_CHOICES.items():
         if field in given:
             raise WrongValueError(f"{field}: does not go with {CHOICES}", hint=hint)
+
+
+_CHECKS = {ScoreTask.name: _check_score_fields, RerankTask.name: _check_rerank_fields}
+"""What a task needs besides, by its name."""

@@ -117,10 +117,8 @@ class FakeSGLang(ServerThread):
         """Fields of the server and its model, which /server_info and /model_info return."""
         self.tokenize = tokenize
         """What /v1/tokenize makes of a body, which a ValueError refuses; None for a release without it."""
-        self.url, self.sent = "", list[Sent]()
-        """Address; rows that arrived, in order."""
-        self.requests = 0
-        """Requests that they came in."""
+        self.url, self.sent, self.requests = "", list[Sent](), 0
+        """Address; rows that arrived, in order; requests that they came in."""
         self.open_streams = 0
         """Answers that do not end, and whose client still listens."""
         self.bundles: Callable[[dict[str, Any]], Bundles] = lambda _: "rows"
@@ -138,7 +136,7 @@ class FakeSGLang(ServerThread):
         self.vector: Callable[[Sent], list[float]] = vector_of
         """What becomes of a prompt for an embedding."""
         self.logprob: Callable[[str, int], float | None] = logprob_for
-        """Log probability of a token after a prompt."""
+        self.classes = 3
         self.floats = False
         """Whether vectors are lists of numbers, as of a release without `encoding_format`."""
         self.weights = "default"
@@ -203,6 +201,7 @@ class FakeSGLang(ServerThread):
             app.router.add_post("/v1/chat/completions", self._generate)
             app.router.add_post("/v1/completions", self._generate)
             app.router.add_post("/v1/embeddings", self._embed)
+            app.router.add_post("/encode", self._score)
         else:
             app.router.add_get("/{anything:.*}", self._something_else)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
@@ -306,9 +305,9 @@ class FakeSGLang(ServerThread):
         if refusal is not None:
             return refusal
         body = await request.json()
-        self.requests += 1
         if is_score(body):
-            return await self._score(request, body)
+            return await self._score(request)
+        self.requests += 1
         if is_bundle(body):
             return await self._stream(request, body)
         sent = self._note(request.path, body)
@@ -334,23 +333,23 @@ class FakeSGLang(ServerThread):
         body = await request.json()
         self.requests += 1
         bodies = [{**body, "prompt": each} for each in prompts_of(body)]
+        return await self._answer_list(request, bodies, lambda rows: self._embeddings(body, rows))
+
+    def _embeddings(self, body: dict[str, Any], rows: Sequence[Sent]) -> dict[str, Any]:
+        return embeddings(body, [self.vector(sent) for sent in rows], as_floats=self.floats)
+
+    async def _score(self, request: web.Request) -> web.StreamResponse:
+        """Answer prompts with scores: all of them, or as one that the script lets fail."""
+        body = await request.json()
+        self.requests += 1
         return await self._answer_list(
             request,
-            bodies,
-            lambda rows: embeddings(body, [self.vector(sent) for sent in rows], as_floats=self.floats),
-        )
-
-    async def _score(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """Answer prompts with probabilities of tokens: all of them, or as one that the script lets fail."""
-        return await self._answer_list(
-            request, bodies_of(body), lambda rows: [score_of(sent, self.logprob) for sent in rows]
+            bodies_of(body),
+            lambda rows: [score_of(sent, self.logprob, self.classes) for sent in rows],
         )
 
     async def _answer_list(
-        self,
-        request: web.Request,
-        bodies: Sequence[dict[str, Any]],
-        reply_to: Callable[[list[Sent]], Any],
+        self, request: web.Request, bodies: Sequence[dict[str, Any]], reply_to: Callable[[list[Sent]], Any]
     ) -> web.StreamResponse:
         rows = [self._note(request.path, body, len(bodies)) for body in bodies]
         self._in_flight += len(rows)

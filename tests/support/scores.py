@@ -20,6 +20,9 @@ def is_score(body: dict[str, Any]) -> bool:
 def bodies_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the bodies of single prompts that a body with lists stands for."""
     count = len(body["input_ids"] if "input_ids" in body else body["text"])
+    if "sampling_params" not in body:  # /encode
+        prompts = body["input_ids"] if "input_ids" in body else body["text"]
+        return [{**body, "model": "any", "prompt": prompt} for prompt in prompts]
     lists = {name: value for name, value in body.items() if isinstance(value, list)}
     assert {len(value) for value in lists.values()} == {count}
     return [{**body, **{name: value[at] for name, value in lists.items()}} for at in range(count)]
@@ -30,8 +33,14 @@ def logprob_for(prompt: str, token: int) -> float:
     return math.log((crc32(f"{prompt} {token}".encode()) % 1000 + 1) / 8008)
 
 
-def score_of(sent: Sent, logprob: Callable[[str, int], float | None]) -> dict[str, Any]:
+def score_of(sent: Sent, logprob: Callable[[str, int], float | None], classes: int = 3) -> dict[str, Any]:
     """Return the result of a prompt; the tokens of its end have probabilities where they are asked for."""
+    if sent.path == "/encode":
+        numbers = [logprob(sent.prompt, number) for number in range(classes)]
+        return {
+            "embedding": numbers[0] if sent.body.get("is_cross_encoder_request") else numbers,
+            "meta_info": {"prompt_tokens": 5, "cached_tokens": 0, "weight_version": "default"},
+        }
     ids = sent.body.get("input_ids")
     meta: dict[str, Any] = {
         "id": f"{sent.prompt}-{sent.tries}",

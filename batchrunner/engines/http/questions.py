@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,11 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 10.0
 
 
-def check_does(task: TaskName, generates: object, who: str) -> None:
+def check_does(task: TaskName, generates: object, who: str, architectures: object = None) -> None:
     """Raise EngineStartError where a model cannot do a task; `generates` is what its server says of it.
 
-    `who` says in words which server it is, and which model it serves. One that does not say may do anything.
+    `who` says in words which server it is, and which model it serves, `architectures` are the names of its
+    classes. One that does not say may do anything.
     """
     kind = TASKS.get(task)
     by_generation = kind is None or kind.by_generation
@@ -32,6 +34,17 @@ def check_does(task: TaskName, generates: object, who: str) -> None:
         raise EngineStartError(
             f"{who}, which {kind.wrong_model}", hint=f"start it with --is-embedding for task: {task}"
         )
+    check_architecture(task, architectures, who)
+
+
+def check_architecture(task: TaskName, architectures: object, who: str) -> None:
+    """Raise EngineStartError where a model has no head for a task; one without architectures may have."""
+    kind = TASKS.get(task)
+    if kind is None or not kind.architectures or not isinstance(architectures, list) or not architectures:
+        return
+    names = ", ".join(map(str, architectures))
+    if re.search(kind.architectures, names) is None:
+        raise EngineStartError(f"{who}, whose architecture {names} has no head for task: {task}")
 
 
 class ServerQuestions:
@@ -62,7 +75,9 @@ class ServerQuestions:
             raise EngineStartError(
                 f"{url}: something answers, but it is not SGLang (GET {MODEL_INFO[0]} gave {status})"
             )
-        check_does(self._task, model.get("is_generation"), f"{url}: serves {path}")
+        check_does(
+            self._task, model.get("is_generation"), f"{url}: serves {path}", model.get("architectures")
+        )
         return model
 
     async def server_info(self, url: str) -> dict[str, Any]:

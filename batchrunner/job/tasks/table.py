@@ -6,12 +6,15 @@ from typing import Any, Literal, TypeAlias
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.tasks.choices import ChoiceTask
 from batchrunner.job.tasks.embed import EmbedTask
+from batchrunner.job.tasks.pooled import ClassifyTask, RerankTask, RewardTask
 from batchrunner.job.tasks.score import ScoreTask
 
-TaskName: TypeAlias = Literal["generate", "embed", "score"]
+TaskName: TypeAlias = Literal["generate", "embed", "score", "rerank", "reward", "classify"]
 """`task` of a job."""
 GENERATE: TaskName = "generate"
-TASKS: dict[str, type[ForwardTask]] = {kind.name: kind for kind in (EmbedTask, ScoreTask)}
+TASKS: dict[str, type[ForwardTask]] = {
+    kind.name: kind for kind in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
+}
 """The tasks without decoding."""
 
 

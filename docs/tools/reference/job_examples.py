@@ -19,6 +19,7 @@ EXAMPLES = {
     "prompt.choices": "[' Paris', ' the city of Rome']",
     "prompt.tools": "[{type: function, function: {name: look_up, parameters: {type: object}}}]",
     "prompt.fields": "{columns: [country, category, title, review]}",
+    "prompt.documents": "passages",
     "prompt.truncate": "middle",
     "prompt.chat_template_kwargs": "{enable_thinking: false}",
     "sampling.tool_choice": "required",
@@ -126,6 +127,7 @@ ALONGSIDE = {
     "output.dimensions": _EMBED,
     "labels": "{task: score, prompt: {text: '{{ text }}'}}",
     "prompt.choices": "{task: score}",
+    "prompt.documents": "{task: rerank}",
     "output.softmax": "{task: score, prompt: {text: '{{ text }}'}, labels: [' yes', ' no']}",
 }
 """Other parts of a job without which a field is refused."""
@@ -141,6 +143,7 @@ COMPANIONS = {
     "check.feedback": "{json: true}",
     "prompt.choices": "{text: '{{ text }}'}",
     "prompt.fields": "{user: '{{ fields }}'}",
+    "prompt.documents": "{text: '{{ text }}'}",
     "prompt.text": "{}",
     "prompt.input_ids": "{}",
     "prompt.python": "{}",
