@@ -145,7 +145,7 @@ SOUGHT = {
     "odd column names": "how-to/prompts.html",
     "column with a space": "how-to/prompts.html",
     "NA in CSV": "how-to/data.html#csv",
-    "S3": "how-to/data.html#object-stores",
+    "S3": "how-to/object-stores.html",
     "docker": "start/install.html#container",
     "without internet": "start/install.html",
     "retry failed rows": "how-to/resume.html#send-failed-rows-again",

@@ -287,6 +287,8 @@ def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str | Non
     known = _known_keys(path[:-1], schema, tree)
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
+    if path[:1] == ["engine"] and path[-1] in _SGLANG_NAMES:
+        near = []  # a name of SGLang's own, and no misspelt field such as `tp`
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}" if known else ""
     if not near and path[:1] == ["engine"] and isinstance(tree, Mapping):
         hint = f"{_argument_hint(path, known, tree)}{hint} {_engine_hint(tree)}"
