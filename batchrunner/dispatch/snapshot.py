@@ -12,6 +12,7 @@ from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.route_totals import Rates, RouteTotals
 from batchrunner.dispatch.slots import Slots
+from batchrunner.job.tasks.table import GENERATE
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.resume import DoneRows
 from batchrunner.report.report import duration
@@ -53,6 +54,8 @@ class Snapshot:
     """Prompt tokens of this attempt so far."""
     cached_tokens: int = 0
     """Those of `prompt_tokens` that came from the prefix cache."""
+    task: str = GENERATE
+    """`task` of the job."""
 
     @property
     def time_left_s(self) -> float | None:
@@ -84,6 +87,7 @@ class Snapshot:
             "retractions": self.retractions,
             "signals": [asdict(load) | self.by_scheduler.get(load.scheduler, {}) for load in self.loads],
             "bands": self.bands,
+            "task": self.task,
         }
 
 
@@ -97,10 +101,18 @@ def sample_line(sample: Mapping[str, Any]) -> str:
     waiting = f", {sample['resting']} wait for a retry" if sample["resting"] else ""
     return (
         f"{sample['rows_done']}/{sample['rows_total']} rows, {rate:.1f} rows/s, "
-        f"{sample['output_tokens_per_s']:,.0f} output tok/s, {load}, "
+        f"{_tokens(sample)}{load}, "
         f"{sample['in_flight']}/{sample['window']} in flight, "
         f"{sample['rows_failed']} failed{waiting}, {duration(left / rate) if rate else '?'} left"
     )
+
+
+def _tokens(sample: Mapping[str, Any]) -> str:
+    """Return the tokens a second that count: without decoding those of the prompts, where they are told."""
+    if sample.get("task", GENERATE) == GENERATE:
+        return f"{sample['output_tokens_per_s']:,.0f} output tok/s, "
+    prompt = sample["prompt_tokens_per_s"]
+    return f"{prompt:,.0f} input tok/s, " if prompt else ""
 
 
 def load_line(
@@ -165,6 +177,7 @@ class Monitor:
         *,
         now: float,
         simulated: bool,
+        task: str = GENERATE,
     ) -> None:
         """`done` are the rows of earlier attempts, `counts` those of this one, which began `now`."""
         self._rows = rows
@@ -177,6 +190,7 @@ class Monitor:
         self._bundles = bundles
         self._rates = Rates(now, counts=6)
         self._simulated = simulated
+        self._task = task
 
     def snapshot(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
         """Return the state of the run; `loads` is the newest load sample."""
@@ -206,6 +220,7 @@ class Monitor:
             output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
+            task=self._task,
         )
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:

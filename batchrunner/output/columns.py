@@ -59,6 +59,8 @@ EXPLODED = "explode"
 """Key of a part's metadata that says so: a carried column may be called `sample` too."""
 TASK = "task"
 """Key of a part's metadata that names a task without decoding: a carried column may be called `output`."""
+VECTORS = "vectors"
+"""Key of a part's metadata that has the names of its columns of vectors, with the types of their numbers."""
 FURTHER = {"batchrunner": "further"}
 """Metadata of the columns that some starts of a run may have, and others not."""
 OF_THE_PROMPT = {"prompt_logprobs"}
@@ -127,6 +129,8 @@ def schema_of_run(
     told = {**metadata, EXPLODED: "true"} if plan.explode else metadata
     if plan.task is not None:
         told = {**told, TASK: plan.task.name}
+        vectors = [f"{name} {kind[1]}" for name, kind in plan.parsed if kind[0] == VECTOR]
+        told |= {VECTORS: " ".join(vectors)} if vectors else {}
     return result_schema(
         carried,
         samples=plan.samples,
@@ -185,6 +189,18 @@ def parsed_type(kind: ColumnKind) -> pa.DataType:
 def may_be_missing(field: pa.Field) -> bool:
     """Tell whether a column of a part may be missing in others of the run."""
     return b"batchrunner" in (field.metadata or {})
+
+
+def with_vectors(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of all parts of a run, with its columns of vectors also where no row has one.
+
+    Their length is not known then: the type is a list of any length.
+    """
+    told = (schema.metadata or {}).get(VECTORS.encode(), b"").decode().split()
+    for name, dtype in zip(told[::2], told[1::2], strict=True):
+        if name not in schema.names:
+            schema = schema.append(pa.field(name, pa.list_(_PARSED_TYPES[dtype]), metadata=FURTHER))
+    return schema
 
 
 def has_texts(schema: pa.Schema) -> bool:

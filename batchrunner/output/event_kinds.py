@@ -126,6 +126,7 @@ EVENTS = {
             "to 1, "
             "`window`, `corner` (absent if in none), and where they were read (`source`).",
             "bands": "Healthy number of waiting requests of each scheduler: [low, high].",
+            "task": "`task` of the job.",
         },
     ),
     "bundles_off": EventKind(

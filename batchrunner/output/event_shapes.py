@@ -46,6 +46,7 @@ class EventShape(BaseModel):
     resting: Count = 0
     retractions: Count = 0
     signals: list[_SignalShape] = []
+    task: str = ""
     bands: dict[str, Annotated[list[Amount], Field(min_length=2, max_length=2)]] = {}
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, TaskHeldError
 from batchrunner.output.buckets import Buckets
 from batchrunner.output.check_counts import without_checks
-from batchrunner.output.columns import may_be_missing
+from batchrunner.output.columns import may_be_missing, with_vectors
 from batchrunner.output.files import cannot_write, sync_directory, writing
 from batchrunner.output.holding import hold_task
 from batchrunner.output.opened import look_at_run
@@ -124,7 +124,7 @@ def _common_schema(parts: list[Path]) -> pa.Schema:
                 if field.name not in schema.names and may_be_missing(field):
                     schema = schema.append(field)
     assert schema is not None
-    return schema
+    return with_vectors(schema)
 
 
 def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchrunner.core.exit_codes import EXIT_DONE
+from batchrunner.job.tasks.table import GENERATE
 from batchrunner.output.files import write_json
 from batchrunner.output.run_dir import RunDir
 
@@ -50,6 +51,8 @@ class Report:
     """`output_tokens` by `wall_s`."""
     rows_per_s: float = 0.0
     """Rows that ended by `wall_s`."""
+    task: str = GENERATE
+    """`task` of the job."""
     prompt_tokens: int = 0
     """Prompt tokens of the rows that ended."""
     cached_tokens: int = 0
@@ -120,8 +123,7 @@ class Report:
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
         if self.rows_ok + self.rows_failed > self.rows_resumed:
             lines.append(
-                f"{duration(self.wall_s)}, {self.rows_per_s:.1f} rows/s, "
-                f"{self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
+                f"{duration(self.wall_s)}, {self.rows_per_s:.1f} rows/s{self._tokens()}"
                 + (" [simulated: these numbers mean nothing]" if self.simulated else "")
             )
         if self.cached_tokens and self.prompt_tokens:
@@ -151,6 +153,15 @@ class Report:
             f"{checks['output_tokens']:,} output tokens were rejected"
         )
         return [told, *cause_lines(checks["causes"], "answers rejected", "times")]
+
+    def _tokens(self) -> str:
+        """Return the tokens that count: without decoding those of the prompts, where the engine told them."""
+        if self.task == GENERATE:
+            return f", {self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
+        if not self.prompt_tokens:
+            return ""
+        rate = self.prompt_tokens / max(self.wall_s, 0.001)
+        return f", {rate:,.0f} input tokens/s ({self.prompt_tokens:,} in all)"
 
     def _engine_lines(self) -> list[str]:
         """Describe the engine's failures, and the arguments that were changed after them."""

@@ -315,6 +315,7 @@ class Run:
             starts=self.earlier_starts + 1,
             output_tokens_per_s=round(counts.output_tokens / wall_s, 1),
             rows_per_s=round(counts.done / wall_s, 2),
+            task=self.prepared.job.task,
             engine=asdict(self.info),
             window=self.sending.limits.window,
             load=self.sending.summary.as_dict(retractions=self.sending.totals.retractions),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchrunner.dispatch.snapshot import Snapshot, corners_line
+from batchrunner.job.tasks.table import GENERATE
 from batchrunner.report.report import duration
 
 RED, PLAIN = "\x1b[31m", "\x1b[0m"
@@ -71,7 +72,9 @@ def _engine_parts(snapshot: Snapshot) -> list[str]:
     parts.append(f"{snapshot.in_flight:,}/{snapshot.window:,} in flight")
     if snapshot.retractions:
         parts.append(f"{snapshot.retractions:,} retracted")
-    return [*parts, f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
+    if snapshot.task == GENERATE:
+        return [*parts, f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
+    return [*parts, f"{snapshot.prompt_tokens_per_s:,.0f} input tok/s"]
 
 
 def _load_parts(snapshot: Snapshot) -> list[str]:

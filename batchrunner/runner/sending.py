@@ -176,7 +176,17 @@ def build_sending(
     # load samples: engine → slots → summary, display and event log, stop rules
     summary = LoadSummary(limits, slots)
     monitor = Monitor(
-        rows, done, counts, slots, limits, backlog, totals, bundles, now=began, simulated=info.simulated
+        rows,
+        done,
+        counts,
+        slots,
+        limits,
+        backlog,
+        totals,
+        bundles,
+        now=began,
+        simulated=info.simulated,
+        task=job.task,
     )
     incidents = IncidentLog(engine, events)
     progress = ProgressLog(monitor, incidents, display, events, now=began)

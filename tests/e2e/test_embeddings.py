@@ -64,6 +64,12 @@ def expected(rows: int = ROWS) -> list[list[float]]:
     return [vector_for(str([n, n + 1, 7])) for n in range(rows)]
 
 
+def inputs_of(sent: Sent) -> list[list[int]]:
+    """Return the prompts of the request that a row came in."""
+    found = sent.body["input"]
+    return found if sent.together > 1 else [found]
+
+
 def column_type(job: dict[str, Any]) -> pa.DataType:
     (kind,) = {part.schema.field("embedding").type for part in parts_of(job["output"]["path"])}
     return kind
@@ -83,6 +89,26 @@ def test_lists_of_rows_have_their_vectors(tmp_path: Path, embedder: FakeSGLang) 
     assert embedder.requests < ROWS
     assert report_of(job)["bundles"]["most_rows"] == 8
     assert {row["attempts"] for row in results_of(job)} == {1}
+
+
+def test_lists_are_filled_by_tokens(tmp_path: Path) -> None:
+    """A list has the tokens of a forward pass, with prompts of about one length; a longer one goes alone."""
+    lengths = [2 + (13 * n) % 60 for n in range(200)] + [900]
+    path = write_rows(tmp_path / "input.parquet", 201, ids=[[n + 1] * size for n, size in enumerate(lengths)])
+    limits = {"is_generation": False, "max_prefill_tokens": 256, "chunked_prefill_size": -1}
+    with FakeSGLang(arguments={**limits, "disable_radix_cache": True}) as fake:
+        job = ids_job(tmp_path, fake, bundle="auto", window=100, input={"path": str(path)})
+        del job["bundle"]
+        result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    by_content = {repr(inputs): inputs for inputs in map(inputs_of, fake.sent)}
+    lists = [list(map(len, inputs)) for inputs in by_content.values()]
+    assert sum(map(len, lists)) == 201
+    assert all(sum(each) <= 256 or len(each) == 1 for each in lists)
+    assert [900] in lists
+    assert len(lists) < 60
+    assert sum(max(each) - min(each) for each in lists) / len(lists) < 20  # of 60 in the order of the input
+    assert len(results_of(job)) == 201
 
 
 @pytest.mark.page
@@ -226,11 +252,28 @@ def test_parts_without_a_vector(tmp_path: Path, embedder: FakeSGLang) -> None:
     job = ids_job(tmp_path, embedder, limits=tolerant, input={"limit": 8})
     assert run(job, tmp_path).exit_code == 0
     assert "embedding" not in parts_of(job["output"]["path"])[0].schema.names
+    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
+    assert merged.column("embedding").to_pylist() == [None] * 8
+    assert merged.schema.field("embedding").type == pa.list_(pa.float32())
     job["input"]["limit"] = ROWS
     assert run(job, tmp_path).exit_code == 0
     merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
     assert merged.column("embedding").to_pylist() == [None] * 8 + expected()[8:]
     assert merged.schema.field("embedding").type == pa.list_(pa.float32(), LENGTH)
+
+
+def test_a_table_in_which_no_row_has_a_vector(embedder: FakeSGLang) -> None:
+    """The column is there, with nulls of its type."""
+    embedder.script = lambda _: "too long"
+    engine = {"kind": "attach", "urls": [embedder.url]}
+    table = batchrunner.embed(
+        ["a", "b"],
+        engine=engine,
+        dtype="float16",
+        limits={"max_failed_rows": "100%", "abort_failed_share": 1},
+    )
+    assert table.column("embedding").to_pylist() == [None, None]
+    assert table.schema.field("embedding").type == pa.list_(pa.float16())
 
 
 def test_resume_keeps_the_length(tmp_path: Path, embedder: FakeSGLang) -> None:

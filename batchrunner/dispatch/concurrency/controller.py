@@ -31,7 +31,8 @@ band, not the middle, with W at the lower end of its dead band too: hence 0.75.
   only when 80 % of it is in use: else it is the input that is slow.
 - `pressure` (backpressure): after a 429, a 503 or a timeout W becomes 0.7 W, once a second at most and not
   under a quarter of the first window; no growth for 5 s. Then `steady` goes on.
-- `blind`: no fresh sample for 5 s and four times τ: W is held, at most running + q* as last known.
+- `blind`: no fresh sample for 5 s and four times τ: W is held, at most running + q* as last known; without
+  decoding as it is, since the rows of a long forward pass are in no gauge.
 - `probe`: the engine tells no load. Each time two windows of rows have ended, W grows by half as long as
   that made rows/s grow by 5 %; otherwise the last step is taken back, and W stays: `settled`.
 - `tail`: nothing is left to send; W is left alone. A row that comes back for another try ends it.
@@ -115,10 +116,12 @@ class Controller:
         self._epoch = (now, 0)
         self._ended = 0
         self._best_rate = 0.0
+        self._decodes = True
 
     def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> Decision | None:
         """Use a fresh sample; return the change. `may_grow` is false if a queue of the route is full."""
         self._learn(now, seen)
+        self._decodes = seen.decodes
         if self.state in {"blind", "probe", "settled", "tail"}:
             self.state = "steady"
         if self.state == "pressure" and now - self._pressed_at >= CALM_S:
@@ -151,7 +154,7 @@ class Controller:
         self.state = "blind"
         known = max(1, round(self._running + self._target))
         return self._move(
-            min(self.window, known),
+            min(self.window, known) if self._decodes else self.window,
             f"no fresh load for {silence_s:.0f} s: held to what was last known",
             log=True,
         )
@@ -212,7 +215,8 @@ class Controller:
         self._target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
 
     def _double(self, seen: Reading) -> Decision | None:
-        if seen.running + seen.queue < IN_USE * self.window:
+        # a forward pass is in no gauge, and ends all of its rows at once
+        if seen.decodes and seen.running + seen.queue < IN_USE * self.window:
             return None  # it has not seen yet what it was given
         step = min(self.window, max(1, self.band.high // 2))
         return self._move(

@@ -352,3 +352,14 @@ def test_a_family_stays_on_one_route() -> None:
                 taken[route] += 1
     assert sum(len(routes) > 1 for routes in went.values()) < 10  # of 20: at the end one has nothing else
     assert abs(taken["a"] - taken["b"]) <= 1
+
+
+@pytest.mark.parametrize("dedupe", [False, True])
+def test_the_longest_prompts_first(dedupe: bool) -> None:
+    """Without decoding or a cache, rows of about one length share a pass: those of a window are sorted."""
+    by = Reorderer(None, None, dedupe=dedupe, by_length=True)
+    lengths = [(7 * n) % 31 + 1 for n in range(100)]
+    works, _, _ = arranged(by, [[request(n, f"{n:03}" + "x" * length) for n, length in enumerate(lengths)]])
+    assert sorted(row.request.ref.row for row in works) == list(range(100))
+    found = [row.prompt_bytes for row in works]
+    assert found == sorted(found, reverse=True)
