@@ -1,9 +1,10 @@
-"""Endpoints of OpenAI's interface that generate text (SGLang has them too), and of our own metrics."""
+"""Endpoints of OpenAI's interface (SGLang has them too), and of our own metrics."""
 
 from typing import NamedTuple
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH)
+EMBEDDINGS_PATH = "/v1/embeddings"
+BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH)
 """Endpoints that the lines of a batch file may be for."""
 
 

@@ -285,6 +285,8 @@ class InprocessSGLang(Engine):
 
         body: RequestBody = request.prompt
         fields = orjson.loads(with_model(body, self._names.sent(body)))
+        if body.path in _ENDPOINTS:
+            return await self._ask_step(body.path, fields)
         if body.path == CHAT_PATH:
             return _content_of(await self._chat.handle_request(ChatCompletionRequest(**fields), None))
         serving = OpenAIServingCompletion(self._engine.tokenizer_manager, self._engine.template_manager)

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import msgspec
 
-from batchrunner.core.endpoints import CHAT_PATH
+from batchrunner.core.endpoints import CHAT_PATH, EMBEDDINGS_PATH
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import (
     AskedColumns,
@@ -28,9 +28,10 @@ from batchrunner.core.types import (
 from batchrunner.engines.base import Engine
 from batchrunner.engines.http.task_replies import answer_of
 from batchrunner.engines.simulated_json import made_up
-from batchrunner.input.request_bodies import fields_of, prompt_of
+from batchrunner.input.request_bodies import fields_of, prompt_of, prompts_in
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.output import CUT, RESPONSE
+from batchrunner.job.tasks.embed import MODEL, EmbedTask, reply_of
 from batchrunner.simulation.config import SchedulerConfig
 from batchrunner.simulation.cost import CostModel
 from batchrunner.simulation.replica import Replica
@@ -80,6 +81,8 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     long is cut (finish reason `length`).
     """
     if isinstance(request.prompt, RequestBody):
+        if request.prompt.path == EMBEDDINGS_PATH:
+            return _answer_embeddings(request.prompt, request.ref, limit_tokens, dimensions)
         return _answer_body(request.prompt, request.ref, limit_tokens)
     prompt_tokens = count_tokens(request)
     if prompt_tokens >= limit_tokens:
@@ -165,6 +168,31 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int) -> Completio
         completion_tokens=[tokens],
         columns={RESPONSE: [msgspec.json.encode(content).decode()]},
     )
+
+
+def _answer_embeddings(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: int) -> Completion:
+    """Make up the vectors that a whole request asks for."""
+    fields = {name: msgspec.json.decode(value) for name, value in fields_of(body.content).items()}
+    length = fields.get("dimensions")
+    if length is not None and (type(length) is not int or length < 1):
+        raise RowRefusedError(f"400: dimensions should be a number from 1 on (got {length!r})")
+    prompts = prompts_in(body)
+    if not prompts:
+        raise RowRefusedError("400: input should be a text, token ids, or a list of either")
+    task = EmbedTask(dimensions=length)
+    answers = [
+        answer(
+            Request(ref, "text" if isinstance(p, str) else "input_ids", p, {}, task=task),
+            limit_tokens,
+            dimensions,
+        )
+        for p in prompts
+    ]
+    vectors = [made.columns[name][0] for made in answers for name in made.columns]
+    tokens = sum(made.prompt_tokens or 0 for made in answers)
+    is_text = fields.get("encoding_format") == "base64"
+    content = reply_of(vectors, tokens, body.model or MODEL, as_text=is_text)
+    return Completion([""], [ENDED], [0], tokens, None, columns={RESPONSE: [content.decode()]})
 
 
 def count_tokens(request: Request) -> int:

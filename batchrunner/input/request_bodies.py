@@ -7,15 +7,16 @@ from typing import Any
 
 import msgspec
 
-from batchrunner.core.endpoints import COMPLETIONS_PATH
+from batchrunner.core.endpoints import COMPLETIONS_PATH, EMBEDDINGS_PATH
 from batchrunner.core.types import RequestBody
 from batchrunner.input.formats.batch_lines import BODY, URL
 
 log = logging.getLogger(__name__)
 
-PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids")
+PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids", "input")
 """Fields whose values begin the prompt, in the order in which chat templates write them."""
 _PLAIN_PROMPTS = ("prompt", "input_ids")
+_TO_EMBED = ("input",)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
 """Output tokens that are expected of a request without a limit; SGLang's own limit of completions is 16."""
@@ -62,7 +63,9 @@ def with_model(body: RequestBody, model: str | None) -> bytes:
 
 
 def with_one_token(body: RequestBody) -> RequestBody:
-    """Return a request that generates one token for the same prompt."""
+    """Return a request that generates one token for the same prompt; one for vectors as it is."""
+    if body.path == EMBEDDINGS_PATH:
+        return body
     fields = fields_of(body.content)
     for name in _LENGTHENING:
         fields.pop(name, None)
@@ -83,7 +86,7 @@ def prompts_in(body: RequestBody) -> list[Any]:
     """
     fields = fields_of(body.content)
     found: list[Any] = []
-    for name in _PLAIN_PROMPTS:
+    for name in _TO_EMBED if body.path == EMBEDDINGS_PATH else _PLAIN_PROMPTS:
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if isinstance(value, list) and any(isinstance(item, (str, list)) for item in value):
             found += value
@@ -97,6 +100,8 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
+    if path == EMBEDDINGS_PATH:
+        return 1
     for name in _LIMITS:
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if type(value) is int and value > 0:

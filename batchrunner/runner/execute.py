@@ -89,7 +89,7 @@ async def execute(
         if engine is None or info is None:
             engine = make_engine(
                 job.engine, log_dir=run_dir.log_directory, limits=job.limits,
-                detokenizer=detokenizer_for(job), task=job.task,
+                detokenizer=detokenizer_for(job), task=await asyncio.to_thread(lambda: prepared.model_task),
             )  # fmt: skip
             stack.push_async_callback(engine.close)
             with engine_starting(run_dir):

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 from pyroaring import BitMap64
 
+from batchrunner.core.endpoints import EMBEDDINGS_PATH
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.python_check import judges_by_row
+from batchrunner.input.formats.batch_lines import URL
 from batchrunner.input.job_input import JobInput
+from batchrunner.input.row_values import rows_of
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.tasks.table import EMBED, GENERATE, TaskName
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.shard import JoinTask, Shard
 
@@ -26,6 +30,17 @@ class PreparedJob(JobInput):
     def dedupes(self) -> bool:
         """Whether equal rows at temperature 0 share an answer; not where they may need unlike ones."""
         return self.job.dedupe and not judges_by_row(self.functions)
+
+    @property
+    def model_task(self) -> TaskName:
+        """What the model must be able to do; for a batch file the requests say it."""
+        if self.job.prompt.batch is None:
+            return self.job.task
+        for batch in self.dataset.read(BitMap64(range(self.dataset.total_rows)), [URL]):
+            for row in rows_of(batch, [URL]):
+                if row[URL] is not None:
+                    return EMBED if row[URL] == EMBEDDINGS_PATH else GENERATE
+        return GENERATE
 
     def close(self) -> None:
         """End the processes of the Python functions."""

@@ -16,6 +16,7 @@ from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.feedback import write_decisions
 from batchrunner.engines.base import Engine
+from batchrunner.job.tasks.table import GENERATE
 from batchrunner.output.columns import RunSchema
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.disk_wait import DiskWait
@@ -68,7 +69,8 @@ async def build_run(
     began = time.monotonic()
     earlier_starts, earlier_s = attempts_in(run_dir.events)
     _write_start(prepared, attempt, info, events)
-    windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
+    decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
+    windows = await open_windows(job, engine, info, unsent=rows.unread, now=began, decodes=decodes)
     schema = await asyncio.to_thread(_schema, prepared, info)
     writer = ResultWriter(
         run_dir,

@@ -81,9 +81,14 @@ class Windows:
     """Forward passes of a task without decoding."""
 
 
-async def open_windows(job: Job, engine: Engine, info: EngineInfo, *, unsent: int, now: float) -> Windows:
-    """Return the first windows of an open engine, by its load `now`, for so many unsent rows."""
-    passes = None if job.forward is None else ForwardPasses(info.prefill_tokens)
+async def open_windows(
+    job: Job, engine: Engine, info: EngineInfo, *, unsent: int, now: float, decodes: bool = True
+) -> Windows:
+    """Return the first windows of an open engine, by its load `now`, for so many unsent rows.
+
+    Tell whether it `decodes`, as far as the job's task does not say.
+    """
+    passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
     limits = ConcurrencyLimits(
         info,
         QueueBand(*job.queue),

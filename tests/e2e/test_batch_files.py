@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -296,7 +298,7 @@ BAD = {
     "no method": ({"custom_id": "b"}, "method should be POST (got nothing)"),
     "embeddings": (
         {**GOOD, "custom_id": "b", "url": "/v1/embeddings"},
-        "/v1/embeddings is not supported yet",
+        "url: it is for /v1/embeddings, and earlier lines are not for /v1/embeddings: one model cannot",
     ),
     "responses": ({**GOOD, "custom_id": "b", "url": "/v1/responses"}, 'got "/v1/responses")'),
     "no body": ({**GOOD, "custom_id": "b", "body": None}, "body should be an object (got null)"),
@@ -540,3 +542,63 @@ def test_tasks_share_a_batch(server: FakeSGLang, tmp_path: Path) -> None:
             assert second.end() == 0
     assert [line["custom_id"] for line in lines_of(batch.results)] == [f"request-{i}" for i in range(600)]
     assert len(server.sent) == 600
+
+
+def embedding_of(number: int, given: Any, **body: Any) -> dict[str, Any]:
+    """Return a request for vectors."""
+    line = request_of(number, url="/v1/embeddings", **body)
+    line["body"] = {name: value for name, value in line["body"].items() if name != "prompt"}
+    line["body"]["input"] = given
+    return line
+
+
+INPUTS = ["a text", [5, 6, 7], ["a", "b c", "d"], [[1, 2], [3]]]
+
+
+@pytest.mark.parametrize("encoding", [None, "float", "base64"])
+@pytest.mark.parametrize("on_server", [True, False])
+def test_embeddings(tmp_path: Path, on_server: bool, encoding: str | None) -> None:
+    """Each line has its vectors as the endpoint writes them, for one input or several."""
+    more = {"encoding_format": encoding} if encoding else {}
+    batch = Batch(tmp_path, [embedding_of(n, given, dimensions=4, **more) for n, given in enumerate(INPUTS)])
+    with FakeSGLang(arguments={"is_generation": False}) as embedder:
+        result = batch.do("--errors", batch.errors, engine=embedder if on_server else None)
+    assert result.exit_code == 0, result.stderr
+    assert batch.errors.read_text() == ""
+    bodies = [line["response"]["body"] for line in lines_of(batch.results)]
+    assert [len(body["data"]) for body in bodies] == [1, 1, 3, 2]
+    for item in (item for body in bodies for item in body["data"]):
+        found = item["embedding"]
+        assert len(base64.b64decode(found)) == 16 if encoding == "base64" else len(found) == 4
+    assert {body["model"] for body in bodies} == {"fake/model"}
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("", "the prompt is empty"),
+        ([[1], []], "the prompt is empty"),
+        ([-1], "token id -1 is not in"),
+        ("nan", "NaN"),
+    ],
+)
+def test_embeddings_that_fail(tmp_path: Path, given: Any, error: str) -> None:
+    """An input that would end the server, and a vector with NaN, fail their line alone."""
+    batch = Batch(tmp_path, [embedding_of(0, "good"), embedding_of(1, given)])
+    with FakeSGLang(arguments={"is_generation": False}) as embedder:
+        embedder.vector = lambda sent: [math.nan if sent.prompt == "nan" else 0.5]
+        result = batch.do("--errors", batch.errors, engine=embedder)
+    assert result.exit_code == 0, result.stderr
+    assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0"]
+    (failed,) = lines_of(batch.errors)
+    assert error in failed["error"]["message"]
+
+
+def test_embeddings_of_a_model_that_generates(tmp_path: Path) -> None:
+    """The wrong model is one line before anything is sent."""
+    batch = Batch(tmp_path, [embedding_of(0, "a")])
+    with FakeSGLang(arguments={"is_generation": True}) as server:
+        result = batch.do(engine=server)
+    assert result.exit_code == 2
+    assert "generates text and makes no embeddings" in result.stderr
+    assert server.requests == 0

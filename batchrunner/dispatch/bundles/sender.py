@@ -17,7 +17,7 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, EngineInfo, Request
+from batchrunner.core.types import Completion, EngineInfo, Request, RequestBody
 from batchrunner.dispatch.bundles.pass_size import PassSize
 from batchrunner.dispatch.bundles.size import SHORT_TOKENS, BundleSize
 from batchrunner.dispatch.bundles.totals import BundleTotals
@@ -274,6 +274,8 @@ def bundle_senders(
 
 def _tokens(request: Request) -> int:
     """Return the tokens of a prompt, a guess where it is a text."""
+    if isinstance(request.prompt, RequestBody):
+        return len(request.prompt.content) // CHARACTERS_A_TOKEN
     length = len(request.prompt)
     return length if request.kind == "input_ids" else length // CHARACTERS_A_TOKEN
 

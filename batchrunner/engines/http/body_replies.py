@@ -1,4 +1,4 @@
-"""Replies to whole requests (`/v1/chat/completions`, `/v1/completions`), kept as they come. Pure."""
+"""Replies to whole requests (chats, text completions, embeddings), kept as they come. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from batchrunner.core.endpoints import CHAT_PATH
+from batchrunner.core.endpoints import CHAT_PATH, EMBEDDINGS_PATH
 from batchrunner.core.errors import AttemptFailedError, RequestError
 from batchrunner.core.types import Completion, RequestBody
 from batchrunner.engines.http.replies import decoded, unreadable
 from batchrunner.engines.http.reply_shapes import Usage, Word
-from batchrunner.input.request_bodies import fields_of
+from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.output import RESPONSE
+from batchrunner.job.tasks.embed import check_embeddings
 
 
 class _BodyMessage(msgspec.Struct):
@@ -44,6 +45,8 @@ def completion_of_body(body: RequestBody, reply: bytes) -> Completion:
 
     Raises AttemptFailedError where it is an abort or no answer.
     """
+    if body.path == EMBEDDINGS_PATH:
+        return _vectors(body, reply)
     try:
         found = decoded(_read_reply, reply)
         _check(body, found.choices)
@@ -64,6 +67,18 @@ def completion_of_body(body: RequestBody, reply: bytes) -> Completion:
         weights=weights if isinstance(weights, str) else None,
         columns={RESPONSE: [kept]},
     )
+
+
+def _vectors(body: RequestBody, reply: bytes) -> Completion:
+    """Read a reply with vectors; raises RequestError where it is none, or one of them has no use."""
+    try:
+        prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
+        kept = _as_line(decoded(_read_fields, reply), body.model)
+    except RequestError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+        raise unreadable(failure, reply) from None
+    return Completion([""], ["stop"], [0], prompt_tokens, None, columns={RESPONSE: [kept]})
 
 
 def _check(body: RequestBody, choices: list[_BodyChoice]) -> None:

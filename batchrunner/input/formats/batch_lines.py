@@ -12,7 +12,7 @@ import msgspec
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.endpoints import BATCH_PATHS
+from batchrunner.core.endpoints import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.core.errors import InputError
 from batchrunner.input.formats.base import PROBLEM
 from batchrunner.input.formats.text import Lines
@@ -23,7 +23,6 @@ CUSTOM_ID, URL, BODY = "custom_id", "url", "body"
 """Columns of a batch file."""
 BatchHow: TypeAlias = Literal["strict", "lenient"]
 """What becomes of a line that is no request, `prompt.batch` of a job."""
-EMBEDDINGS_PATH = "/v1/embeddings"
 SHOWN_CHARACTERS = 60
 """Most characters of a wrong value in a message."""
 
@@ -96,8 +95,6 @@ def _check_target(line: _Line) -> None:
     if line.method != "POST":
         raise _NotARequestError(f"method should be POST (got {_json(line.method)})")
     paths = " or ".join(BATCH_PATHS)
-    if line.url == EMBEDDINGS_PATH:
-        raise _NotARequestError(f"url: {EMBEDDINGS_PATH} is not supported yet: give {paths}")
     if line.url not in BATCH_PATHS:
         raise _NotARequestError(f"url should be {paths} (got {_json(line.url)})")
 
@@ -117,6 +114,7 @@ class BatchLines:
         """Take the path of the file, for messages."""
         self._path = path
         self._how = how
+        self._embeds: bool | None = None  # whether the first request asks for vectors
         self._repeated = BitMap64()  # lines whose custom_id an earlier line has
 
     @property
@@ -127,8 +125,9 @@ class BatchLines:
     def skim(self, lines: Lines) -> Iterator[None]:
         """Check all lines.
 
-        Raises InputError for a file whose requests ask for several models, and where a line is no request, or
-        has the custom_id of another one, unless bad lines are to fail.
+        Raises InputError for a file whose requests ask for several models, and where a line is no request,
+        has the custom_id of another one, or asks for what the model of the others cannot do, unless bad lines
+        are to fail.
         """
         bad = _BadLines()
         model: tuple[str, int] | None = None
@@ -138,7 +137,7 @@ class BatchLines:
                 number = lines.number - 1
                 if not text.strip():
                     continue
-                line = line_of(text.strip())
+                line = self._of_one_kind(line_of(text.strip()))
                 if line.custom_id is not None:
                     ids.add(line.custom_id, number)
                 if line.problem is not None:
@@ -166,12 +165,24 @@ class BatchLines:
         return pa.record_batch([*arrays, problems], names=[*columns, PROBLEM])
 
     def _row(self, number: int, text: bytes) -> BatchLine:
-        line = line_of(text)
+        line = self._of_one_kind(line_of(text))
         if line.problem is None and number in self._repeated:
             line = line._replace(problem="its custom_id stands on an earlier line")
         if line.problem is None:
             return line
         return line._replace(problem=f"{self._path}: line {number}: {line.problem}")
+
+    def _of_one_kind(self, line: BatchLine) -> BatchLine:
+        """Return a line, with a problem where it needs another kind of model than the first request."""
+        if line.problem is not None:
+            return line
+        embeds = line.url == EMBEDDINGS_PATH
+        if self._embeds is None:
+            self._embeds = embeds
+        if embeds == self._embeds:
+            return line
+        others = f"and earlier lines are{' ' if self._embeds else ' not '}for {EMBEDDINGS_PATH}"
+        return line._replace(problem=f"url: it is for {line.url}, {others}: one model cannot do both")
 
     def _check_model(self, name: str, number: int, first: str, first_number: int) -> None:
         if name != first:

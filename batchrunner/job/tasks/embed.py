@@ -144,12 +144,12 @@ class EmbedTask(ForwardTask):
 
     def _answer(self, item: EmbeddingItem, prompt_tokens: int | None) -> Completion | RequestError:
         try:
-            vector = self._stored(_numbers(item))
+            vector = self.stored(_numbers(item))
         except RequestError as failure:
             return failure
         return Completion([], [], [], prompt_tokens, None, columns={EMBEDDING: [vector]})
 
-    def _stored(self, vector: array[float]) -> bytes:
+    def stored(self, vector: array[float]) -> bytes:
         """Return a vector as the results have it; raises RowRefusedError for one without use."""
         if not vector:
             raise RowRefusedError("the vector is empty")
@@ -171,6 +171,34 @@ class EmbedTask(ForwardTask):
             return struct.pack(f"<{len(vector)}e", *vector)
         except (OverflowError, struct.error):
             raise RowRefusedError("output.dtype: the vector has numbers too large for float16") from None
+
+
+def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
+    """Return a reply of `/v1/embeddings` with vectors of 32-bit numbers, in Base64 or as numbers."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": b64encode(vector).decode() if as_text else list(_little(array("f", vector))),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return msgspec.json.encode({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def check_embeddings(reply: bytes, rows: int | None) -> int | None:
+    """Check a reply of `/v1/embeddings` to so many prompts (None: not known); return their tokens, if told.
+
+    Raises RequestError where vectors are missing or have no use, or what msgspec raises where it is no reply.
+    """
+    found: EmbeddingReply = _read.decode(reply)
+    if rows is not None and len(found.data) != rows:
+        raise AttemptFailedError(f"{len(found.data)} vectors came for {rows} inputs")
+    task = EmbedTask()
+    for item in found.data:
+        task.stored(_numbers(item))
+    return found.usage.prompt_tokens
 
 
 def _numbers(item: EmbeddingItem) -> array[float]:

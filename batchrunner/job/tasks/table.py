@@ -12,6 +12,7 @@ from batchrunner.job.tasks.score import ScoreTask
 TaskName: TypeAlias = Literal["generate", "embed", "score", "rerank", "reward", "classify"]
 """`task` of a job."""
 GENERATE: TaskName = "generate"
+EMBED: TaskName = "embed"
 TASKS: dict[str, type[ForwardTask]] = {
     kind.name: kind for kind in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
 }
