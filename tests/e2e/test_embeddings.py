@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -361,6 +362,27 @@ def test_dimensions_that_the_model_lacks(tmp_path: Path, embedder: FakeSGLang) -
     assert {row["error"] for row in results_of(job)} == {
         "the vector has 8 numbers, and output.dimensions is 3"
     }
+
+
+def test_numpy_and_duckdb_read_the_column_as_it_is(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """numpy sees the numbers of a table where they lie, without a copy; duckdb has an array of fixed size."""
+    job = ids_job(tmp_path, embedder, output={"dtype": "float32"})
+    assert run(job, tmp_path).exit_code == 0
+    merged = batchrun_merge(Path(job["output"]["path"]))
+    (array,) = pq.read_table(merged).column("embedding").chunks
+    numbers = array.flatten().to_numpy(zero_copy_only=True)
+    assert numbers.ctypes.data == array.values.buffers()[1].address
+    assert numbers.reshape(len(array), LENGTH).tolist() == expected()
+    vectors = pq.read_table(merged)
+    kind, rows = duckdb.execute(
+        "select any_value(typeof(embedding)), count(embedding) from vectors"
+    ).fetchall()[0]
+    assert (kind, rows) == (f"FLOAT[{LENGTH}]", vectors.num_rows)
+    nearest = duckdb.execute(
+        "select a.row from vectors a, vectors b where b.row = 3 "
+        "order by array_cosine_similarity(a.embedding, b.embedding) desc limit 1"
+    ).fetchall()
+    assert nearest == [(3,)]
 
 
 def test_a_carried_output_column(tmp_path: Path) -> None:
