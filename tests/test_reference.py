@@ -41,6 +41,7 @@ NO_VARIABLES = {
     "SLURM_ARRAY_TASK_": "the beginning of several",
     "CUBLAS_STATUS_ALLOC_FAILED": "a line in a log",
     "RTX_6000_ADA": "the name of a card",
+    "LABEL_": "the beginning of the name of a class",
 }
 
 

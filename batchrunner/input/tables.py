@@ -260,18 +260,31 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
         return {}
     if not isinstance(row, Mapping):
         raise InputError(f"{_WANTED} (got a row of type {type(row).__name__}: row {number})")
-    return {name: _plain(value) for name, value in row.items()} if any(map(_is_object, row.values())) else row
+    return (
+        {name: _plain(value) for name, value in row.items()} if any(map(_has_object, row.values())) else row
+    )
 
 
 def _is_object(value: object) -> bool:
-    """Tell whether a value is an image of Pillow or a path, or a list that may hold them."""
-    return isinstance(value, (os.PathLike, list, tuple)) or hasattr(value, "tobitmap")
+    """Tell whether a value is an image of Pillow or a path."""
+    return isinstance(value, os.PathLike) or hasattr(value, "tobitmap")
+
+
+def _has_object(value: object) -> bool:
+    """Tell whether a value is an image of Pillow or a path, or a list of them; lists of numbers are long."""
+    if not isinstance(value, (list, tuple)):
+        return _is_object(value)
+    return bool(value) and not isinstance(value[0], (int, float)) and any(map(_is_object, value))
 
 
 def _plain(value: Any) -> Any:
-    """Return an image of Pillow as the bytes of a PNG file, and a path as a text; anything else as it is."""
-    if isinstance(value, (list, tuple)) and any(map(_is_object, value)):
-        return [_plain(item) for item in value]
+    """Return images of Pillow as the bytes of PNG files, and paths as texts; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_plain_item(item) for item in value] if _has_object(value) else value
+    return _plain_item(value)
+
+
+def _plain_item(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if not hasattr(value, "tobitmap"):

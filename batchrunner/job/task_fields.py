@@ -99,7 +99,7 @@ def _check_rerank_fields(given: Collection[str]) -> None:
     """Raise WrongValueError where a job does not say which documents, or its query cannot stand in a pair."""
     if DOCUMENTS not in given:
         raise WrongValueError(
-            f"task: rerank: give {DOCUMENTS}", hint="the column with the documents of each query"
+            f"task: rerank: {DOCUMENTS} is missing", hint="name the column with the documents of each query"
         )
     for field in ("prompt.input_ids", "prompt.python", "prompt.truncate", "tokenize"):
         if field in given:
@@ -111,8 +111,8 @@ def _check_score_fields(given: Collection[str]) -> None:
     if ("labels" in given) == (CHOICES in given):
         both = "got both" if CHOICES in given else "got neither"
         raise WrongValueError(
-            f"task: score: give either labels or {CHOICES} ({both})",
-            hint='labels: [" yes", " no"] are single tokens, choices may be longer',
+            f"task: score: takes either labels or {CHOICES} ({both})",
+            hint='give one: labels, such as [" yes", " no"], are single tokens',
         )
     if CHOICES not in given:
         return

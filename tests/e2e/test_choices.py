@@ -152,7 +152,7 @@ def test_resumed_joined_merged(tmp_path: Path) -> None:
         ({"choices": []}, {}, "prompt.choices"),
         ({"choices": "text"}, {}, "prompt.choices: column 'text' must be a list of strings (got string)"),
         ({"choices": "none"}, {}, "none"),
-        ({"choices": ["a"]}, {"labels": ["b"]}, "give either labels or prompt.choices (got both)"),
+        ({"choices": ["a"]}, {"labels": ["b"]}, "takes either labels or prompt.choices (got both)"),
         (
             {"choices": ["a"]},
             {"output": {"softmax": True}},

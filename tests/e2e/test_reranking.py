@@ -132,7 +132,7 @@ def test_a_model_without_a_head(tmp_path: Path, task: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": {"text": "query"}}, "task: rerank: give prompt.documents"),
+        ({"prompt": {"text": "query"}}, "task: rerank: prompt.documents is missing"),
         (
             {"prompt": {"text": "query", "documents": "query", "truncate": "tail"}},
             "prompt.truncate: does",

@@ -156,7 +156,7 @@ def test_a_server_that_does_not_tell_its_tokens(tmp_path: Path, scorer: FakeSGLa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": None}, "task: score: give either labels or prompt.choices (got neither)"),
+        ({"labels": None}, "task: score: takes either labels or prompt.choices (got neither)"),
         ({"labels": []}, "labels"),
         ({"labels": [" yes", " yes"]}, "labels: ' yes' stands there twice"),
         ({"labels": [""]}, "labels"),
