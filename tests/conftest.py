@@ -160,17 +160,18 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def require_modules(*modules: str) -> None:
     """Skip, by name, what needs modules of `make .venv/.engine` that are missing; under CI it fails."""
-    _skip_without(f"{module} (make .venv/.engine)" for module in modules if not find_spec(module))
+    skip_without(f"{module} (make .venv/.engine)" for module in modules if not find_spec(module))
 
 
 def require_engine(*modules: str) -> None:
     """Skip, by name, what needs the real engine where it or its model is missing; under CI it fails."""
     require_modules(*modules)
     config = SMALL_MODEL / "config.json"
-    _skip_without(["data/smollm2-135m-instruct (make test)"] if not config.exists() else [])
+    skip_without(["data/smollm2-135m-instruct (make test)"] if not config.exists() else [])
 
 
-def _skip_without(missing: Iterable[str]) -> None:
+def skip_without(missing: Iterable[str]) -> None:
+    """Skip where something is missing, by name; under CI that fails."""
     if names := ", ".join(missing):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"missing: {names}")
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import ROOT, require_modules
+from tests.conftest import ROOT, require_modules, skip_without
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
     """The real embedding model on a launched server."""
     require_modules("sglang")
-    if not MODEL.exists():
-        pytest.skip("missing: data/all-minilm-l6-v2 (make test)")
+    skip_without([] if MODEL.exists() else ["data/all-minilm-l6-v2 (make test)"])
     spec = {"kind": "server", "model": str(MODEL), "device": "cpu"}
     with batchrunner.open_engine(spec, log_dir=tmp_path_factory.mktemp("minilm"), task="embed") as engine:
         yield engine
