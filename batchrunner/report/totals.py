@@ -8,6 +8,7 @@ from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPE
 from batchrunner.core.types import EngineInfo
 from batchrunner.core.versions import installed_version
 from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.tasks.table import GENERATE
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import attempt_spans, attempts_in, union_s
 from batchrunner.output.opened import look_at_run
@@ -73,6 +74,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
         output_tokens=report.output_tokens_all_starts,
         output_tokens_per_s=round(report.output_tokens_all_starts / max(wall_s, 1e-3), 1),
         rows_per_s=round(report.rows_resumed / max(wall_s, 1e-3), 2),
+        task=facts["job"].get("task", GENERATE),
         engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
     )  # fmt: skip
     if any(task.task != MAIN_TASK for task in tasks):
