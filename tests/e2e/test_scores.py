@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import (
     INSTANT,
+    ROOT,
     batchrun,
     batchrun_merge,
     job_of,
@@ -239,3 +240,21 @@ def test_resumed_joined_merged_exported(tmp_path: Path) -> None:
     result = run({**job, "labels": [" no", " yes"]}, tmp_path, "--join")
     assert result.exit_code == 2
     assert "labels was [' yes', ' no'] and is [' no', ' yes']" in result.stderr
+
+
+def test_the_job_that_we_ship(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """Each row has two probabilities, which are 1 together."""
+    texts = [f"text {n}" for n in range(6)]
+    pq.write_table(pa.table({"id": texts, "title": texts, "text": texts}), tmp_path / "docs.parquet")
+    changes = {
+        "input.path": tmp_path / "docs.parquet",
+        "output.path": tmp_path / "run",
+        "engine": f"{{kind: attach, urls: ['{scorer.url}']}}",
+    }
+    done = batchrun(
+        ROOT / "jobs" / "score.yaml", *(f"--set={name}={value}" for name, value in changes.items())
+    )
+    assert done.exit_code == 0
+    for row in results_of({"output": {"path": tmp_path / "run"}}):
+        assert row["id"] == row["title"] == texts[row["row"]]
+        assert sum(row["scores"]) == pytest.approx(1)
