@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,4 +102,15 @@ def memory_cgroup_if_possible(limit_bytes: int) -> Iterator[MemoryCgroup | None]
     try:
         yield group
     finally:
-        group.path.rmdir()
+        _remove(group.path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a cgroup; those that were killed in it leave when the kernel has freed their memory."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path}: still has {(path / 'cgroup.procs').read_text().split()}")
