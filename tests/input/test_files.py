@@ -16,6 +16,7 @@ from tests.conftest import (
     results_of,
     write_rows,
 )
+from tests.support.bucket_paths import BUCKET_PATHS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,18 +79,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "bucket"
 
 
-@pytest.mark.parametrize(
-    ("path", "ids"),
-    [
-        ("in", [0, 1]),
-        ("in/", [0, 1]),
-        ("in/year=2/b.parquet", [1]),
-        ("in/year=*/*.parquet", [0, 1]),
-        ("in/year=1/*", [0]),
-        ("**/b.parquet", [2, 1]),
-        ("*.parquet", [3]),
-    ],
-)
+@pytest.mark.parametrize(("path", "ids"), BUCKET_PATHS)
 def test_uris(tmp_path: Path, bucket: Path, path: str, ids: list[int]) -> None:
     """A URI names a file, a directory, in which hidden ones do not count, or files by a pattern."""
     job = job_of(tmp_path, input={"path": f"s3://bucket/{path}", "columns": ["id"]})

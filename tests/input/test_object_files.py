@@ -15,6 +15,7 @@ import batchrunner
 from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.input.dataset import Dataset
 from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
+from tests.support.bucket_paths import BUCKET_PATHS
 from tests.support.refusals import refusal, told
 
 if TYPE_CHECKING:
@@ -32,18 +33,7 @@ def filled(store_bucket: StoreBucket, tmp_path: Path) -> StoreBucket:
     return store_bucket
 
 
-@pytest.mark.parametrize(
-    ("path", "ids"),
-    [
-        ("in", [0, 1]),
-        ("in/", [0, 1]),
-        ("in/year=2/b.parquet", [1]),
-        ("in/year=*/*.parquet", [0, 1]),
-        ("in/year=1/*", [0]),
-        ("**/b.parquet", [2, 1]),
-        ("*.parquet", [3]),
-    ],
-)
+@pytest.mark.parametrize(("path", "ids"), BUCKET_PATHS)
 def test_uris(tmp_path: Path, filled: StoreBucket, path: str, ids: list[int]) -> None:
     """A URI names a file, a directory, in which hidden ones do not count, or files by a pattern."""
     job = job_of(tmp_path, input={"path": f"{filled.uri}/{path}", "columns": ["id"]})
