@@ -207,20 +207,8 @@ def embed(
     BatchrunError, and what an iterator of `rows` raises.
     """
     display = make_displays(progress=progress, on_progress=on_progress)
-    opened, spec = _engine_of(engine)
-
-    def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
-        return job_of_task(
-            "embed",
-            paths,
-            default_prompt(schema) if prompt is None else prompt,
-            columns,
-            limits,
-            output={"path": str(output), "dtype": dtype, "normalize": normalize, "dimensions": dimensions},
-            engine=spec,
-        )
-
-    return _results_of(rows, make_job, opened, display)
+    fields = {"dtype": dtype, "normalize": normalize, "dimensions": dimensions}
+    return _results_of_task("embed", rows, prompt, engine, columns, limits, display, fields=fields)
 
 
 def score(
@@ -251,23 +239,19 @@ def score(
     BatchrunError, and what an iterator of `rows` raises.
     """
     display = make_displays(progress=progress, on_progress=on_progress)
-    opened, spec = _engine_of(engine)
     given = choices if choices is None or isinstance(choices, str) else list(choices)
-
-    def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
-        return job_of_task(
-            "score",
-            paths,
-            default_prompt(schema) if prompt is None else prompt,
-            columns,
-            limits,
-            output={"path": str(output), "softmax": softmax},
-            engine=spec,
-            labels=labels,
-            items={} if given is None else {"choices": given},
-        )
-
-    return _results_of(rows, make_job, opened, display)
+    return _results_of_task(
+        "score",
+        rows,
+        prompt,
+        engine,
+        columns,
+        limits,
+        display,
+        fields={"softmax": softmax},
+        labels=labels,
+        items={} if given is None else {"choices": given},
+    )
 
 
 def rerank(
@@ -292,19 +276,29 @@ def rerank(
     `error`. Raises BatchrunError, and what an iterator of `rows` raises.
     """
     display = make_displays(progress=progress, on_progress=on_progress)
+    items = {"documents": documents}
+    return _results_of_task("rerank", rows, prompt, engine, columns, limits, display, items=items)
+
+
+def _results_of_task(
+    task: TaskName,
+    rows: Data,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None,
+    engine: OpenEngine | EngineLike,
+    columns: Sequence[str],
+    limits: Mapping[str, Any] | LimitsSpec | None,
+    display: Display,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    **own: Any,
+) -> pa.Table:
+    """Do a task without decoding; `fields` are those of `output`, the rest is as for `job_of_task`."""
     opened, spec = _engine_of(engine)
 
     def make_job(schema: pa.Schema, paths: list[str], output: Path) -> Job:
-        return job_of_task(
-            "rerank",
-            paths,
-            default_prompt(schema) if prompt is None else prompt,
-            columns,
-            limits,
-            output={"path": str(output)},
-            engine=spec,
-            items={"documents": documents},
-        )
+        template = default_prompt(schema) if prompt is None else prompt
+        part = {"path": str(output), **(fields or {})}
+        return job_of_task(task, paths, template, columns, limits, output=part, engine=spec, **own)
 
     return _results_of(rows, make_job, opened, display)
 

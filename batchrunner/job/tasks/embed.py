@@ -24,6 +24,7 @@ import msgspec
 from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import Completion, ForwardTask, Request
+from batchrunner.job.tasks.pooling_args import pooling_args
 
 VECTOR = "vector"
 """Kind of a column whose values are all of one length, which the first of them tells: (VECTOR, dtype)."""
@@ -95,13 +96,9 @@ class EmbedTask(ForwardTask):
     @classmethod
     def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
         """Return the arguments; a model whose tokens see later ones takes each prompt whole, uncached."""
-        args: dict[str, Any] = {"is-embedding": True}
         architectures = config.get("architectures") or ()
-        if not any(str(each).endswith(_CAUSAL) for each in architectures):
-            args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
-        if cpu:  # by itself SGLang finds no memory for the cache; and these models have short contexts
-            args |= {"mem-fraction-static": 0.3, "context-length": None}
-        return args
+        sees_later = not any(str(each).endswith(_CAUSAL) for each in architectures)
+        return pooling_args(sees_later=sees_later, cpu=cpu)
 
     def body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the body: a single prompt, or a list of them."""

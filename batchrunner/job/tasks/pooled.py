@@ -26,7 +26,8 @@ from batchrunner.job.tasks.native import (
     prompts_of,
     results_in,
 )
-from batchrunner.job.tasks.score import SCORES, made_up_weights
+from batchrunner.job.tasks.pooling_args import pooling_args
+from batchrunner.job.tasks.score import SCORES, made_up_weights, softmax
 
 SCORE, LABEL = "score", "label"
 _ENCODERS = ("Bert", "Roberta")
@@ -52,13 +53,8 @@ class PooledTask(ForwardTask):
     @classmethod
     def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
         """Return the arguments; a model whose tokens see later ones takes each prompt whole, uncached."""
-        args: dict[str, Any] = {"is-embedding": True}
         names = " ".join(map(str, config.get("architectures") or ()))
-        if any(part in names for part in _ENCODERS):
-            args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
-        if cpu:  # as for embeddings
-            args |= {"mem-fraction-static": 0.3, "context-length": None}
-        return args
+        return pooling_args(sees_later=any(part in names for part in _ENCODERS), cpu=cpu)
 
     def body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the body: a list of prompts."""
@@ -187,11 +183,9 @@ class ClassifyTask(PooledTask):
 
     def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
         (numbers,) = found
-        most = max(numbers)
-        best = numbers.index(most)
+        best = numbers.index(max(numbers))
         if self.softmax:
-            weights = [math.exp(number - most) for number in numbers]
-            numbers = [weight / sum(weights) for weight in weights]
+            numbers = softmax(numbers)
         name = self.names[best] if best < len(self.names) else f"LABEL_{best}"
         return {SCORES: numbers, LABEL: name}
 

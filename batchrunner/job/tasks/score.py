@@ -120,10 +120,13 @@ class ScoreTask(ForwardTask):
 
 def _probabilities(logprobs: Sequence[float], *, among: bool) -> list[float]:
     """Return probabilities, those `among` the given ones if asked for: then their sum is 1."""
-    if not among:
-        return [math.exp(logprob) for logprob in logprobs]
-    most = max(logprobs)
-    weights = [math.exp(logprob - most) for logprob in logprobs]
+    return softmax(logprobs) if among else [math.exp(logprob) for logprob in logprobs]
+
+
+def softmax(numbers: Sequence[float]) -> list[float]:
+    """Return probabilities, whose sum is 1, of logits or of logarithms of weights."""
+    most = max(numbers)
+    weights = [math.exp(number - most) for number in numbers]
     total = sum(weights)
     return [weight / total for weight in weights]
 
