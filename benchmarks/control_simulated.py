@@ -1,6 +1,6 @@
 """Does the controller hold many GPUs at their best? The runner's own gate and admission, in virtual time.
 
-The schedulers are simulated (`batchrunner.simulation`: SGLang's admission, retraction and gauges, with the
+The schedulers are simulated (`engines/simulation`: SGLang's admission, retraction and gauges, with the
 step times of an 8B model on an H100); the gate, the admission and its controllers are the very code that runs
 against real servers. 1, 8 and 64 replicas; several workloads; gauges told 0.1 to 4 s late, 5 % of the polls
 lost. Each is compared with fixed windows per replica. No figure here is a measurement of a GPU.
@@ -25,11 +25,11 @@ from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.slots import Slots
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.cost import H100_8B
+from batchrunner.engines.simulation.replica import Replica
+from batchrunner.engines.simulation.sample import SimulatedRequest
 from batchrunner.job.queue_band import QueueBand
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.cost import H100_8B
-from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import SimulatedRequest
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 

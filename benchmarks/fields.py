@@ -3,7 +3,7 @@
 Three made-up tables, each with the columns in an order in which people write them (the key, or the long text
 of a row, first). The order is chosen as a run does it, from a sample of the file. The prompts are then sent
 in the order of the file, and sorted (`order: prefix`), one by one through SGLang's radix cache as
-`batchrunner.simulation` has it, with a large and a small KV pool. A token is four bytes, and a line that
+`engines/simulation` has it, with a large and a small KV pool. A token is four bytes, and a line that
 differs counts as new from its beginning. The tables are no data of users: the gain depends on how much rows
 repeat.
 """
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.engines.simulation.radix import RadixCache
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.fields_block import field_line
 from batchrunner.job.spec import InputSpec
-from batchrunner.simulation.radix import RadixCache
 from benchmarks.measure import save
 
 if TYPE_CHECKING:

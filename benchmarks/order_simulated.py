@@ -1,6 +1,6 @@
 """How much of the cache does each order of sending reach, and how far apart should rows be? In virtual time.
 
-The schedulers are simulated (`batchrunner.simulation`: SGLang's admission, radix cache and eviction, with the
+The schedulers are simulated (`engines/simulation`: SGLang's admission, radix cache and eviction, with the
 step times of an 8B model on an H100), the gate and the admission are the runner's own. Each workload is sent
 in no order, sorted by prompt, and sorted with leaders before followers, in three ways: in windows whose
 shared beginnings take a share of the KV pool; with every follower so many computed tokens behind the row that
@@ -29,8 +29,8 @@ from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.sample import SimulatedRequest
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal
 from benchmarks.measure import save

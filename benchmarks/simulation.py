@@ -1,7 +1,7 @@
 """Does the simulated scheduler do what the real one does? The same rows to both, pass counts compared.
 
 SGLang on the CPU serves a tiny random model and logs a line for each forward pass. Every workload goes to
-it once, and then to `batchrunner.simulation.scheduler` with the same flags, rows and order, in steps instead
+it once, and then to `engines/simulation/scheduler.py` with the same flags, rows and order, in steps instead
 of seconds. How long each output became is the model's whim where rows may stop early, so the simulator is
 told, and so is how the first window of rows arrived; who waited, ran, was cached or sent back it finds out.
 """
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import Scheduler
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.scheduler import Scheduler
 from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
 from benchmarks.measure import save
 from tests.support.tiny_model import make_tiny_llama

@@ -18,7 +18,7 @@ from tests.support.scheduling import GROUPS, group_of
 
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
-    "core", "job", "output", "input", "simulation", "engines", "advise", "report", "dispatch",
+    "core", "job", "output", "input", "engines", "advise", "report", "dispatch",
     "runner", "tune", "api", "cli",
 )  # fmt: skip
 """The package's folders and files, each of which imports only from those before it."""

@@ -1,6 +1,6 @@
 """The simulated engine: made-up answers at a made-up speed, for tests, benchmarks and demonstrations.
 
-`answer` makes up a completion, `batchrunner.simulation` decides when it is ready, as SGLang's scheduler
+`answer` makes up a completion, `engines/simulation` decides when it is ready, as SGLang's scheduler
 would, and `Simulator` waits for that in real time.
 """
 
@@ -28,14 +28,14 @@ from batchrunner.core.types import (
 from batchrunner.engines.base import Engine
 from batchrunner.engines.http.task_replies import answer_of
 from batchrunner.engines.simulated_json import made_up
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.cost import CostModel
+from batchrunner.engines.simulation.replica import Replica
+from batchrunner.engines.simulation.sample import SimulatedRequest
 from batchrunner.input.request_bodies import fields_of, prompt_of, prompts_in
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.output import CUT, RESPONSE
 from batchrunner.job.tasks.embed import MODEL, EmbedTask, reply_of
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.cost import CostModel
-from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import SimulatedRequest
 
 MARK = "[simulated] "
 """Beginning of every answer, so that none is taken for a model's."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.flags import Flags
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.cost import CostModel
-from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.cost import CostModel
+from batchrunner.engines.simulation.replica import Replica
+from batchrunner.engines.simulation.sample import SimulatedRequest
 from batchrunner.tune.machine import Machine
 from batchrunner.tune.measurement import TrialResult, TrialWatch
 

@@ -1,7 +1,7 @@
 """The KV pool of a simulated server: which of its tokens are free, cached or used, and by whom."""
 
-from batchrunner.simulation.radix import CacheNode, RadixCache
-from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.radix import CacheNode, RadixCache
+from batchrunner.engines.simulation.sample import SimulatedRequest
 
 
 class KvPool:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.cost import CostModel
-from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import Scheduler, StepResult
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.cost import CostModel
+from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.scheduler import Scheduler, StepResult
 
 INTERVAL_STEPS: Mapping[str, int] = {"loads": 15, "metrics": 40}
 """Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's defaults

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from batchrunner.simulation.cost import H100_8B, MeasuredPass, fit
+from batchrunner.engines.simulation.cost import H100_8B, MeasuredPass, fit
 
 # Seconds
 

@@ -2,7 +2,7 @@
 
 import heapq
 
-from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.sample import SimulatedRequest
 
 CLIP_TOKENS = 4096
 """Most output tokens that the scheduler expects of a request: `CLIP_MAX_NEW_TOKENS` (schedule_policy.py)."""

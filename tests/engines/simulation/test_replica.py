@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.cost import H100_8B, CostModel
-from batchrunner.simulation.replica import Replica
-from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.cost import H100_8B, CostModel
+from batchrunner.engines.simulation.replica import Replica
+from batchrunner.engines.simulation.sample import SimulatedRequest
 
 UNIT = CostModel(1.0, 0.0, 0.0, 0.0)
 """Every pass takes a second."""

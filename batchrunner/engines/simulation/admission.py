@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.kv_pool import KvPool
-from batchrunner.simulation.radix import RadixCache
-from batchrunner.simulation.running import CLIP_TOKENS
-from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.kv_pool import KvPool
+from batchrunner.engines.simulation.radix import RadixCache
+from batchrunner.engines.simulation.running import CLIP_TOKENS
+from batchrunner.engines.simulation.sample import SimulatedRequest
 
 PAGE_TOKENS = 1
 """Tokens reserved for each admitted sample beside its own: the default page of flashinfer and fa3."""

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.radix import RadixCache
-from batchrunner.simulation.sample import SimulatedRequest
-from batchrunner.simulation.scheduler import Scheduler
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.radix import RadixCache
+from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.scheduler import Scheduler
 from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from batchrunner.simulation.scheduler import StepResult
+    from batchrunner.engines.simulation.scheduler import StepResult
 
 NO_LIMIT = 1_000_000
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batchrunner.simulation.scheduler import StepResult
+from batchrunner.engines.simulation.scheduler import StepResult
 
 
 class MeasuredPass(NamedTuple):

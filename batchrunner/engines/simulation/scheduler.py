@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from batchrunner.simulation.admission import PAGE_TOKENS, Admission
-from batchrunner.simulation.config import SchedulerConfig
-from batchrunner.simulation.kv_pool import KvPool
-from batchrunner.simulation.running import RunningBatch
-from batchrunner.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.admission import PAGE_TOKENS, Admission
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.kv_pool import KvPool
+from batchrunner.engines.simulation.running import RunningBatch
+from batchrunner.engines.simulation.sample import SimulatedRequest
 
 RETRACT_STEPS = 20
 """`SGLANG_RETRACT_DECODE_STEPS`: steps ahead for which a retraction makes room, where it can."""

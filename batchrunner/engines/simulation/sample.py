@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from batchrunner.simulation.radix import CacheNode
+from batchrunner.engines.simulation.radix import CacheNode
 
 State = Literal["new", "waiting", "chunked", "running", "finished", "aborted", "dropped"]
 
