@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
-import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError
 from batchrunner.input.files import find_files, first_line
@@ -24,8 +23,6 @@ CHUNK_ROWS, CHUNK_BYTES = 1024, 16 << 20
 """Most rows of an iterator that are converted together, and the bytes of their texts."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
-_INDEX = "__index_level_"
-"""Beginning of the name of a column that pandas makes of an index."""
 MOST_LEVELS = 49
 """Most levels of a value: Parquet has two for each list, and 100 in all."""
 _WANTED = (
@@ -122,26 +119,6 @@ def rows_known(data: Any) -> int:
         if isinstance(count := getattr(data, name, None), int):
             return count
     return len(data) if isinstance(data, (list, tuple)) or hasattr(data, "iterrows") else 0
-
-
-def default_prompt(schema: pa.Schema) -> str:
-    """Return the template of the only text column; raises InputError where there is none, or more."""
-    names = [field.name for field in schema if _is_text(field.type) and not field.name.startswith(_INDEX)]
-    if len(names) != 1:
-        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        raise InputError(
-            "prompt",
-            hint=f"give one, since the rows have {len(names)} text columns and not 1 "
-            f"(columns: {columns or 'none'})",
-        )
-    name = names[0].replace("\\", "\\\\").replace('"', '\\"')
-    return f'{{{{ row["{name}"] }}}}'
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    if pt.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
 
 
 def _stream_of(data: Any) -> Iterator[pa.RecordBatch] | None:

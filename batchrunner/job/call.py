@@ -1,110 +1,143 @@
 """The job of a call of the library, from its arguments."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
-from batchrunner.core.errors import JobError
+import pyarrow as pa
+import pyarrow.types as pt
+
+from batchrunner.core.errors import InputError, JobError
 from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks.table import TaskName
 
-NO_ITEMS: Mapping[str, Any] = MappingProxyType({})
+Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
+"""A template, the `prompt` part of a job, or a function that makes the prompt of a row."""
 
 _FILES = {"images": "columns", "pdf": "column"}
 """Parts of a prompt that name columns with files, and the field that does."""
+_INDEX = "__index_level_"
+"""Beginning of the name of a column that pandas makes of an index."""
 
 
-def job_of_call(
-    paths: Sequence[str],
-    prompt: str | Mapping[str, Any] | Callable[..., Any],
-    parse: object,
-    sampling: Mapping[str, Any] | None,
-    columns: Sequence[str],
-    limits: Mapping[str, Any] | LimitsSpec | None,
-    *,
-    output: Path,
-    engine: EngineSpec,
-    answers: Sequence[str] = (),
-    explode: bool = False,
-    check: Mapping[str, Any] | None = None,
-    on_length: OnLength | None = None,
-    own_rows: bool = False,
-) -> Job:
-    """Return the job that reads `paths` and writes into the directory `output`; raises JobError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryCall(ABC):
+    """A call of the library, without its rows; the fields are its arguments."""
 
-    `prompt` is the template of the user message, the `prompt` part of a job, or a function; `parse` is that
-    part of a job, or a function; `columns` are carried, `answers` are the job's `output.columns`. With
-    `own_rows` the rows are the program's own, whose files of images may be anywhere. No variable of the
-    environment changes the job.
+    engine: EngineSpec
+    prompt: Prompt | None
+    columns: Sequence[str]
+    limits: Mapping[str, Any] | LimitsSpec | None
+
+    def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
+        """Return the job that reads `paths`, with these columns, and writes into the directory `output`.
+
+        No variable of the environment changes it. Raises JobError, and InputError where there is no prompt.
+        """
+        prompt = default_prompt(schema) if self.prompt is None else self.prompt
+        if isinstance(self.columns, str):
+            raise JobError("columns", hint=f"give a list of names, such as [{self.columns!r}]")
+        limits = self.limits
+        if isinstance(limits, LimitsSpec):
+            limits = limits.model_dump(exclude_unset=True)
+        tree = {
+            "input": {"path": list(paths), "columns": list(self.columns)},
+            "engine": self.engine.model_dump(exclude_unset=True),
+            "limits": limits or {},
+            **self._parts(prompt, str(output)),
+        }
+        return load_job(tree, environ={})
+
+    @abstractmethod
+    def _parts(self, prompt: Prompt, output: str) -> dict[str, Any]:
+        """Return the other parts of the job; raises JobError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall(LibraryCall):
+    """A call of `generate` or `stream`; a text as `prompt` is the template of the user message.
+
+    With `own_rows` the rows are the program's own, whose files of images may be anywhere.
     """
-    if isinstance(columns, str):
-        raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
-    if isinstance(answers, str):
-        raise JobError("answers", hint=f"give a list of columns, such as [{answers!r}]")
-    if isinstance(prompt, Mapping) and prompt.get("batch") is not None:
-        raise JobError(
-            "prompt.batch: no part of a call",
-            hint="a batch file is run by `batchrun batch`, or as a job by batchrunner.run",
+
+    parse: object
+    sampling: Mapping[str, Any] | None
+    answers: Sequence[str]
+    explode: bool
+    check: Mapping[str, Any] | None
+    on_length: OnLength | None
+    own_rows: bool
+
+    def _parts(self, prompt: Prompt, output: str) -> dict[str, Any]:
+        if isinstance(self.answers, str):
+            raise JobError("answers", hint=f"give a list of columns, such as [{self.answers!r}]")
+        if isinstance(prompt, Mapping) and prompt.get("batch") is not None:
+            raise JobError(
+                "prompt.batch: no part of a call",
+                hint="a batch file is run by `batchrun batch`, or as a job by batchrunner.run",
+            )
+        if not isinstance(prompt, Mapping):
+            prompt = {"user": prompt} if isinstance(prompt, str) else {"python": prompt}
+        if self.own_rows:
+            prompt = {name: _anywhere(name, part) for name, part in prompt.items()}
+        return {
+            "prompt": prompt,
+            "sampling": self.sampling or {},
+            "output": {"path": output, "columns": list(self.answers), "explode": self.explode},
+            **({} if self.parse is None else {"parse": self.parse}),
+            **({"check": self.check} if self.check else {}),
+            **({"on_length": self.on_length} if self.on_length else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCall(LibraryCall):
+    """A call of `embed` or the like; a text as `prompt` is the template of a text, or the column with it.
+
+    `items` are further parts of the job's prompt, such as the documents; `fields` those of its output.
+    """
+
+    task: TaskName
+    items: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    labels: Sequence[str | int] | None = None
+
+    def _parts(self, prompt: Prompt, output: str) -> dict[str, Any]:
+        if isinstance(self.labels, str):
+            raise JobError("labels", hint=f"give a list, such as [{self.labels!r}]")
+        if not isinstance(prompt, Mapping):
+            prompt = {"text": prompt} if isinstance(prompt, str) else {"python": prompt}
+        return {
+            "task": self.task,
+            "prompt": {**prompt, **self.items},
+            **({} if self.labels is None else {"labels": list(self.labels)}),
+            "output": {"path": output, **self.fields},
+        }
+
+
+def default_prompt(schema: pa.Schema) -> str:
+    """Return the template of the only text column; raises InputError where there is none, or more."""
+    names = [column.name for column in schema if _is_text(column.type) and not column.name.startswith(_INDEX)]
+    if len(names) != 1:
+        columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
+        raise InputError(
+            "prompt",
+            hint=f"give one, since the rows have {len(names)} text columns and not 1 "
+            f"(columns: {columns or 'none'})",
         )
-    if isinstance(limits, LimitsSpec):
-        limits = limits.model_dump(exclude_unset=True)
-    if not isinstance(prompt, Mapping):
-        prompt = {"user": prompt} if isinstance(prompt, str) else {"python": prompt}
-    if own_rows:
-        prompt = {name: _anywhere(name, part) for name, part in prompt.items()}
-    tree = {
-        "input": {"path": list(paths), "columns": list(columns)},
-        "prompt": prompt,
-        "sampling": sampling or {},
-        "output": {"path": str(output), "columns": list(answers), "explode": explode},
-        "engine": engine.model_dump(exclude_unset=True),
-        "limits": limits or {},
-        **({} if parse is None else {"parse": parse}),
-        **({"check": check} if check else {}),
-        **({"on_length": on_length} if on_length else {}),
-    }
-    return load_job(tree, environ={})
+    name = names[0].replace("\\", "\\\\").replace('"', '\\"')
+    return f'{{{{ row["{name}"] }}}}'
 
 
-def job_of_task(
-    task: TaskName,
-    paths: Sequence[str],
-    prompt: str | Mapping[str, Any] | Callable[..., Any],
-    columns: Sequence[str],
-    limits: Mapping[str, Any] | LimitsSpec | None,
-    *,
-    output: Mapping[str, Any],
-    engine: EngineSpec,
-    labels: Sequence[str | int] | None = None,
-    items: Mapping[str, Any] = NO_ITEMS,
-) -> Job:
-    """Return the job of a call of `embed` or the like, whose `output` is that part of it; raises JobError.
-
-    `prompt` is the template of a text or the column with it, the `prompt` part of a job, or a function;
-    `items` are further parts of it.
-    """
-    if isinstance(labels, str):
-        raise JobError("labels", hint=f"give a list, such as [{labels!r}]")
-    if isinstance(columns, str):
-        raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
-    if isinstance(limits, LimitsSpec):
-        limits = limits.model_dump(exclude_unset=True)
-    if not isinstance(prompt, Mapping):
-        prompt = {"text": prompt} if isinstance(prompt, str) else {"python": prompt}
-    tree = {
-        "task": task,
-        "input": {"path": list(paths), "columns": list(columns)},
-        "prompt": {**prompt, **items},
-        **({} if labels is None else {"labels": list(labels)}),
-        "output": output,
-        "engine": engine.model_dump(exclude_unset=True),
-        "limits": limits or {},
-    }
-    return load_job(tree, environ={})
+def _is_text(kind: pa.DataType) -> bool:
+    if pt.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
 
 
 def _anywhere(name: str, part: Any) -> Any:

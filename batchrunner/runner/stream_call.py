@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +20,7 @@ from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
 from batchrunner.input.parquet_copy import about_rows, write_parquet
 from batchrunner.input.tables import rows_known
+from batchrunner.job.call import GenerateCall
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.output.files import make_directory, writing
@@ -40,28 +41,21 @@ StreamSource: TypeAlias = tuple[Job, PromptKind | None, StreamRows, HookPool | N
 """The job of a stream, the kind of its prompts, its rows, and its Python functions."""
 
 
-class JobMaker(Protocol):
-    """Makes the job of a call, once the columns of its rows are known."""
-
-    def __call__(self, schema: pa.Schema, paths: list[str], output: Path) -> Job:
-        """Return the job that reads `paths`; raises JobError or InputError."""
-
-
 class StreamCall:
-    """A call of `stream`: its arguments, checked where that needs no rows."""
+    """A call of `stream` under way, in the program's event loop."""
 
     def __init__(
         self,
         data: object,
         paths: list[str] | None,
-        make_job: JobMaker,
+        call: GenerateCall,
         loop: EngineLoop | None,
         display: Display,
     ) -> None:
         """Take the arguments; `paths` are the files that the data names, `loop` is that of an open engine."""
         self._data = data
         self._paths = paths
-        self._make_job = make_job
+        self._call = call
         self._loop = loop
         self._display = display
 
@@ -103,7 +97,7 @@ class StreamCall:
                 stack.enter_context(about_rows(RunDir(output).given))
             paths = self._paths or [await self._keep_rows(output, stack)]
             dataset = await asyncio.to_thread(Dataset, paths, RunDir(output).path.resolve())
-            job = self._make_job(dataset.schema, paths, output)
+            job = self._call.job(dataset.schema, paths, output)
             if not dataset.total_rows:
                 return
             handover = Handover()
@@ -126,7 +120,7 @@ class StreamCall:
     def _open_files(self, paths: list[str], scratch: Path) -> StreamSource | None:
         """Return the rows of files; None where they have none."""
         dataset = Dataset(paths)
-        job = self._make_job(dataset.schema, paths, scratch)
+        job = self._call.job(dataset.schema, paths, scratch)
         problems = (pa.field(name, pa.string()) for name in dataset.problems)
         renderer, functions = _open_renderer(job, pa.schema([*dataset.schema, *problems]), dataset)
         if not dataset.total_rows:
@@ -146,7 +140,7 @@ class StreamCall:
                 first = take_batches(buffer, 0)
         if known is None:
             return None
-        job = self._make_job(known.schema, [str(scratch)], scratch)
+        job = self._call.job(known.schema, [str(scratch)], scratch)
         renderer, functions = _open_renderer(job, known.schema)
         if first is None:
             _close(functions)

@@ -17,6 +17,8 @@ HEAD = """# Python library
 All that `import batchrunner` exports. Everything else is internal and may change at any time. The errors,
 with their exit codes, are on the page on [exit codes](exit-codes.md#errors-of-the-library)."""
 
+ORDER = ("run", "arun", "generate", "embed", "score", "rerank", "open_engine", "stream")
+"""Functions in the order of the page."""
 SHORT = 60
 """Characters of a signature that stays on one line."""
 
@@ -25,7 +27,7 @@ def page() -> str:
     """Return the page."""
     things = {name: getattr(batchrunner, name) for name in batchrunner.__all__}
     made = [thing for thing in things.values() if inspect.isfunction(thing)]
-    functions = [_function(thing) for thing in sorted(made, key=lambda thing: thing.__code__.co_firstlineno)]
+    functions = [_function(thing) for thing in sorted(made, key=lambda thing: ORDER.index(thing.__name__))]
     classes = [
         _class(name, thing)
         for name, thing in things.items()

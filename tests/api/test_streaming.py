@@ -14,10 +14,10 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError, ResumeError
+from tests.api.test_generation import FORMS, NAMES
 from tests.conftest import INSTANT
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
-from tests.test_generate import FORMS, NAMES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -541,3 +541,26 @@ def test_a_loop_that_ends(server: FakeSGLang) -> None:
         return -1
 
     assert asyncio.run(first()) == 0
+
+
+async def test_a_stream_takes_functions(server: FakeSGLang) -> None:
+    """Each row comes with the columns of its answer; one that cannot be parsed comes with its error."""
+
+    def parse(answer: str) -> dict[str, int]:
+        return {"number": int(answer.rsplit(maxsplit=1)[-1])}
+
+    def rows() -> Any:
+        yield from ({"text": str(n) if n != 7 else "seven"} for n in range(20))
+
+    found = batchrunner.stream(
+        rows(),
+        prompt=lambda row: None if row["text"] == "3" else [{"role": "user", "content": row["text"]}],
+        parse={"python": parse, "columns": {"number": "int64"}},
+        engine=server.url,
+    )
+    by_row = {row["row"]: row async for row in found}
+    assert sorted(by_row) == list(range(20))
+    assert (by_row[3]["finish_reason"], by_row[3]["number"], by_row[3]["error"]) == ("left_out", None, None)
+    assert "ValueError: invalid literal" in by_row[7]["error"]
+    assert by_row[7]["output"] == "answer 0 to seven"
+    assert [by_row[n]["number"] for n in range(8, 20)] == list(range(8, 20))

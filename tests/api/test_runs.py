@@ -1,4 +1,4 @@
-"""The library: the same runs as the command's, from scripts, notebooks and pipelines."""
+"""`run` and `arun`: the same runs as the command's, from scripts, notebooks and pipelines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import (
@@ -26,12 +23,11 @@ from batchrunner.core.errors import (
     ResumeError,
 )
 from tests.conftest import INSTANT, job_of, results_of, write_job
-from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -89,6 +85,31 @@ def test_another_run_is_its_own_error(tmp_path: Path) -> None:
     batchrunner.run(job)
     with pytest.raises(ResumeError):
         batchrunner.run({**job, "prompt": {"text": "Say {{ text }}"}})
+
+
+def within_itself() -> dict[str, Any]:
+    job: dict[str, Any] = {}
+    job["input"] = job
+    return job
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: batchrunner.run(None), "job: give a path, a mapping or a Job"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run({}, overrides={"a": 1}), "overrides: give a list of texts"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run({}, overrides="a=1"), "overrides: give a list of texts"),
+        (lambda: batchrunner.run({}, overrides=[5]), "overrides: give a list of texts"),  # type: ignore[list-item]
+        (lambda: batchrunner.run({}, overrides=5), "overrides: give a list of texts"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run(within_itself()), "job: a value is nested too deeply"),
+        (lambda: batchrunner.run({}, engine=INSTANT), "engine: give one that `open_engine` opened"),  # type: ignore[arg-type]
+        (lambda: batchrunner.run("."), "is a directory"),
+    ],
+)
+def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:
+    """A caller's slip is an error of ours in one line, and not an AttributeError from within."""
+    with pytest.raises(BatchrunError, match=re.escape(told)):
+        call()
 
 
 # --- event loops ---
@@ -204,151 +225,6 @@ def test_an_interrupt_keeps_finished_rows(tmp_path: Path, server: FakeSGLang, *,
     assert [row["row"] for row in results_of(job)] == list(range(10))
 
 
-# --- open_engine ---
-
-
-def test_one_engine_serves_several_jobs(tmp_path: Path, server: FakeSGLang) -> None:
-    """An engine that takes minutes to load is opened once for all jobs of a script."""
-    with batchrunner.open_engine(attach(server)) as engine:
-        assert engine.info.model == "fake/model"
-        for name in ("one", "two"):
-            (tmp_path / name).mkdir()
-            assert batchrunner.run(job_of(tmp_path / name, INSTANT), engine=engine).rows_ok == 10
-        table = batchrunner.generate([{"a": "hello"}], prompt={"text": "{{ a }}"}, engine=engine)
-    assert table.column("output").to_pylist() == ["answer 0 to hello"]
-    assert len(server.sent) == 21
-
-
-def test_an_engine_that_cannot_open(tmp_path: Path) -> None:
-    """`open_engine` raises what a run would."""
-    with (
-        pytest.raises(EngineStartError),
-        batchrunner.open_engine({"kind": "attach", "urls": ["http://127.0.0.1:9"]}),
-    ):
-        pass
-    with pytest.raises(JobError), batchrunner.open_engine({"kind": "attached"}):
-        pass
-
-
-def test_an_open_engine_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory of its log is its own, and stays only where an error sends people there."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with batchrunner.open_engine(INSTANT):
-        (logs,) = tmp_path.iterdir()
-        assert logs.stat().st_mode & 0o077 == 0
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(KeyError), batchrunner.open_engine(INSTANT):
-        raise KeyError
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-# --- generate ---
-
-
-@examples(10)
-@given(
-    fates=st.lists(st.sampled_from(["answer", "too long", "bad schema"]), min_size=1, max_size=40),
-    window=st.integers(1, 8),
-)
-def test_generate_is_in_input_order(fates: list[Behaviour], window: int) -> None:
-    """The table has one row for each row given, in its order, failed ones with their error."""
-    with FakeSGLang(lambda sent: fates[int(sent.prompt)], max_running=window) as server:
-        table = batchrunner.generate(
-            pa.table({"i": range(len(fates))}),
-            prompt={"text": "{{ i }}"},
-            engine=attach(server),
-            columns=["i"],
-            limits={"abort_failed_share": 1},
-        )
-    assert table.column("row").to_pylist() == table.column("i").to_pylist() == list(range(len(fates)))
-    assert [text is not None for text in table.column("output").to_pylist()] == [f == "answer" for f in fates]
-    assert [text is None for text in table.column("error").to_pylist()] == [f == "answer" for f in fates]
-
-
-def test_generate_takes_mappings(server: FakeSGLang) -> None:
-    """Rows may come as any iterable of mappings, and a prompt as one user template."""
-    rows = ({"name": name} for name in ("Ada", "Bob"))
-    table = batchrunner.generate(
-        rows, prompt="Hello {{ name }}", engine=attach(server), columns=["name"], sampling={"top_k": 1}
-    )
-    assert table.column("output").to_pylist() == ["answer 0 to Hello Ada", "answer 0 to Hello Bob"]
-    assert table.column("name").to_pylist() == ["Ada", "Bob"]
-    assert server.sent[0].body["top_k"] == 1
-
-
-def test_generate_takes_tables_of_others() -> None:
-    """Any table that speaks Arrow's interface will do, as those of pandas and polars do."""
-
-    class Foreign:
-        def __init__(self, table: pa.Table) -> None:
-            self.__arrow_c_stream__ = table.__arrow_c_stream__
-
-        def __iter__(self) -> Iterator[str]:  # a DataFrame iterates over its columns' names
-            return iter(["name"])
-
-    table = batchrunner.generate(Foreign(pa.table({"name": ["Ada"]})), prompt="{{ name }}", engine=INSTANT)
-    assert table.num_rows == 1
-
-
-def test_generate_takes_rows_of_different_keys() -> None:
-    """A row may have keys that the first one has not; those that are missing are null."""
-    rows: list[dict[str, object]] = [{"text": "a"}, {"text": "b", "x": 1}, {"x": 2}]
-    table = batchrunner.generate(rows, prompt="{{ text or x }}", engine=INSTANT, columns=["text", "x"])
-    assert table.column("text").to_pylist() == ["a", "b", None]
-    assert table.column("x").to_pylist() == [None, 1, 2]
-
-
-MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
-"""A table with a type that Parquet does not have."""
-
-
-def within_itself() -> dict[str, Any]:
-    job: dict[str, Any] = {}
-    job["input"] = job
-    return job
-
-
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda: batchrunner.generate([["a"]], prompt="x", engine=INSTANT), "a row of type list"),
-        (lambda: batchrunner.generate([{}, {}], prompt="x", engine=INSTANT), "2 rows without a column"),
-        (lambda: batchrunner.generate(7, prompt="x", engine=INSTANT), "got int"),
-        (
-            lambda: batchrunner.generate(MONTHS, prompt="x", engine=INSTANT),
-            "rows: cannot be written as Parquet",
-        ),
-        (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),  # type: ignore[arg-type]
-        (lambda: batchrunner.run(None), "job: give a path, a mapping or a Job"),  # type: ignore[arg-type]
-        (lambda: batchrunner.run({}, overrides={"a": 1}), "overrides: give a list of texts"),  # type: ignore[arg-type]
-        (lambda: batchrunner.run({}, overrides="a=1"), "overrides: give a list of texts"),
-        (lambda: batchrunner.run({}, overrides=[5]), "overrides: give a list of texts"),  # type: ignore[list-item]
-        (lambda: batchrunner.run({}, overrides=5), "overrides: give a list of texts"),  # type: ignore[arg-type]
-        (lambda: batchrunner.run(within_itself()), "job: a value is nested too deeply"),
-        (lambda: batchrunner.run({}, engine=INSTANT), "engine: give one that `open_engine` opened"),  # type: ignore[arg-type]
-        (lambda: batchrunner.run("."), "is a directory"),
-    ],
-)
-def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:
-    """A caller's slip is an error of ours in one line, and not an AttributeError from within."""
-    with pytest.raises(BatchrunError, match=re.escape(told)):
-        call()
-
-
-def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline that calls it a thousand times does not fill the disk."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert batchrunner.generate([{"a": 1}], prompt="{{ a }}", engine=INSTANT).num_rows == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_generate_is_never_half_a_table(server: FakeSGLang) -> None:
-    """Where the run stops early there is an error and not a shorter table."""
-    server.script = lambda _: "too long"
-    with pytest.raises(BatchrunError, match="were not sent"):
-        batchrunner.generate([{"a": i} for i in range(2000)], prompt="{{ a }}", engine=attach(server))
-
-
 # --- a good guest ---
 
 
@@ -395,15 +271,3 @@ def test_a_script_ends(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "10\n", "")
-
-
-def test_a_table_without_rows(server: FakeSGLang) -> None:
-    """A pipeline's empty batch gives an empty table with the columns of any other; nothing is sent."""
-    rows = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})
-    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": attach(server), "columns": ["id"]}
-    empty = batchrunner.generate(rows, **options)
-    assert (empty.num_rows, server.sent) == (0, [])
-    full = batchrunner.generate(pa.table({"id": [1], "text": ["a"]}), **options)
-    assert empty.schema.equals(full.schema)
-    with pytest.raises(BatchrunError, match="unknown column 'txt'"):
-        batchrunner.generate(rows, prompt="{{ txt }}", engine=attach(server))

@@ -1,11 +1,12 @@
-"""`generate` takes rows as people have them: texts, files, tables, data frames of others, iterators."""
+"""`generate`: rows as people have them (texts, tables, data frames of others, iterators) become a table."""
 
 from __future__ import annotations
 
+import os
 import re
 import tracemalloc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import duckdb
 import numpy as np
@@ -13,11 +14,15 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, InputError, JobError
 from tests.conftest import INSTANT
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.examples import examples
+from tests.support.fake_sglang import Behaviour, FakeSGLang
+from tests.support.functions import children_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -262,49 +267,6 @@ def test_an_iterator_is_not_kept_in_memory() -> None:
     assert next(rows, None) is None
 
 
-# --- engines ---
-
-
-def test_an_engine_by_its_address(server: FakeSGLang) -> None:
-    """An address, or a list of addresses, is enough to name servers that run."""
-    assert batchrunner.generate(["a"], engine=server.url).num_rows == 1
-    with FakeSGLang() as second:
-        assert batchrunner.generate(["a", "b"], engine=[server.url, second.url]).num_rows == 2
-        with batchrunner.open_engine((server.url, second.url)) as engine:
-            assert set(engine.info.routes) == {server.url, second.url}
-
-
-def test_an_engine_by_its_name() -> None:
-    """A text is the model of a server that the run starts, except for `simulated`."""
-    with batchrunner.open_engine("simulated") as engine:
-        assert engine.info.simulated
-    with pytest.raises(BatchrunError, match="no/such-model"):
-        batchrunner.generate(["a"], engine="/no/such-model")
-
-
-@pytest.mark.parametrize(
-    ("engine", "told"),
-    [
-        ("127.0.0.1:30000", "an address starts with http://"),
-        ("localhost:30000/v1", "an address starts with http://"),
-        ("ftp://host", "an address starts with http://"),
-        ("http://[::1", "nvalid IPv6 URL"),
-        ("http://host:99999999", "ort out of range 0-65535"),
-        ("http://host:port", "ort could not be cast to integer value"),
-        (["host"], "an address starts with http://"),
-        ([], "urls"),
-        ("", "engine: give an open engine"),
-        ("server", "'server' needs more than its name"),
-        (7, "engine: give an open engine"),
-    ],
-)
-def test_wrong_engines_are_explained(engine: Any, told: str) -> None:
-    """What is no engine is a JobError in one line."""
-    with pytest.raises(JobError, match=re.escape(told)) as caught:
-        batchrunner.generate(["a"], engine=engine)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_a_column_that_is_given_twice_names_no_file_of_ours() -> None:
     """The rows came from the program: where a column of theirs cannot be told, the error says "rows"."""
     table = pa.Table.from_arrays(
@@ -316,3 +278,175 @@ def test_a_column_that_is_given_twice_names_no_file_of_ours() -> None:
         ):
             batchrunner.generate(table, engine="simulated", **call)
     assert batchrunner.generate(table, prompt="{{ n }}", engine="simulated").num_rows == 1
+
+
+MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
+"""A table with a type that Parquet does not have."""
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: batchrunner.generate([["a"]], prompt="x", engine=INSTANT), "a row of type list"),
+        (lambda: batchrunner.generate([{}, {}], prompt="x", engine=INSTANT), "2 rows without a column"),
+        (lambda: batchrunner.generate(7, prompt="x", engine=INSTANT), "got int"),
+        (
+            lambda: batchrunner.generate(MONTHS, prompt="x", engine=INSTANT),
+            "rows: cannot be written as Parquet",
+        ),
+        (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:
+    """A caller's slip is an error of ours in one line, and not an AttributeError from within."""
+    with pytest.raises(BatchrunError, match=re.escape(told)):
+        call()
+
+
+@examples(10)
+@given(
+    fates=st.lists(st.sampled_from(["answer", "too long", "bad schema"]), min_size=1, max_size=40),
+    window=st.integers(1, 8),
+)
+def test_generate_is_in_input_order(fates: list[Behaviour], window: int) -> None:
+    """The table has one row for each row given, in its order, failed ones with their error."""
+    with FakeSGLang(lambda sent: fates[int(sent.prompt)], max_running=window) as server:
+        table = batchrunner.generate(
+            pa.table({"i": range(len(fates))}),
+            prompt={"text": "{{ i }}"},
+            engine={"kind": "attach", "urls": [server.url]},
+            columns=["i"],
+            limits={"abort_failed_share": 1},
+        )
+    assert table.column("row").to_pylist() == table.column("i").to_pylist() == list(range(len(fates)))
+    assert [text is not None for text in table.column("output").to_pylist()] == [f == "answer" for f in fates]
+    assert [text is None for text in table.column("error").to_pylist()] == [f == "answer" for f in fates]
+
+
+def test_generate_takes_mappings(server: FakeSGLang) -> None:
+    """Rows may come as any iterable of mappings, and a prompt as one user template."""
+    rows = ({"name": name} for name in ("Ada", "Bob"))
+    table = batchrunner.generate(
+        rows, prompt="Hello {{ name }}", engine=server.url, columns=["name"], sampling={"top_k": 1}
+    )
+    assert table.column("output").to_pylist() == ["answer 0 to Hello Ada", "answer 0 to Hello Bob"]
+    assert table.column("name").to_pylist() == ["Ada", "Bob"]
+    assert server.sent[0].body["top_k"] == 1
+
+
+def test_generate_takes_tables_of_others() -> None:
+    """Any table that speaks Arrow's interface will do, as those of pandas and polars do."""
+
+    class Foreign:
+        def __init__(self, table: pa.Table) -> None:
+            self.__arrow_c_stream__ = table.__arrow_c_stream__
+
+        def __iter__(self) -> Iterator[str]:  # a DataFrame iterates over its columns' names
+            return iter(["name"])
+
+    table = batchrunner.generate(Foreign(pa.table({"name": ["Ada"]})), prompt="{{ name }}", engine=INSTANT)
+    assert table.num_rows == 1
+
+
+def test_generate_takes_rows_of_different_keys() -> None:
+    """A row may have keys that the first one has not; those that are missing are null."""
+    rows: list[dict[str, object]] = [{"text": "a"}, {"text": "b", "x": 1}, {"x": 2}]
+    table = batchrunner.generate(rows, prompt="{{ text or x }}", engine=INSTANT, columns=["text", "x"])
+    assert table.column("text").to_pylist() == ["a", "b", None]
+    assert table.column("x").to_pylist() == [None, 1, 2]
+
+
+def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline that calls it a thousand times does not fill the disk."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert batchrunner.generate([{"a": 1}], prompt="{{ a }}", engine=INSTANT).num_rows == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_is_never_half_a_table(server: FakeSGLang) -> None:
+    """Where the run stops early there is an error and not a shorter table."""
+    server.script = lambda _: "too long"
+    with pytest.raises(BatchrunError, match="were not sent"):
+        batchrunner.generate([{"a": i} for i in range(2000)], prompt="{{ a }}", engine=server.url)
+
+
+def test_a_table_without_rows(server: FakeSGLang) -> None:
+    """A pipeline's empty batch gives an empty table with the columns of any other; nothing is sent."""
+    rows = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})
+    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": server.url, "columns": ["id"]}
+    empty = batchrunner.generate(rows, **options)
+    assert (empty.num_rows, server.sent) == (0, [])
+    full = batchrunner.generate(pa.table({"id": [1], "text": ["a"]}), **options)
+    assert empty.schema.equals(full.schema)
+    with pytest.raises(BatchrunError, match="unknown column 'txt'"):
+        batchrunner.generate(rows, prompt="{{ txt }}", engine=server.url)
+
+
+# --- functions of the program ---
+
+
+def test_the_library_takes_functions(server: FakeSGLang) -> None:
+    """Lambdas and closures too; nothing of them stays at work."""
+    before = children_of(os.getpid())
+    greeting = "Hello "
+    table = batchrunner.generate(
+        ["Ada", "Bob"],
+        prompt=lambda row: greeting + row["text"],
+        parse={"python": lambda answer: {"size": len(answer)}, "columns": {"size": "int32"}},
+        engine=server.url,
+    )
+    assert sorted(server.prompts) == ["Hello Ada", "Hello Bob"]
+    assert table.column("size").to_pylist() == [len(text) for text in table.column("output").to_pylist()]
+    assert table.schema.field("size").type == pa.int32()
+    assert children_of(os.getpid()) <= before
+
+
+def test_no_rows_have_the_same_columns(server: FakeSGLang) -> None:
+    """A pipeline may have nothing to do."""
+    found = batchrunner.generate(
+        pa.table({"text": pa.array([], pa.string())}),
+        parse={"python": len, "columns": {"size": "int32"}},
+        engine=server.url,
+    )
+    assert found.schema.names[-1] == "size"
+
+
+def test_checks_of_no_rows_are_checked() -> None:
+    """What is wrong with a check does not wait for the first rows."""
+    nothing = pa.table({"text": pa.array([], pa.string())})
+    wrong: tuple[dict[str, Any], ...] = {"expression": "score > 1"}, {"json": {"type": "strin"}}
+    for check, told in zip(wrong, ("unknown column 'score'", "not a JSON Schema"), strict=True):
+        with pytest.raises(JobError, match=told):
+            batchrunner.generate(nothing, engine="simulated", check=check)
+
+
+class Inner(TypedDict):
+    word: str
+
+
+class Sizes(TypedDict):
+    size: int
+    words: list[Inner]
+
+
+class Row(TypedDict):
+    text: str
+
+
+def test_annotations_of_a_program(server: FakeSGLang) -> None:
+    """They are read in the program, where their names are known, also as texts."""
+
+    def ask(row: Row) -> str:
+        return f"{sorted(row)} {row['text']}"
+
+    def parse(answer: str) -> Sizes | None:
+        if "Bob" in answer:
+            return None
+        return {"size": len(answer), "words": [{"word": word} for word in answer.split()[-2:]]}
+
+    rows = pa.table({"id": [1, 2], "text": ["Ada", "Bob"]})
+    table = batchrunner.generate(rows, prompt=ask, parse=parse, engine=server.url)
+    assert sorted(server.prompts) == ["['text'] Ada", "['text'] Bob"]
+    assert table.column("size").to_pylist() == [len("answer 0 to ['text'] Ada"), None]
+    assert table.column("words").to_pylist() == [[{"word": "['text']"}, {"word": "Ada"}], None]
+    assert table.column("error").null_count == 2

@@ -1,0 +1,14 @@
+"""The library: blocking calls, their asynchronous counterparts, and an engine for several runs.
+
+engine: `open_engine`. runs: `run`, `arun`. generation: `generate`. streaming: `stream`. tasks: `embed`,
+`score`, `rerank`. results: the table that most of these return. `batchrunner` exports the functions; the
+command needs none of them.
+"""
+
+from batchrunner.api.engine import open_engine
+from batchrunner.api.generation import generate
+from batchrunner.api.runs import arun, run
+from batchrunner.api.streaming import stream
+from batchrunner.api.tasks import embed, rerank, score
+
+__all__ = ["arun", "embed", "generate", "open_engine", "rerank", "run", "score", "stream"]

@@ -1,0 +1,72 @@
+"""Generated answers, row by row as they end."""
+
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchrunner.api.engine import engine_of
+from batchrunner.input.tables import Data, Row, paths_of
+from batchrunner.job.call import GenerateCall
+from batchrunner.job.check import OnLength
+from batchrunner.job.load import EngineLike
+from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.tasks.table import GENERATE
+from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.runner.progress_calls import ProgressListener, make_displays
+from batchrunner.runner.stream_call import StreamCall
+
+
+def stream(
+    rows: Data | AsyncIterable[Row],
+    *,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    engine: OpenEngine | EngineLike,
+    sampling: Mapping[str, Any] | None = None,
+    columns: Sequence[str] = (),
+    answers: Sequence[str] = (),
+    explode: bool = False,
+    check: Mapping[str, Any] | None = None,
+    on_length: OnLength | None = None,
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    output: str | Path | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Send rows as they come and yield each as it ends, as a dict with the columns of a result row.
+
+    Example: `async for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
+
+    The arguments are those of `generate`; `rows` may also be an asynchronous iterator. An iterator is read a
+    few thousand rows ahead, and not while the program is behind; it may be endless. It is read in a thread,
+    an asynchronous one in the running event loop. The columns are those of its first rows. Rows come in the
+    order in which they end; `row` is the position in the input. Failed rows have an `error`.
+
+    Without `output` nothing stays on disk. With it the rows are also stored in a run directory of that path,
+    before the first is sent: the same call resumes, and first yields what earlier starts did.
+
+    Leaving the loop, closing the generator or cancelling the task ends the requests in flight and closes the
+    engine, unless it is an open one. Raises BatchrunError, and what an iterator of `rows` raises, after the
+    rows that it gave.
+    """
+    opened, spec = engine_of(engine)
+    if opened is not None:
+        opened.refuse_other_task(GENERATE)
+
+    files = paths_of(rows)
+    call = GenerateCall(
+        engine=spec,
+        prompt=prompt,
+        columns=columns,
+        limits=limits,
+        parse=parse,
+        sampling=sampling,
+        answers=answers,
+        explode=explode,
+        check=check,
+        on_length=on_length,
+        own_rows=files is None,
+    )
+    display = make_displays(progress=progress, on_progress=on_progress)
+    running = StreamCall(rows, files, call, opened.loop if opened else None, display)
+    return running.in_memory() if output is None else running.in_run_directory(Path(output))
