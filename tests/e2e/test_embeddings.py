@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import pytest
 import batchrunner
 from tests.conftest import (
     INSTANT,
+    ROOT,
     batchrun,
     batchrun_merge,
     job_of,
@@ -421,6 +424,35 @@ def test_the_function_embed() -> None:
     assert len(shorter.column("embedding")[0]) == 4
     assert shorter.column("n").to_pylist() == [1]
     assert batchrunner.embed([], prompt="text", engine=engine).num_rows == 0
+
+
+def test_the_job_that_we_ship_and_its_neighbours(tmp_path: Path) -> None:
+    """The neighbours of a row are shown, those of the json module where no title is given."""
+    texts = [f"text {n}" for n in range(8)]
+    titles = ["json (module)", *texts[1:]]
+    pq.write_table(pa.table({"id": texts, "title": titles, "text": texts}), tmp_path / "docs.parquet")
+    changes = {
+        "input.path": tmp_path / "docs.parquet",
+        "output.path": tmp_path / "run",
+        "prompt.truncate": "null",  # the simulated engine has no tokenizer
+        "engine": "{kind: simulated, step_s: 0, dimensions: 16}",
+    }
+    job = ROOT / "jobs" / "embed.yaml"
+    done = batchrun(job, *(f"--set={name}={value}" for name, value in changes.items()))
+    assert done.exit_code == 0, done.stderr
+
+    def shown(*title: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "jobs" / "show_nearest.py"), str(tmp_path / "run"), *title]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    first, second = shown(), shown("text 3")
+    assert first.returncode == second.returncode == 0
+    assert "8 vectors of 16 numbers" in first.stdout
+    assert "nearest to json (module):" in first.stdout
+    assert len(second.stdout.split("nearest to text 3:")[1].splitlines()) == 6
+    unknown = shown("json.dumps")
+    assert unknown.returncode == 1
+    assert unknown.stderr == f"{tmp_path / 'run'}: no row with a vector has the title 'json.dumps'\n"
 
 
 def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:

@@ -76,7 +76,9 @@ def test_lists_make_the_same_vectors(minilm: batchrunner.OpenEngine, tmp_path: P
     assert (report.exit_code, report.rows_ok) == (0, 24)
     assert report.bundles["most_rows"] > 1
     table = pq.read_table(tmp_path / "run" / "parts").sort_by("row")
-    texts = pq.read_table(ROOT / "data" / "docs.parquet", columns=["text"]).column("text").to_pylist()[:24]
+    docs = pq.read_table(ROOT / "data" / "docs.parquet")
+    assert "json (module)" in docs.column("title").to_pylist()[:2000]  # whose neighbours `make run-embed` shows
+    texts = docs.column("text").to_pylist()[:24]
     short = [n for n, count in enumerate(table.column("prompt_tokens").to_pylist()) if count < 400]
     assert len(short) > 10
     products = (matrix_of(table)[short].astype(np.float32) * mean_pooling([texts[n] for n in short])).sum(
