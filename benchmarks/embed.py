@@ -205,9 +205,7 @@ class Passes:
         return found
 
 
-def with_passes(
-    side: Callable[[], dict[str, float]], passes: Passes, info: EngineInfo
-) -> dict[str, float]:
+def with_passes(side: Callable[[], dict[str, float]], passes: Passes, info: EngineInfo) -> dict[str, float]:
     """Run a side; add its forward passes, and the fewest possible."""
     passes.new()
     found = side()

@@ -77,7 +77,7 @@ def test_lists_make_the_same_vectors(minilm: batchrunner.OpenEngine, tmp_path: P
     assert report.bundles["most_rows"] > 1
     table = pq.read_table(tmp_path / "run" / "parts").sort_by("row")
     docs = pq.read_table(ROOT / "data" / "docs.parquet")
-    assert "json (module)" in docs.column("title").to_pylist()[:2000]  # whose neighbours `make run-embed` shows
+    assert "json (module)" in docs.column("title").to_pylist()[:2000]
     texts = docs.column("text").to_pylist()[:24]
     short = [n for n, count in enumerate(table.column("prompt_tokens").to_pylist()) if count < 400]
     assert len(short) > 10
