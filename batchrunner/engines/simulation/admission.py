@@ -13,7 +13,6 @@ from itertools import islice
 from batchrunner.engines.simulation.config import SchedulerConfig
 from batchrunner.engines.simulation.kv_pool import KvPool
 from batchrunner.engines.simulation.radix import RadixCache
-from batchrunner.engines.simulation.running import CLIP_TOKENS
 from batchrunner.engines.simulation.sample import SimulatedRequest
 
 PAGE_TOKENS = 1
@@ -115,8 +114,16 @@ class PrefillBudget:
         """Return how many tokens of a prompt that was begun come next; it continues even without room."""
         room_tokens = math.floor(free_tokens - self.expected_tokens)
         assert self.chunk_tokens is not None
-        limit = min(self.chunk_tokens, room_tokens) if room_tokens > 0 else self.chunk_tokens
+        chunk_tokens = max(self.chunk_tokens, 1)
+        limit = min(chunk_tokens, room_tokens) if room_tokens > 0 else chunk_tokens
         return min(tokens, limit)
+
+    def charge_decodes(self, samples: int) -> None:
+        """Count samples that decode in the same pass."""
+        self.expected_tokens += samples
+        self.input_tokens -= samples
+        if self.chunk_tokens is not None:
+            self.chunk_tokens -= samples
 
     def charge(self, prefill_tokens: int, new_tokens: int) -> None:
         """Count an admitted sample; a prompt in chunks pays for its outputs with the last chunk only."""
@@ -150,6 +157,8 @@ class Admission:
             return []
         self._order_queue()
         budget = PrefillBudget(config.max_prefill_tokens, config.chunked_prefill_tokens, expected_tokens)
+        if config.mixes:  # each running sample gets its next token in this pass
+            budget.charge_decodes(running)
         admitted: list[tuple[SimulatedRequest, int]] = []
         if self.chunked is not None:
             admitted.append(self._next_chunk(self.chunked, budget))
@@ -191,7 +200,7 @@ class Admission:
         """
         node, matched = self._pool.lock_prefix(sample)  # first: what is locked does not count as available
         missing = sample.fill_tokens - matched
-        new_tokens = min(max(sample.asked_tokens - sample.outputs, 0), CLIP_TOKENS)
+        new_tokens = min(max(sample.asked_tokens - sample.outputs, 0), self._config.clip_tokens)
         tokens: int | None
         if missing + new_tokens + PAGE_TOKENS >= self._pool.available_tokens - budget.expected_tokens:
             tokens = None
@@ -205,7 +214,7 @@ class Admission:
         if tokens < missing:
             self.chunked = sample
             sample.state = "chunked"
-        budget.charge(tokens, 0 if tokens < missing else min(sample.asked_tokens, CLIP_TOKENS))
+        self._charge(budget, sample, tokens, missing)
         sample.node, sample.protected_tokens, sample.filled_tokens = node, matched, matched
         if not sample.prefilled:
             sample.prefilled = True
@@ -219,8 +228,13 @@ class Admission:
         tokens = budget.cut_next_chunk(missing, self._pool.available_tokens)
         if tokens == missing:
             self.chunked = None
-        budget.charge(tokens, 0 if tokens < missing else min(sample.asked_tokens, CLIP_TOKENS))
+        self._charge(budget, sample, tokens, missing)
         return sample, tokens
+
+    def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, missing: int) -> None:
+        """Count an admitted sample, with its outputs where the prompt is complete."""
+        new_tokens = min(sample.asked_tokens, self._config.clip_tokens)
+        budget.charge(tokens, 0 if tokens < missing else new_tokens)
 
     def _order_queue(self) -> None:
         """Sort the queue as the policy wants it, or keep the prefixes of its first samples in the cache."""

@@ -9,6 +9,8 @@ MINIMAL_RATIO_FACTOR = 0.14
 """`SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`: the lowest expected share, as a fraction of the first."""
 DECAY_STEPS = 600
 """`SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS`: decode steps from the first share to the lowest."""
+CLIP_TOKENS = 4096
+"""`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`: most output tokens that the scheduler expects of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,19 @@ class SchedulerConfig:
     """`--schedule-conservativeness`."""
     radix_cache: bool = True
     """False: `--disable-radix-cache`."""
+    clip_tokens: int = CLIP_TOKENS
+    """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`, an environment variable."""
+    decode_interval: int = 0
+    """`--prefill-decode-interval`: decode passes between two prefill passes; 0: prefill goes first."""
+    decode_interval_samples: int = 0
+    """`--prefill-decode-interval-min-bs`: with fewer running samples prefill goes first all the same."""
+    mixed_chunk: bool = False
+    """`--enable-mixed-chunk`: running samples decode in the prefill passes too. Needs chunks."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether prefill passes decode too."""
+        return self.mixed_chunk and self.chunked_prefill_tokens is not None
 
     @property
     def initial_ratio(self) -> float:

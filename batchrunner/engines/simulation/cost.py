@@ -31,6 +31,9 @@ class CostModel:
     """Seconds for each context token that attention reads."""
     prefill_token_s: float
     """Seconds for each prompt token that is computed."""
+    prefill_base_s: float = 0.0
+    """Seconds by which a pass with prompt tokens takes longer than one without, whatever its content: its
+    kernels are launched one by one, where a decode pass replays a CUDA graph."""
 
     def pass_s(self, samples: float, kv_tokens: float, prefill_tokens: float) -> float:
         """Return the seconds of one pass."""
@@ -43,8 +46,9 @@ class CostModel:
 
     def step_s(self, step: StepResult) -> float:
         """Return the seconds of all passes of a scheduler's step."""
-        samples = step.admitted if step.kind == "prefill" else step.running
-        return step.steps * self.pass_s(samples, step.kv_tokens, step.prefill_tokens)
+        samples = step.admitted + step.decoded if step.kind == "prefill" else step.running
+        extra_s = self.prefill_base_s if step.kind == "prefill" else 0.0
+        return step.steps * (extra_s + self.pass_s(samples, step.kv_tokens, step.prefill_tokens))
 
     def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
         """Return how many decode passes end within `seconds`; each reads `samples` tokens more than the last.

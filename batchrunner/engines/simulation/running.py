@@ -2,18 +2,17 @@
 
 import heapq
 
+from batchrunner.engines.simulation.config import CLIP_TOKENS
 from batchrunner.engines.simulation.sample import SimulatedRequest
-
-CLIP_TOKENS = 4096
-"""Most output tokens that the scheduler expects of a request: `CLIP_MAX_NEW_TOKENS` (schedule_policy.py)."""
 
 
 class RemainingTokens:
-    """The sum over samples of min(tokens still allowed, CLIP_TOKENS), which falls as they decode."""
+    """The sum over samples of min(tokens still allowed, clip), which falls as they decode."""
 
-    __slots__ = ("_base", "_clipped", "_due", "_serial", "_unclipped")
+    __slots__ = ("_base", "_clip_tokens", "_clipped", "_due", "_serial", "_unclipped")
 
-    def __init__(self) -> None:
+    def __init__(self, clip_tokens: int) -> None:
+        self._clip_tokens = clip_tokens
         self._base = 0  # sum over samples that are not clipped of (tokens allowed - outputs + tick)
         self._unclipped = 0
         self._clipped = 0
@@ -22,13 +21,13 @@ class RemainingTokens:
         self._serial = 0
 
     def add(self, sample: SimulatedRequest, tick: int) -> None:
-        """Count a sample that joined, or whose remaining tokens fell to CLIP_TOKENS."""
+        """Count a sample that joined, or whose remaining tokens fell to the clip."""
         base = sample.asked_tokens - sample.outputs_base
-        sample.clipped = base - tick > CLIP_TOKENS
+        sample.clipped = base - tick > self._clip_tokens
         if sample.clipped:
             self._clipped += 1
             self._serial += 1
-            heapq.heappush(self._due, (base - CLIP_TOKENS, self._serial, sample))
+            heapq.heappush(self._due, (base - self._clip_tokens, self._serial, sample))
         else:
             self._unclipped += 1
             self._base += base
@@ -46,10 +45,10 @@ class RemainingTokens:
         """Return the sum after `tick` decode steps."""
         while self._due and self._due[0][0] <= tick:
             due, _, sample = heapq.heappop(self._due)
-            if sample.clipped and sample.asked_tokens - sample.outputs_base - CLIP_TOKENS == due:
+            if sample.clipped and sample.asked_tokens - sample.outputs_base - self._clip_tokens == due:
                 self.remove(sample)
                 self.add(sample, tick)
-        return self._base - tick * self._unclipped + CLIP_TOKENS * self._clipped
+        return self._base - tick * self._unclipped + self._clip_tokens * self._clipped
 
 
 class RunningBatch:
@@ -59,14 +58,14 @@ class RunningBatch:
     sample one token, changes no sum.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clip_tokens: int = CLIP_TOKENS) -> None:
         self.tick = 0
         self.samples: dict[SimulatedRequest, None] = {}
         self._outputs_base = 0
         self._context_base = 0
         self.asked_tokens = 0
         """Sum of the samples' `max_new_tokens`."""
-        self._remaining = (RemainingTokens(), RemainingTokens())  # by ignore_eos
+        self._remaining = (RemainingTokens(clip_tokens), RemainingTokens(clip_tokens))  # by ignore_eos
         self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (tick, serial number, sample)
         self._serial = 0
 

@@ -5,9 +5,9 @@ order of the queue), `schedule_batch.py` (retraction), `scheduler_components/new
 `mem_cache/prefill_budget.py`.
 
 Not modelled: the overlap of a pass with the processing of the last one, by which a sample that stops early
-decodes once more and its successor starts one pass later; pages of more than one token; mixed chunks;
-priorities; sliding windows and Mamba states; speculation; and, with the radix cache off, the admission of
-`ignore_eos` requests by a simulation of their ends (`add_one_req_ignore_eos`).
+decodes once more and its successor starts one pass later; pages of more than one token; priorities; sliding
+windows and Mamba states; speculation; and, with the radix cache off, the admission of `ignore_eos` requests
+by a simulation of their ends (`add_one_req_ignore_eos`).
 """
 
 import sys
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from batchrunner.engines.simulation.admission import PAGE_TOKENS, Admission
+from batchrunner.engines.simulation.cadence import PrefillCadence
 from batchrunner.engines.simulation.config import SchedulerConfig
 from batchrunner.engines.simulation.kv_pool import KvPool
 from batchrunner.engines.simulation.running import RunningBatch
@@ -46,6 +47,8 @@ class StepResult(NamedTuple):
     retracted: int
     finished: Sequence[SimulatedRequest]
     """Samples that ended with the last pass; their state is `finished`, `aborted` or `dropped`."""
+    decoded: int = 0
+    """Samples that got their next token in a prefill pass, with mixed chunks."""
 
 
 class Scheduler:
@@ -64,7 +67,8 @@ class Scheduler:
         self.prefilled_tokens = 0
         self.pool = KvPool(config.max_total_tokens, caching=config.radix_cache)
         self._admission = Admission(config, self.pool)
-        self._batch = RunningBatch()
+        self._cadence = PrefillCadence(config.decode_interval, config.decode_interval_samples)
+        self._batch = RunningBatch(config.clip_tokens)
 
     @property
     def running(self) -> int:
@@ -128,6 +132,8 @@ class Scheduler:
 
         Return None when there is nothing to do. The next step takes account of what is submitted meanwhile.
         """
+        if self._cadence.defers_prefill(self.running):
+            return self._decode(limit)
         cached_before = self.cached_tokens
         admitted = self._admission.take(self.running, self._batch.expected_tokens(self.ratio))
         if admitted:
@@ -142,7 +148,11 @@ class Scheduler:
         assert self.pool.make_room(prefill_tokens), "admission took in more than the pool can hold"
         self.pool.free_tokens -= prefill_tokens
         used_tokens, kv_tokens = self.pool.used_tokens, 0
-        finished = []
+        decoded = running if self.config.mixes and self.pool.make_room(running) else 0
+        finished: list[SimulatedRequest] = []
+        if decoded:
+            kv_tokens += self._batch.context_tokens + decoded
+            finished += self._advance(1)
         for sample, tokens in admitted:
             sample.filled_tokens += tokens
             kv_tokens += sample.filled_tokens
@@ -156,15 +166,17 @@ class Scheduler:
                 finished.append(sample)
             else:
                 self._batch.join(sample)
-        if finished or self._admission.chunked is not None:
-            # fewer samples join than were prefilled, which SGLang takes for a batch that shrank
+        if finished or decoded or self._admission.chunked is not None:
+            # fewer samples join than were in the pass, which SGLang takes for a batch that shrank; a pass
+            # with decodes leaves a batch of its own, of which nothing is known
             self._admission.full = False
+        self._cadence.begin()
         self.prefill_passes += 1
         self.prefilled_tokens += prefill_tokens
         self._reset_when_idle()
         return StepResult(
             "prefill", 1, running, len(admitted), prefill_tokens, cached_tokens,
-            kv_tokens, self.queue, used_tokens, 0, finished,
+            kv_tokens, self.queue, used_tokens, 0, finished, decoded,
         )  # fmt: skip
 
     def _decode(self, limit: int) -> StepResult:
@@ -174,8 +186,8 @@ class Scheduler:
         if self.pool.make_room(len(batch.samples)):
             room_steps = self.pool.available_tokens // len(batch.samples)
             steps = min(limit, batch.steps_to_end(), room_steps)
-            if self.queue and not self._admission.full:
-                steps = 1  # the next pass may admit
+            if self._admission.chunked is not None or (self.queue and not self._admission.full):
+                steps = min(steps, 1 + self._cadence.decodes_left)  # the next pass may admit
             self.ratio = max(self.ratio - self.config.ratio_decay * steps, self.config.minimal_ratio)
         else:
             retracted, finished = self._retract()
@@ -183,21 +195,27 @@ class Scheduler:
             steps = 1 if batch.samples else 0
         running = len(batch.samples)
         self.pool.make_room(steps * running)
-        self.pool.free_tokens -= steps * running
         kv_tokens = batch.context_tokens + running * (steps + 1) / 2
-        ended = batch.advance(steps)
-        used_tokens = self.pool.used_tokens
-        for sample in ended:
-            context_tokens = batch.context_of(sample)
-            batch.leave(sample)
-            self._end(sample, context_tokens)
+        used_tokens = self.pool.used_tokens + steps * running
+        ended = self._advance(steps)
         if ended:
             self._admission.full = False
+        self._cadence.decoded(steps - 1)
         self.decode_passes += steps
         self._reset_when_idle()
         return StepResult(
             "decode", steps, running, 0, 0, 0, kv_tokens, self.queue, used_tokens, retracted, finished + ended
         )
+
+    def _advance(self, steps: int) -> list[SimulatedRequest]:
+        """Give each running sample `steps` tokens, for which there is room; return those that ended."""
+        self.pool.free_tokens -= steps * len(self._batch.samples)
+        ended = self._batch.advance(steps)
+        for sample in ended:
+            context_tokens = self._batch.context_of(sample)
+            self._batch.leave(sample)
+            self._end(sample, context_tokens)
+        return ended
 
     def _retract(self) -> tuple[int, list[SimulatedRequest]]:
         """Retract samples until the next step fits; return their number, and the samples that ended by it."""

@@ -425,6 +425,10 @@ rows = st.lists(
     policy=st.sampled_from(["fcfs", "lpm"]),
     conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
     radix_cache=st.booleans(),
+    decode_interval=st.sampled_from([0, 0, 1, 7]),
+    decode_interval_samples=st.sampled_from([0, 4]),
+    mixed_chunk=st.booleans(),
+    clip_tokens=st.sampled_from([20, 4096]),
     limit=st.sampled_from([1, 5, NO_LIMIT]),
 )
 def test_every_sample_ends_once_and_no_token_is_lost(
@@ -475,7 +479,8 @@ def check_sums(scheduler: Scheduler) -> None:
     assert batch.output_tokens == sum(batch.outputs_of(sample) for sample in running)
     assert batch.context_tokens == sum(batch.context_of(sample) for sample in running)
     expected = sum(
-        min(sample.asked_tokens - batch.outputs_of(sample), 4096) * (1 if sample.ignore_eos else 0.5)
+        min(sample.asked_tokens - batch.outputs_of(sample), scheduler.config.clip_tokens)
+        * (1 if sample.ignore_eos else 0.5)
         for sample in running
     )
     assert batch.expected_tokens(0.5) == pytest.approx(expected)
@@ -500,3 +505,44 @@ def test_long_outputs_are_expected_clipped() -> None:
     step(scheduler, 99)
     step(scheduler, 2000)
     assert scheduler._batch.expected_tokens(0.5) == 6000 - 1 - 99 - 2000
+
+
+def test_a_smaller_clip_admits_more() -> None:
+    """Rows that ask for far more than they put out are expected to take no more than the clip."""
+
+    def first_pass(**config: Any) -> int:
+        scheduler = make(max_total_tokens=10_000, **config)
+        submit(scheduler, [SimulatedRequest(100, 50, 3000) for _ in range(60)])
+        return step(scheduler).admitted
+
+    assert first_pass() == 3
+    assert first_pass(clip_tokens=100) == 49  # 201 tokens each, and strictly less than the pool
+
+
+# Mixed chunks
+
+
+def test_a_prefill_pass_decodes_too() -> None:
+    """With mixed chunks running samples get a token in each prefill pass, which takes that much less."""
+    scheduler = make(chunked_prefill_tokens=100, mixed_chunk=True)
+    first, second = submit(scheduler, [SimulatedRequest(50, 3), SimulatedRequest(30, 9)])
+    found = step(scheduler)
+    assert (found.prefill_tokens, found.admitted, found.decoded) == (80, 2, 0)
+    submit(scheduler, [SimulatedRequest(150, 2)])
+    found = step(scheduler)
+    assert (found.kind, found.prefill_tokens, found.decoded, found.running) == ("prefill", 98, 2, 2)
+    assert found.kv_tokens == 98 + (50 + 30) + 2
+    found = step(scheduler)
+    assert (found.prefill_tokens, found.decoded, found.finished) == (52, 2, [first])
+    run(scheduler)
+    assert second.outputs == 9
+    assert scheduler.pool.used_tokens == 0
+
+
+def test_without_chunks_nothing_is_mixed() -> None:
+    """The server mixes chunks; where prompts are never cut it mixes nothing."""
+    scheduler = make(chunked_prefill_tokens=None, mixed_chunk=True)
+    submit(scheduler, [SimulatedRequest(50, 3)])
+    step(scheduler)
+    submit(scheduler, [SimulatedRequest(50, 3)])
+    assert step(scheduler).decoded == 0
