@@ -56,9 +56,9 @@ def join(
             )
         plan = partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed)
         while leases.is_done() or _is_behind(leases, prepared):
-            known = len(leases.plans)
+            known = len(leases.planned.plans)
             _in_turn(prepared, leases, sleeper, plan)
-            if len(leases.plans) == known:  # there was nothing to add
+            if len(leases.planned.plans) == known:  # there was nothing to add
                 break
     assert leases.plan is not None
     _check_plan(leases, prepared)
@@ -107,9 +107,9 @@ def _recover(task: RunDir, sleeper: Sleeper) -> None:
 
 def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
     """Call `do` while no other task does so; skip it if another task makes a plan meanwhile."""
-    known = len(leases.plans)
+    known = len(leases.planned.plans)
     is_logged = False
-    while len(leases.plans) == known:
+    while len(leases.planned.plans) == known:
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold_task(prepared.run_dir, sleeper.sleep, directory=leases.directory))
@@ -140,7 +140,7 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
         selected = prepared.selected(sleeper.check)
         rows = selected - done
         if not is_done:  # what is planned is done by others, or taken over from them
-            rows -= leases.planned()
+            rows -= leases.planned.rows()
         if rows or _is_behind(leases, prepared):
             _add_plan(prepared, leases, rows, selected, lock, sleeper, is_first=is_done)
         else:

@@ -105,7 +105,7 @@ class LeasedRows(TaskRows):
         """End all leases as they are."""
         self.stop()
         self._held.end_all()
-        if copies := self._leases.copies():
+        if copies := self._leases.planned.copies():
             self._leases.refresh()
             if self._leases.is_done():
                 for copy in copies:

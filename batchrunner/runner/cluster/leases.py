@@ -4,7 +4,6 @@ A task holds its leases as long as it holds its task lock.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from pyroaring import BitMap64
@@ -12,6 +11,7 @@ from pyroaring import BitMap64
 from batchrunner.core.types import Lease
 from batchrunner.output.stores.store import LOCAL, Store
 from batchrunner.runner.cluster.lease_files import LeaseFiles, LeasePlan, plans_in, turns_in
+from batchrunner.runner.cluster.planned_leases import PlannedLeases
 
 
 class Leases:
@@ -20,17 +20,16 @@ class Leases:
     def __init__(self, directory: Path, task: str = "", store: Store = LOCAL) -> None:
         self.directory = directory
         self.store = store
-        self.plans: list[LeasePlan] = []
         self._files = LeaseFiles(directory, task, store)
+        self.planned = PlannedLeases(self._files)
         self._joined = False
-        self._planned: list[tuple[LeasePlan, range]] = []  # the positions of each lease
         self._turns: dict[int, tuple[int, bool]] = {}  # last turn of each taken lease, and whether it ended
 
     def refresh(self) -> None:
         """Read which leases others have taken and ended since the last call."""
         names = self._files.names()
         for number in () if self._joined else plans_in(names):
-            self._read_plan(number)
+            self.planned.read_plan(number)
         for number, turn, ended in turns_in(names):
             if number < len(self):
                 self._note(number, turn, ended=ended)
@@ -38,7 +37,7 @@ class Leases:
     @property
     def plan(self) -> LeasePlan | None:
         """The newest plan; None before there is one."""
-        return self.plans[-1] if self.plans else None
+        return self.planned.plans[-1] if self.planned.plans else None
 
     def is_done(self) -> bool:
         """Tell whether no lease is free or held."""
@@ -50,9 +49,9 @@ class Leases:
 
     def make_plan(self, plan: LeasePlan) -> None:
         """Write a plan, unless another task has just written one."""
-        number = len(self.plans)
+        number = len(self.planned.plans)
         self._files.write_plan(number, plan)
-        self._read_plan(number)  # ours, or the other's: its directory may be slow to show it
+        self.planned.read_plan(number)  # ours, or the other's: its directory may be slow to show it
 
     def free(self) -> list[int]:
         """Return the numbers of the leases that nobody holds and that have rows left."""
@@ -76,33 +75,25 @@ class Leases:
         Some of the rows may be done.
         """
         return {
-            number: (task, self._count(number, self._turns[number][0]))
+            number: (task, self.planned.count_at(number, self._turns[number][0]))
             for number, task in self.held().items()
         }
-
-    def planned(self) -> BitMap64:
-        """Return the rows of all plans, done or not."""
-        return BitMap64().union(*(plan.rows for plan in self.plans))
-
-    def copies(self) -> list[Path]:
-        """Return the sorted copies in whose orders the rows are sent."""
-        return [self.directory / plan.order for plan in self.plans if plan.order]
 
     def held_by(self, task: str) -> list[Lease]:
         """Return the leases that a task holds."""
         mine = [number for number, holder in self.held().items() if holder == task]
-        return [self._lease(number, self._turns[number][0]) for number in mine]
+        return [self.planned.lease(number, self._turns[number][0]) for number in mine]
 
     def __len__(self) -> int:
         """Return the number of leases, free, held and done."""
-        return len(self._planned)
+        return len(self.planned)
 
     def take(self, number: int) -> Lease | None:
         """Take a free lease; None if another task was faster."""
         turn = self._next_turn(number)
         mine = self._files.take(number, turn)
         self._note(number, turn, ended=False)
-        return self._lease(number, turn) if mine else None
+        return self.planned.lease(number, turn) if mine else None
 
     def end(self, lease: Lease, left: BitMap64) -> None:
         """End a lease of this task, or of a dead one; the rows in `left` are still to be done."""
@@ -111,10 +102,10 @@ class Leases:
 
     def leave_out(self, done: BitMap64) -> None:
         """Take rows that were done without a lease out of the free leases."""
-        if not any(plan.rows.intersect(done) for plan in self.plans):
+        if not any(plan.rows.intersect(done) for plan in self.planned.plans):
             return
         for number in self.free():
-            if self._left_before(number, self._next_turn(number)).intersect(done):
+            if self.planned.rows_at(number, self._next_turn(number)).intersect(done):
                 lease = self.take(number)
                 if lease is not None:
                     self.end(lease, lease.rows - done)
@@ -122,41 +113,15 @@ class Leases:
     def _next_turn(self, number: int) -> int:
         return self._turns[number][0] + 1 if number in self._turns else 0
 
-    def _lease(self, number: int, turn: int) -> Lease:
-        plan, positions = self._planned[number]
-        copy = self.directory / plan.order if plan.order else None
-        return Lease(number, turn, self._left_before(number, turn), positions, copy)
-
     def _is_free(self, number: int) -> bool:
         return self._turns.get(number, (-1, True))[1] and self.count_left(number) > 0
 
     def count_left(self, number: int) -> int:
         """Return the number of rows left in a lease that nobody holds."""
-        return self._count(number, self._next_turn(number))
-
-    def _count(self, number: int, turn: int) -> int:
-        if turn == 0:
-            plan, positions = self._planned[number]
-            return plan.count(positions)
-        return len(self._left_before(number, turn))
-
-    def _left_before(self, number: int, turn: int) -> BitMap64:
-        if turn == 0:
-            plan, positions = self._planned[number]
-            if plan.order is None:
-                return plan.rows & BitMap64(positions)
-            return self._files.sorted_copy(plan.order).rows(positions)
-        return self._files.left_by(number, turn - 1)
+        return self.planned.count_at(number, self._next_turn(number))
 
     def _note(self, number: int, turn: int, *, ended: bool) -> None:
         self._turns[number] = max(self._turns.get(number, (-1, True)), (turn, ended))
-
-    def _read_plan(self, number: int) -> None:
-        if number < len(self.plans):
-            return
-        plan = self._files.read_plan(number)
-        self.plans.append(plan)
-        self._planned += [(plan, range(start, stop)) for start, stop in pairwise(plan.cuts)]
 
 
 def next_lease(free: Sequence[int], last: int | None) -> int | None:
