@@ -39,26 +39,28 @@ class DispatchQueue:
     """
 
     def __init__(self, routes: Sequence[str], slots: InFlight, full_rows: int) -> None:
-        """With `full_rows` rows in the queue the reader pauses, and kept rows are for every route."""
+        """With `full_rows` rows the queue is full, and kept rows are for every route."""
         self._slots = slots
         self._full_rows = full_rows
         self._any_route: deque[PendingRow] = deque()
         self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in routes}
         self._count = 0  # read for every row, however many routes there are
+        self._bytes = 0
 
     def __len__(self) -> int:
         """Count all rows."""
         return self._count
 
-    def add(self, row: PendingRow) -> None:
-        """Add a row behind all others."""
-        self._any_route.append(row)
-        self._count += 1
+    @property
+    def is_full(self) -> bool:
+        """Whether it has so many rows, or bytes of their prompts, that no more should be read."""
+        return self._count >= self._full_rows or self._bytes >= READ_AHEAD_BYTES
 
-    def add_first(self, row: PendingRow) -> None:
-        """Add a row before all others."""
-        self._any_route.appendleft(row)
+    def add(self, row: PendingRow, *, first: bool = False) -> None:
+        """Add a row behind all others, or before them."""
+        (self._any_route.appendleft if first else self._any_route.append)(row)
         self._count += 1
+        self._bytes += row.memory_bytes
 
     def has_for(self, route: str) -> bool:
         """Tell whether `take` may return a row for a route.
@@ -71,7 +73,9 @@ class DispatchQueue:
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route whose slot is already counted; None if the route should wait."""
         row = self._next(route)
-        self._count -= row is not None
+        if row is not None:
+            self._count -= 1
+            self._bytes -= row.memory_bytes
         return row
 
     def _next(self, route: str) -> PendingRow | None:
@@ -115,7 +119,6 @@ class Backlog:
         self._slots = slots
         self._results = results
         self._queue = DispatchQueue(tuple(slots.by_route), slots, READ_AHEAD_ROWS)
-        self._queue_bytes = 0
         self._image_bytes = 0  # of rows in flight
         self._poison: PoisonRows[PendingRow] = PoisonRows()
         self._waiting = 0
@@ -159,8 +162,7 @@ class Backlog:
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Put a row into the dispatch queue, behind all others or before them."""
-        (self._queue.add_first if first else self._queue.add)(row)
-        self._queue_bytes += row.memory_bytes
+        self._queue.add(row, first=first)
 
     def retry_after(self, row: PendingRow, pause_s: float) -> None:
         """Put a row back after a pause, unless the run is stopping."""
@@ -178,20 +180,12 @@ class Backlog:
         """Take the next row for a route; suspects of engine deaths come first."""
         if self._stopping or self._image_bytes >= MOST_IMAGE_BYTES:
             return None
-        row = self._next(route)
+        degree = self._next_degree()
+        row = self._queue.take(route) if degree is None else self._poison.take(degree)
+        if not self._queue.is_full:
+            self._room.set()
         if row is not None:
             self._image_bytes += row.request.image_bytes
-        return row
-
-    def _next(self, route: str) -> PendingRow | None:
-        degree = self._next_degree()
-        if degree is not None:
-            return self._poison.take(degree)
-        row = self._queue.take(route)
-        if row is not None:
-            self._queue_bytes -= row.memory_bytes
-        if not self._is_full():
-            self._room.set()
         return row
 
     def came_back(self, row: PendingRow) -> None:
@@ -227,7 +221,9 @@ class Backlog:
         It pauses too while as many rows wait for another attempt as there are slots: an engine that takes
         nothing must not fill the memory with waiting rows.
         """
-        while not self._wants_rows():
+        while not self._stopping and (
+            self._queue.is_full or self._waiting >= max(self._slots.window, READ_AHEAD_ROWS)
+        ):
             self._room.clear()
             await self._room.wait()
 
@@ -235,13 +231,6 @@ class Backlog:
         if not self._poison.has_rows:  # asked for every row, and nearly always so
             return None
         return self._poison.next_degree(self._slots.window)
-
-    def _wants_rows(self) -> bool:
-        too_many_wait = self._waiting >= max(self._slots.window, READ_AHEAD_ROWS)
-        return self._stopping or not (too_many_wait or self._is_full())
-
-    def _is_full(self) -> bool:
-        return len(self._queue) >= READ_AHEAD_ROWS or self._queue_bytes >= READ_AHEAD_BYTES
 
     def _retry(self, row: PendingRow) -> None:
         self._waiting -= 1
