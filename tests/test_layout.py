@@ -94,6 +94,23 @@ def test_class_names_are_unique() -> None:
     assert [name for name, count in classes.items() if count > 1] == []
 
 
+def test_classes_are_small() -> None:
+    """A class has at most 20 methods and 250 lines."""
+    classes = [
+        (f"{name}.{node.name}", node)
+        for name, path in FILES.items()
+        for node in ast.walk(trees()[path])
+        if isinstance(node, ast.ClassDef)
+    ]
+    methods = {
+        name: sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+        for name, node in classes
+    }
+    lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in classes}
+    assert {name: count for name, count in methods.items() if count > 20} == {}
+    assert {name: count for name, count in lines.items() if count > 250} == {}
+
+
 def test_every_module_has_a_docstring() -> None:
     """A file begins with a docstring that says what it is for."""
     assert [name for name, path in FILES.items() if not ast.get_docstring(trees()[path])] == []
