@@ -12,6 +12,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.engines.registry import for_task, model_of
 from batchrunner.job.load import parse_engine
+from batchrunner.job.tasks.table import TaskName
 from tests.conftest import (
     batchrun,
     job_of,
@@ -72,3 +73,32 @@ def test_a_server_for_embeddings(
     assert made["args"] == {"is-embedding": True, "context-length": None, **args, **own}
     assert set(made["env"].values()) == env
     assert for_task(given, "generate") == given
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tasks", "encodes"),
+    [
+        ("BertModel", ("embed",), True),
+        ("XLMRobertaModel", ("embed",), True),
+        ("ModernBertForMaskedLM", ("embed",), True),
+        ("EmbeddingGemmaModel", ("embed",), True),
+        ("LlamaBidirectionalModel", ("embed",), True),
+        ("SomeModelOfTomorrow", ("embed",), True),
+        ("Qwen3ForCausalLM", ("embed",), False),
+        ("BertForSequenceClassification", ("embed", "rerank", "classify"), True),
+        ("XLMRobertaForSequenceClassification", ("embed", "rerank", "classify"), True),
+        ("DebertaV2ForSequenceClassification", ("rerank", "reward", "classify"), True),
+        ("Qwen3ForSequenceClassification", ("embed", "rerank", "reward", "classify"), False),
+        ("LlamaForSequenceClassificationWithNormal_Weights", ("reward",), False),
+        ("InternLM2ForRewardModel", ("reward",), False),
+    ],
+)
+def test_an_encoder_is_one_for_each_task(
+    tmp_path: Path, architecture: str, tasks: tuple[TaskName, ...], *, encodes: bool
+) -> None:
+    """Its prompts are computed whole, whatever is made of them; those of a decoder may be cached."""
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"architectures": [architecture]}))
+    given = parse_engine({"kind": "server", "model": str(tmp_path)})
+    for task in tasks:
+        args = for_task(given, task).model_dump()["args"]
+        assert ("disable-radix-cache" in args) == ("chunked-prefill-size" in args) == encodes

@@ -38,8 +38,6 @@ WIDTHS: Mapping[str, int] = {"float32": 4, "float16": 2}
 UNIT = 1e-6
 """A vector whose length differs from 1 by less is left as it is: that is the precision of 32-bit numbers."""
 _FLOAT32_BYTES = 4
-_CAUSAL = "ForCausalLM"
-"""End of the names of architectures whose tokens see only those before them."""
 TAPE_NUMBERS = 1 << 13
 """Numbers of which the vectors of the simulated engine are made."""
 _COUNT_MOST = (1 << 31) - 1
@@ -95,10 +93,8 @@ class EmbedTask(ForwardTask):
 
     @classmethod
     def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-        """Return the arguments; a model whose tokens see later ones takes each prompt whole, uncached."""
-        architectures = config.get("architectures") or ()
-        sees_later = not any(str(each).endswith(_CAUSAL) for each in architectures)
-        return pooling_args(sees_later=sees_later, cpu=cpu)
+        """Return the arguments of a server that pools."""
+        return pooling_args(config, cpu=cpu)
 
     def body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the body: a single prompt, or a list of them."""

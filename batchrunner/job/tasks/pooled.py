@@ -30,8 +30,6 @@ from batchrunner.job.tasks.pooling_args import pooling_args
 from batchrunner.job.tasks.score import SCORES, made_up_weights, softmax
 
 SCORE, LABEL = "score", "label"
-_ENCODERS = ("Bert", "Roberta")
-"""Parts of the names of architectures whose tokens see those after them."""
 _CLASSES = 3
 """Classes of the simulated engine."""
 
@@ -52,9 +50,8 @@ class PooledTask(ForwardTask):
 
     @classmethod
     def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-        """Return the arguments; a model whose tokens see later ones takes each prompt whole, uncached."""
-        names = " ".join(map(str, config.get("architectures") or ()))
-        return pooling_args(sees_later=any(part in names for part in _ENCODERS), cpu=cpu)
+        """Return the arguments of a server that pools."""
+        return pooling_args(config, cpu=cpu)
 
     def body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the body: a list of prompts."""
