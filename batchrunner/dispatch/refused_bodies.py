@@ -3,6 +3,7 @@
 import orjson
 
 from batchrunner.core.errors import RequestError
+from batchrunner.core.exact_json import read_exactly, write_exactly
 from batchrunner.core.types import Completion, Request
 from batchrunner.job.output import RESPONSE
 
@@ -19,10 +20,13 @@ def refused_answer(request: Request, error: RequestError) -> Completion | None:
     if request.kind != "body" or body is None or len(body) > MOST_BYTES:
         return None
     try:
-        found = orjson.loads(body)
+        found = read_exactly(body)
     except orjson.JSONDecodeError:
         return None
     if not isinstance(found, dict):
         return None
-    columns = {RESPONSE: [orjson.dumps(found).decode()]}
+    try:
+        columns = {RESPONSE: [write_exactly(found)]}
+    except RecursionError:
+        return None
     return Completion([None], [None], [None], None, None, columns=columns)  # type: ignore[list-item]

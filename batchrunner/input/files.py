@@ -14,6 +14,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.core.file_format import ENDINGS, known_format
 from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
 from batchrunner.job.storage import StorageSpec
+from batchrunner.output.files import is_special
 from batchrunner.output.stores.addresses import NEEDS_EXTRA, StoreAddress, has_client, store_address
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -102,6 +103,11 @@ def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
             raise InputError(f"{given}: no file matches")
     else:
         raise InputError(f"{given}: no such file or directory")
+    for file in files:
+        if is_special(file):
+            raise InputError(
+                f"{file}: is a device or a pipe", hint="save it to a file: it is read several times"
+            )
     return {str(file.parent.resolve() / file.name): str(file) for file in files}
 
 

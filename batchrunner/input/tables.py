@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError
+from batchrunner.core.exact_json import has_more_levels
 from batchrunner.input.files import find_files, first_line
-from batchrunner.input.formats.values import has_more_levels
 
 TEXT = "text"
 """Name of the column that texts become."""

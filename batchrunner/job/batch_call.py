@@ -46,7 +46,11 @@ def job_of_batch(
         "output": {**output, "path": run},
         "limits": {"max_failed_rows": 1.0, "abort_failed_share": 1.0, **limits},
     }
-    return load_job(tree, overrides=overrides, name=base or "batch")
+    return load_job(tree, overrides=overrides, name=_named(base) if base else "batch")
+
+
+def _named(path: str) -> str:
+    return "standard input" if path == "-" else path
 
 
 def _base(path: str) -> dict[str, Any]:
@@ -55,7 +59,8 @@ def _base(path: str) -> dict[str, Any]:
     output = _mapping(tree, "output")
     left_out = [name for name in tree if name in Job.model_fields and name not in {*KEPT, "output"}]
     if left_out:
-        log.info("%s: %s are left out: each line of the batch file has its own", path, ", ".join(left_out))
+        said = ", ".join(left_out)
+        log.info("%s: %s are left out: each line of the batch file has its own", _named(path), said)
     kept = {name: value for name, value in tree.items() if name not in left_out}
     return {**kept, "output": {name: value for name, value in output.items() if name in OUTPUT_KEPT}}
 

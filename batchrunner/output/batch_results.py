@@ -73,7 +73,7 @@ def results_path(given: str, option: str) -> Path:
         if is_special(path):
             raise OutputError(f"{option} {given}: is a device or a pipe", hint="give a file")
         if not path.parent.is_dir():
-            raise OutputError(f"{option} {given}: there is no directory {path.parent}")
+            raise OutputError(f"{option} {given}: there is no directory {path.parent}", hint="make it first")
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or failure
         raise OutputError(f"{option} {given}: cannot be written: {reason}") from None

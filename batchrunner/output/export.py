@@ -3,6 +3,7 @@
 import contextlib
 import io
 import secrets
+import select
 import shutil
 import sys
 from collections.abc import Iterator
@@ -25,16 +26,23 @@ STANDARD_OUTPUT = "-"
 
 
 class _StandardOutput(io.RawIOBase):
-    """Standard output, which stays open when this is closed."""
+    """Standard output, which stays open when this is closed; nothing that cannot be written is kept."""
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._raw: Any = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
-        return sys.stdout.buffer.write(data)
-
-    def flush(self) -> None:
-        sys.stdout.buffer.flush()
+        left = memoryview(data).cast("B")
+        while left:
+            written = self._raw.write(left)
+            if written is None:  # a pipe that does not block, and is full
+                select.select([], [self._raw], [])
+            left = left[written or 0 :]
+        return len(data)
 
 
 def export(
@@ -102,7 +110,7 @@ def _target(file: str, run_dir: RunDir, *, force: bool) -> Path:
         if is_special(path):
             raise OutputError(f"{file}: is a device or a pipe", hint="give a file, or - for standard output")
         if not path.parent.is_dir():
-            raise OutputError(f"{file}: there is no directory {path.parent}")
+            raise OutputError(f"{file}: there is no directory {path.parent}", hint="make it first")
         if path.exists() and not force:
             raise _exists(file)
         inside = {path.parent.resolve(), *path.parent.resolve().parents}

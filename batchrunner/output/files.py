@@ -150,7 +150,7 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
 
 def is_special(path: Path) -> bool:
     """Tell whether a path is a device, a pipe or a socket, which no file may replace. Raises OSError."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    return not path.is_file() and path.exists() and not path.is_dir()
 
 
 def is_for_good(failure: BaseException) -> bool:

@@ -6,12 +6,13 @@ properties, schemas that contain themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import orjson
 import pyarrow as pa
 
+from batchrunner.core.exact_json import write_exactly
 from batchrunner.core.json_pointer import part_at
 
 MOST_DEPTH = 32
@@ -47,8 +48,8 @@ class TextShape:
     def fit(self, value: Any) -> Any:
         """Return the JSON text of a value; a null is null."""
         try:
-            return None if value is None else orjson.dumps(value).decode()
-        except TypeError:  # orjson reads 1,024 levels and writes 254
+            return None if value is None else write_exactly(value)
+        except RecursionError:
             raise ShapeError("it is nested too deeply") from None
 
 
@@ -72,10 +73,20 @@ class ScalarShape:
         if self._kind == "number":
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ShapeError(f"{value!r} is no number")
-            return float(value)
+            return _float(value)
         if not isinstance(value, str if self._kind == "string" else bool):
             raise ShapeError(f"{value!r} is no {self._kind}")
         return value
+
+
+def _float(value: float) -> float:
+    try:
+        found = float(value)
+    except OverflowError:  # of a whole number
+        found = math.inf
+    if not math.isfinite(found):
+        raise ShapeError("a number of more than 1.8e308 is too large")
+    return found
 
 
 class SequenceShape:

@@ -50,6 +50,16 @@ def test_empty_file(tmp_path: Path) -> None:
     told(refusal(job_of(tmp_path), tmp_path), tmp_path / "input.parquet", "is empty (0 bytes)")
 
 
+@pytest.mark.parametrize("within", ["", "in"])
+def test_a_pipe(tmp_path: Path, within: str) -> None:
+    """Its rows would be gone after they were read once; nothing waits for its writer."""
+    pipe = tmp_path / within / "pipe.parquet"
+    pipe.parent.mkdir(exist_ok=True)
+    os.mkfifo(pipe)
+    job = job_of(tmp_path, input={"path": str(tmp_path / within if within else pipe)})
+    told(refusal(job, tmp_path), pipe, "is a device or a pipe: save it to a file")
+
+
 def test_text_file(tmp_path: Path) -> None:
     """A file that is only called Parquet is not one."""
     (tmp_path / "input.parquet").write_text("id,text\n1,hello world\n")

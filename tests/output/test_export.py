@@ -192,3 +192,27 @@ def test_a_reader_that_wants_no_more(run: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout == '"row"0\n'
     assert "cannot be written" not in done.stderr
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_standard_output_that_is_full(run: Path, form: str) -> None:
+    """It is told in one line."""
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m batchrunner export {run} - --format {form} > /dev/full"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "batchrun: standard output: cannot be written: No space left on device\n"
+
+
+def test_a_pipe_that_does_not_block(run: Path) -> None:
+    """Its reader gets all of it, however slowly it reads."""
+    code = (
+        f"import os, sys; os.set_blocking(1, False); sys.argv = ['batchrun', 'export', {str(run)!r}, '-', "
+        "'--format', 'jsonl']; from batchrunner.cli import main; main()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = [json.loads(line) for line in process.stdout]
+    assert process.returncode == 0
+    assert [line["row"] for line in lines] == list(range(ROWS))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.exact_json import read_exactly
 from batchrunner.core.json_pointer import part_at
 from batchrunner.dispatch.checks.patterns import Pattern
 from batchrunner.dispatch.checks.schema_circles import circle_in
@@ -51,8 +52,8 @@ class JsonCheck:
     def parse(self, text: str, own_schema: Any = None) -> ParsedText:
         """Return an answer as JSON; `own_schema` is that of its row, as JSON text or a mapping."""
         try:
-            value = orjson.loads(text)
-        except (orjson.JSONDecodeError, UnicodeEncodeError) as failure:
+            value = read_exactly(text)
+        except orjson.JSONDecodeError as failure:
             why = "it has a code fence (```) around it" if FENCE in text else _short(str(failure))
             return ParsedText(None, None, f"the answer is not JSON: {why}")
         validator = self._validator
@@ -73,7 +74,7 @@ class JsonCheck:
         try:
             return ParsedText(value, self._shape.fit(value), None)
         except ShapeError as failure:
-            return ParsedText(value, None, f"the answer does not fit its column: {failure}")
+            return ParsedText(value, None, f"the answer does not fit its column: {_short(str(failure))}")
 
 
 def schema_problem(schema: Mapping[str, Any]) -> str | None:
@@ -180,7 +181,7 @@ def _check_additional_properties(validator: Any, wanted: Any, value: Any, schema
 @lru_cache(KEPT_SCHEMAS)
 def _validator_of_text(schema: str) -> Any:
     try:
-        found = orjson.loads(schema)
+        found = read_exactly(schema)
     except orjson.JSONDecodeError:
         found = None
     if not isinstance(found, dict):

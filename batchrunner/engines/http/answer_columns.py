@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
-import orjson
 
 from batchrunner.core.errors import AttemptFailedError
 from batchrunner.core.types import AskedColumns
@@ -111,9 +110,12 @@ def _reason_of(meta: Meta) -> Any:
 
 
 def _matched(matched: Any) -> str | None:
-    return (
-        None if matched is None else matched if isinstance(matched, str) else orjson.dumps(matched).decode()
-    )
+    return None if matched is None else _text(matched)
+
+
+def _text(value: Any) -> str:
+    """Return a value of JSON as text: a text as it is."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _calls(calls: Any) -> list[dict[str, Any]] | None:
@@ -124,7 +126,7 @@ def _calls(calls: Any) -> list[dict[str, Any]] | None:
     for call in msgspec.convert(calls, list[ToolCall]):
         named = call.function.name if call.function else None
         given = call.function.arguments if call.function else None
-        arguments = given if given is None or isinstance(given, str) else orjson.dumps(given).decode()
+        arguments = None if given is None else _text(given)
         function = {"name": named, "arguments": arguments}
         found.append({"id": call.id, "type": call.type, "function": function})
     return found

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError
+from batchrunner.core.exact_json import has_more_levels
 from batchrunner.input.formats.shapes import Shape, arrow_type, merge_into, merged
 from batchrunner.input.formats.text import Lines
-from batchrunner.input.formats.values import TYPES, BlockRows, Column, column_of, has_more_levels, text_of
+from batchrunner.input.formats.values import TYPES, BlockRows, Column, column_of, text_of
 from batchrunner.output.columns import arrow_array
 
 MOST_COLUMNS = 10_000

@@ -84,17 +84,6 @@ def text_of(value: Any) -> str | None:
     return orjson.dumps(value).decode()
 
 
-def has_more_levels(value: object, most: int) -> bool:
-    """Tell whether a list or mapping has more levels than `most`; one that contains itself has."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if not isinstance(value, (list, tuple)):
-        return False
-    return not most or any(
-        has_more_levels(part, most - 1) for part in value if isinstance(part, (list, tuple, dict))
-    )
-
-
 def _texts(texts: Sequence[str | None]) -> Column:
     """Return texts as a column; one with bytes that are not UTF-8 becomes null, and is a problem."""
     try:
