@@ -130,7 +130,7 @@ def _read(source: str, limits: Thresholds, span_s: float) -> Situation:
     if source.startswith(("http://", "https://")):
         return watch_server(source, limits, span_s)
     if store_address(source):
-        return read_run(look_at_run(source).path, limits)
+        return read_run(look_at_run(source), limits)
     path = Path(source).expanduser()
     if path.is_dir():
         return read_run(path, limits)

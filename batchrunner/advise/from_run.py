@@ -32,9 +32,9 @@ SAME_POOL = 0.02
 """Share by which the KV pools of such servers differ at most: each takes the memory that is free."""
 
 
-def read_run(run: Path, limits: Thresholds) -> Situation:
+def read_run(run: Path | RunDir, limits: Thresholds) -> Situation:
     """Read the situation of a run from all its tasks; raises OutputError where the path holds no run."""
-    run_dir = RunDir(run)
+    run_dir = run if isinstance(run, RunDir) else RunDir(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
     load, log = Series(limits), LogReader(limits)

@@ -22,6 +22,7 @@ from batchrunner.input.messages import holds_messages
 from batchrunner.input.prompt_types import is_ids, is_text
 from batchrunner.job.fields import user_paths
 from batchrunner.job.output import RESULT_COLUMNS
+from batchrunner.output.files import refuse_uri
 
 ENGINES = ("server", "simulated")
 TEXT_NAMES = (
@@ -108,6 +109,7 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
 
 def save(job: NewJob, path: str) -> None:
     """Write a new job file; raises OutputError, also where the file exists."""
+    refuse_uri(path, path)
     try:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(job.text)

@@ -10,7 +10,7 @@ from batchrunner.job.spec import Job
 
 log = logging.getLogger(__name__)
 
-KEPT = {"engine", "limits", "order", "window", "queue", "dedupe", "bundle"}
+KEPT = {"engine", "limits", "order", "window", "queue", "dedupe", "bundle", "storage"}
 """Parts of a base job that hold for a batch file; of `output` those of OUTPUT_KEPT do."""
 OUTPUT_KEPT = {"part_rows", "durable"}
 

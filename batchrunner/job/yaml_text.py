@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.uris import is_uri
 
 MOST_BYTES = 2 << 20
 """Bytes of a job file at most: tens of thousands of times a common one, and read in some seconds."""
@@ -68,6 +69,8 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             return _decoded(file, str(path))
     except FileNotFoundError:
+        if is_uri(str(path)):
+            raise JobError(f"{path}: is a URI", hint="give a job file on this machine") from None
         raise JobError(f"{path}: no such job file") from None
     except IsADirectoryError:
         raise JobError(f"{path}: is a directory", hint="give the job file in it") from None

@@ -19,7 +19,7 @@ from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, St
 from batchrunner.core.file_format import COMPRESSIONS, known_format
 from batchrunner.job.fields import user_path
 from batchrunner.job.output import RESPONSE
-from batchrunner.output.files import is_special, whole_file, writing
+from batchrunner.output.files import is_special, refuse_uri, whole_file, writing
 from batchrunner.output.merge import finished_parts, in_order
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
@@ -61,6 +61,7 @@ def results_path(given: str, option: str) -> Path:
     """Return the path of a file that results can be written to; raises OutputError, naming the `option`."""
     if given == "-":
         raise OutputError(f"{option} -: standard output cannot be published whole", hint="give a file")
+    refuse_uri(given, f"{option} {given}")
     form = known_format(given)
     if form is not None and form.kind != "JSON Lines":
         raise OutputError(

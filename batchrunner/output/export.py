@@ -15,7 +15,7 @@ import pyarrow as pa
 from batchrunner.core.errors import BatchrunError, OutputError, ResumeError
 from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, known_format
 from batchrunner.job.fields import user_path
-from batchrunner.output.files import cannot_write, is_special, link_part, whole_file, writing
+from batchrunner.output.files import cannot_write, is_special, link_part, refuse_uri, whole_file, writing
 from batchrunner.output.merge import distinct_rows, finished_parts, in_order
 from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir
@@ -103,6 +103,7 @@ def _format(file: str, form: str | None) -> FileFormat:
 
 def _target(file: str, run_dir: RunDir, *, force: bool) -> Path:
     """Return the path to write; raises OutputError where that cannot be."""
+    refuse_uri(file, file)
     try:
         path = Path(user_path(file))
         if path.is_dir():

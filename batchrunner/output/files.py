@@ -9,8 +9,9 @@ from pathlib import Path
 
 import orjson
 
-from batchrunner.core.errors import BatchrunError, StorageError, StoreRequestError
+from batchrunner.core.errors import BatchrunError, OutputError, StorageError, StoreRequestError
 from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
+from batchrunner.core.uris import is_uri
 
 TEMPORARY = ".tmp"
 """Suffix of a file that is not whole yet. Its name also begins with a dot, so readers of Parquet skip it."""
@@ -146,6 +147,15 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
             else "make room and run the same command again",
         )
     return error if kind is StorageError else kind(error.message, hint=error.hint)
+
+
+def refuse_uri(given: str, what: str) -> None:
+    """Raise OutputError, which begins with `what`, where a file to write is given as a URI."""
+    if is_uri(given):
+        raise OutputError(
+            f"{what}: is a URI, and this is written to a file on this machine",
+            hint="give a path, and copy the file from there",
+        )
 
 
 def is_special(path: Path) -> bool:

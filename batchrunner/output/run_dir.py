@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from batchrunner.core.errors import OutputError
+from batchrunner.core.uris import is_uri
 from batchrunner.output.files import TEMPORARY
 from batchrunner.output.stores.store import LOCAL, Store
 
@@ -44,8 +45,6 @@ _PUBLISHED = re.compile(
     r"|report\.(json|html)|events\.jsonl|engine[^/]*\.log"
 )
 """Names of what a run publishes, without its locks."""
-_URI = re.compile(r"[a-z][a-z0-9+.-]+:/")
-"""Beginning of a URI; a `Path` of it has one slash only."""
 
 
 class RunDir:
@@ -77,7 +76,7 @@ class RunDir:
     @property
     def name(self) -> str:
         """The run as users know it: its path, or its URI."""
-        return self.store.uri or str(self.path)
+        return self.store.uri or (self._given if is_uri(self._given) else str(self.path))
 
     def all_tasks(self) -> list[RunDir]:
         """Return this run as each of its tasks sees it: tasks with files in their directory or with parts."""
@@ -135,7 +134,7 @@ class RunDir:
 
     def refuse_uri(self) -> None:
         """Raise OutputError where the path is a URI, of an object store for example."""
-        if self.store.objects is None and _URI.match(self._given):
+        if self.store.objects is None and is_uri(self._given):
             raise OutputError(
                 f"output.path {self._given}: results are written to a directory, not to a URI",
                 hint="give a directory, and copy its parts when the run has ended",

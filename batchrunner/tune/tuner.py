@@ -28,6 +28,7 @@ from batchrunner.output.files import writing
 from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
+from batchrunner.output.stores.addresses import store_address
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import prepare
 from batchrunner.runner.prepared_job import PreparedJob
@@ -82,6 +83,11 @@ def tune(
     given = {"parse": job.parse is not None, "check": job.has_check, "on_length": job.on_length is not None}
     if left_out := [name for name, is_given in given.items() if is_given]:
         log.info("trials leave out %s: they ask for each row once", ", ".join(left_out))
+    if store_address(job.output.path):
+        raise JobError(
+            f"output.path {job.output.path}: trials are kept on a disk",
+            hint="tune with --set output.path=DIRECTORY",
+        )
     check_model(engine.model)
     with contextlib.closing(prepare(job)) as prepared:
         directory = prepared.run_dir.path / TUNE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import aiohttp
@@ -22,12 +23,24 @@ Fault: TypeAlias = Literal[
     "late",  # a second late
     "no conditions",  # the store does not get what makes a write conditional
 ]
-Faults: TypeAlias = Callable[[str, str, int], Fault]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the store says instead of doing it."""
+
+    status: int
+    code: str
+
+    @property
+    def body(self) -> bytes:
+        text = f"<Error><Code>{self.code}</Code><Message>This is {self.code}.</Message></Error>"
+        return f"<?xml version='1.0' encoding='UTF-8'?>{text}".encode()
+
+
+Faults: TypeAlias = Callable[[str, str, int], Fault | Refusal]
 """What becomes of a request: of its method, its path, and how often this was asked before."""
-SLOW_DOWN = (
-    b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>SlowDown</Code>"
-    b"<Message>Please reduce your request rate.</Message></Error>"
-)
+SLOW_DOWN = Refusal(503, "SlowDown")
 CONDITIONS = {"if-none-match", "if-match"}
 
 
@@ -61,7 +74,9 @@ class StoreProxy(ServerThread):
         fault = self.faults(*key, self.asked[key])
         self.asked[key] += 1
         if fault == "slow down":
-            return web.Response(status=503, body=SLOW_DOWN, content_type="application/xml")
+            fault = SLOW_DOWN
+        if isinstance(fault, Refusal):
+            return web.Response(status=fault.status, body=fault.body, content_type="application/xml")
         if fault == "reset":
             return self._cut(request)
         if fault == "late":

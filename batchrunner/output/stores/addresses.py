@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from batchrunner.job.storage import StorageSpec
 
-_STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL)
+_STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL | re.IGNORECASE)
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 NEEDS_EXTRA = "install its client: pip install 'batchrunner[stores]'"
 
@@ -37,7 +37,7 @@ def store_address(given: str) -> StoreAddress | None:
     found = _STORE.fullmatch(given)
     if found is None or "?" in found[3]:
         return None
-    return StoreAddress(found[1], found[2], found[3].strip("/"))
+    return StoreAddress(found[1].lower(), found[2], found[3].strip("/"))
 
 
 def endpoint_of(address: StoreAddress, storage: StorageSpec) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from batchrunner.advise.from_run import read_run
@@ -13,7 +12,7 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.output.events import read_events
-from batchrunner.output.run_dir import RunDir
+from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_json import may_be_secret, require_run_json
 from batchrunner.report.compare.steady_rates import SteadyRates, steady_rates
 from batchrunner.report.html.results import RunResults, read_results
@@ -63,7 +62,7 @@ def read_compared(path: str) -> ComparedRun:
     Raises OutputError where the path holds no run, InputError where the run has no samples of its load,
     ResumeError where a part is damaged.
     """
-    run_dir = RunDir(path)
+    run_dir = look_at_run(path)
     facts = require_run_json(run_dir)
     tasks = [*{task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values()]
     histories = [
@@ -74,7 +73,7 @@ def read_compared(path: str) -> ComparedRun:
             f"{path}: no event log has a sample of this run's load",
             hint="compare runs that have sent rows and still have their events.jsonl",
         )
-    situation = read_run(Path(path).expanduser(), Thresholds())
+    situation = read_run(run_dir, Thresholds())
     results, timeline = read_results(tasks), make_timeline(histories)
     figures = _figures(facts, results, timeline, histories, situation)
     return ComparedRun(

@@ -13,6 +13,7 @@ from typing import Any
 from batchrunner.core.errors import JobError, OutputError, SubmitError
 from batchrunner.core.exit_codes import EXIT_TIME_UP
 from batchrunner.job.load import load_job
+from batchrunner.output.files import refuse_uri
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
@@ -194,6 +195,7 @@ def plan_array(
 
 def save(array: SlurmArray, path: str) -> None:
     """Write the script into a file; raises OutputError."""
+    refuse_uri(path, path)
     try:
         Path(path).write_text(array.script(), encoding="utf-8")
     except OSError as failure:
