@@ -42,6 +42,7 @@ NO_VARIABLES = {
     "CUBLAS_STATUS_ALLOC_FAILED": "a line in a log",
     "RTX_6000_ADA": "the name of a card",
     "LABEL_": "the beginning of the name of a class",
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "a variable of SGLang that advice names",
 }
 
 

@@ -125,6 +125,7 @@ def test_short_outputs_are_measured(own: Path) -> None:
     (advice,) = [advice for advice in advise(str(own)).advice if advice.rule == "conservative"]
     assert "of max_new_tokens on average" in advice.sign
     assert "99% of the outputs have at most 5 tokens" in advice.change
+    assert "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION=5 in the server's environment" in advice.change
     assert advice.certainty == "high"
     assert 0 < advice.evidence["output_share_of_max_new_tokens"] < 0.01
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from batchrunner.advise.rules import gains
 from batchrunner.advise.rules.rule import Certainty, Finding
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import Flags, command_line
@@ -15,6 +16,8 @@ from batchrunner.engines.recovery.safer_args import (
 )
 from batchrunner.job.queue_band import QueueBand
 
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+"""Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
 FEWER = 0.9
 """Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
 TOKENIZERS = 4
@@ -124,8 +127,13 @@ def _cause(share: float | None, client: ClientActivity | None, short: float) -> 
     if share >= short:
         return f"{cause}, which is not the cause", "", "low"
     longest = client.longest_output if client else None
-    known = f" (99% of the outputs have at most {longest} tokens)" if longest else ""
-    return cause, tighter + known, "high"
+    if longest:
+        tighter += (
+            f" (99% of the outputs have at most {longest} tokens), or "
+            f"{CLIP}={longest} in the server's environment (engine.env), with which SGLang reserves that "
+            "many and cuts no output"
+        )
+    return cause, tighter, "high"
 
 
 def running_capped(s: Situation, flags: Flags) -> Finding | None:
@@ -142,6 +150,7 @@ def running_capped(s: Situation, flags: Flags) -> Finding | None:
         f"{s.often('capped')}: max_running_requests is the limit, not memory",
         flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
         evidence={**s.evidence("capped"), "max_running_requests": most},
+        gain=gains.more_running(s.log.pass_times(), most, target),
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from batchrunner.advise.rules import gains
 from batchrunner.advise.rules.load import conservativeness
 from batchrunner.advise.rules.rule import Finding
 from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Situation, memory_band
@@ -16,6 +17,14 @@ GRAPH_GB_A_REQUEST = 2 / 1024
 """Memory of a decode graph, in GB a request (SGLang's memory_hook)."""
 USUAL_CAPTURED = 160
 """Largest batch with a graph, in requests, where the log lacks it; the guides: "typically 160-256"."""
+MOST_CHUNKS = 8
+"""Most times by which one advice makes a chunk larger."""
+WORTH_DOUBLING = 1.03
+"""Further gain for which a chunk is doubled once more."""
+SURELY_LARGE = 4096
+"""Chunk in tokens from which a pass's fixed cost is small on any card: without an estimate it is left."""
+SMALL_PASS = 0.25
+"""Share of a chunk up to which prefill passes are small."""
 LARGE_TP = 4
 """Tensor parallelism from which larger graphs pay (the guides)."""
 
@@ -32,6 +41,62 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
         f"memory is left {s.often('far_below')}: they end as fast as full prefill passes admit new ones",
         larger_chunk(s, flags),
         evidence=s.evidence("far_below"),
+    )
+
+
+def prefill_full(s: Situation, flags: Flags) -> Finding | None:
+    """Find that full prefill passes are many and short: their fixed cost is paid too often."""
+    prefills = s.log.prefills
+    share = prefills.filled_waiting / max(1, prefills.passes)
+    if prefills.passes < s.limits.samples or share < s.limits.frequent:
+        return None
+    chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
+    times = s.log.pass_times()
+    gain, factor = gains.larger_chunk(times, 2), 2
+    while gain and factor < MOST_CHUNKS and chunk * factor < LARGEST_CHUNK:
+        more = gains.larger_chunk(times, 2 * factor)
+        if not more or more < WORTH_DOUBLING * gain:
+            break
+        gain, factor = more, 2 * factor
+    if (chunk >= SURELY_LARGE) if gain is None else gain < gains.WORTH:
+        return None
+    return Finding(
+        f"{share:.0%} of {prefills.passes} prefill passes take a whole chunk ({chunk} tokens) and requests "
+        "still wait",
+        larger_chunk(s, flags, factor),
+        evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
+        certainty=None if gain else "low",
+        gain=gain,
+    )
+
+
+def small_prefills(s: Situation, flags: Flags) -> Finding | None:
+    """Find that decoding stops again and again for prefill passes of a few tokens."""
+    name = "prefill-decode-interval"
+    prefills, chunk = s.log.prefills, s.facts.chunk or 0
+    if name not in flags.names or s.facts.number("prefill_decode_interval") or not s.log.enough:
+        return None
+    mean = prefills.new_tokens / max(1, prefills.passes)
+    if prefills.passes < s.limits.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
+        return None
+    times = s.log.pass_times()
+    outputs = times.total.decoded / max(1, prefills.prompts) if times else 0.0
+    found = gains.decode_interval(times, outputs)
+    if times is None or found is None or found[1] < gains.WORTH:
+        return None
+    steps, gain = found
+    a_pass = times.total.steps / times.total.passes
+    return Finding(
+        f"a prefill pass of {mean:.0f} tokens on average follows every {a_pass:.1f} decode steps: places are "
+        "filled one by one, and each pass costs its fixed time",
+        flags.setting(name, steps),
+        evidence={
+            "passes": prefills.passes,
+            "mean_new_tokens": round(mean, 1),
+            "decode_steps_a_pass": round(a_pass, 2),
+            "pass_s": round(times.pass_s, 6),
+        },
+        gain=gain,
     )
 
 
@@ -93,10 +158,10 @@ def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
     return flags.setting("cuda-graph-backend-decode", "full")
 
 
-def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
-    """Return flags for a chunk of twice the size, with a smaller pool where the chunk needs its memory."""
+def larger_chunk(s: Situation, flags: Flags, factor: int = 2) -> dict[str, Any]:
+    """Return flags for a chunk so many times as large, with a smaller pool where it needs its memory."""
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
-    larger = min(2 * chunk, LARGEST_CHUNK)
+    larger = min(factor * chunk, LARGEST_CHUNK)
     pool = smaller_pool(s, flags, (larger - chunk) * CHUNK_GB_A_TOKEN)
     if not 0 < chunk < larger or pool is None:
         return {}

@@ -30,6 +30,9 @@ class Advice:
     """How certain the advice is: `high`, `medium` or `low`."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """The figures behind the sign, for `--json`; their names have the units."""
+    estimated_gain: float | None = None
+    """Throughput with the change over throughput without, by the log's own pass times; None where they do not
+    tell it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the advice as `--json` prints it."""
@@ -42,9 +45,13 @@ class Advice:
         notes = [("gain", self.effect), ("cost", self.tradeoff)]
         return [
             f"{self.sign}",
-            f"  -> {self.change} ({self.certainty} certainty)",
+            f"  -> {self.change} ({self.certainty} certainty{self._gain()})",
             *(f"     {name}: {text}" for name, text in notes if text),
         ]
+
+    def _gain(self) -> str:
+        gain = self.estimated_gain
+        return f"; about {gain:.2f} times the throughput, by the log's own pass times" if gain else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,8 @@ class Finding:
     evidence: dict[str, Any] = field(default_factory=dict)
     certainty: Certainty | None = None
     """How certain it is, where that differs from the rule."""
+    gain: float | None = None
+    """Throughput with the change over throughput without, where the log's pass times tell it."""
     fine: bool = False
     """Whether the finding is that all is well."""
 
@@ -94,5 +103,6 @@ class Rule:
             return None
         certainty = found.certainty or self.certainty
         return Advice(
-            self.name, found.sign, change, found.args, self.effect, self.tradeoff, certainty, found.evidence
-        )
+            self.name, found.sign, change, found.args, self.effect, self.tradeoff, certainty, found.evidence,
+            found.gain,
+        )  # fmt: skip

@@ -1,6 +1,6 @@
 """Which advice silences which other advice."""
 
-_TAKES_MEMORY = ("running-low", "long-prompts", "cuda-graph")
+_TAKES_MEMORY = ("running-low", "long-prompts", "prefill-full", "cuda-graph")
 _LOAD_RULES = (
     *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
     "latency-high",
@@ -17,9 +17,10 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
     "running-capped": ("latency-high", "conservative"),
     "memory-tight": _TAKES_MEMORY,
-    "cuda-graph": ("long-prompts", "running-low"),
-    "long-prompts": ("memory-left",),
-    "running-low": ("memory-left",),
+    "cuda-graph": ("long-prompts", "running-low", "prefill-full"),
+    "long-prompts": ("memory-left", "prefill-full"),
+    "running-low": ("memory-left", "prefill-full"),
+    "prefill-full": ("memory-left", "small-prefills"),
     "tensor-parallel": ("expert-parallel", "dp-attention"),
     "dp-attention": ("data-parallel",),
 }

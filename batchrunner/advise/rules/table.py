@@ -12,6 +12,9 @@ from batchrunner.engines.flags import Flags
 OFTEN = "often"
 """The word for a sign in at least 25% of at least 8 samples over 10 s: `frequent`, `samples`, `span_s`."""
 
+USUAL_GAIN = 1.1
+"""Gain that advice without an estimate counts with when advice is sorted."""
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "queue-empty",
@@ -190,6 +193,27 @@ RULES: tuple[Rule, ...] = (
         "1.5 MB of memory a token of the chunk; longer pauses in decoding",
     ),
     Rule(
+        "prefill-full",
+        "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk, and requests wait after them; by the log's pass "
+        "times a larger chunk gains ≥ 5%, or they do not tell and the chunk is < 4096",
+        "`--chunked-prefill-size` 2 to 8 times as large, up to 16384 (with a lower mem-fraction-static)",
+        "measured on the real engine",
+        pass_rules.prefill_full,
+        "fewer, larger passes over the weights",
+        "1.5 MB of memory a token of the chunk; longer pauses in decoding",
+    ),
+    Rule(
+        "small-prefills",
+        "prefill passes of ≤ 25% of a chunk on average, and by the log's pass times fewer of them gain ≥ 5%; "
+        "`#queue-req` not often 0",
+        "`--prefill-decode-interval` √(2 · output tokens · seconds of a pass / seconds of a decode step)",
+        "SGLang's pull request 23189",
+        pass_rules.small_prefills,
+        "decoding is interrupted less often",
+        "a request that ended leaves its place empty for some steps; not tried on a GPU here",
+        "low",
+    ),
+    Rule(
         "attention-backend",
         "a general backend on a known card; not for models for which SGLang chooses the backend itself "
         "(attention sinks, sliding windows; DeepSeek's attention on Ampere and Ada)",
@@ -324,10 +348,15 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return the advice of all rules: first what to change, then what is well."""
+    """Return the advice of all rules: first what to change, most gain first, then what is well."""
     found = [advice for rule in RULES if (advice := rule.apply(situation, flags))]
     loud, silent = {advice.rule for advice in found if advice.change}, set[str]()
     for rule, others in SILENCES.items():
         silent |= set(others) if rule in loud - silent else set()
     kept = [advice for advice in found if not (advice.change and advice.rule in silent)]
-    return sorted(kept, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))
+    return sorted(kept, key=_place)
+
+
+def _place(advice: Advice) -> tuple[bool, bool, float]:
+    """Return the key by which advice is sorted: what to change first, and of that what gains most."""
+    return not advice.change, BY_NAME[advice.rule].option, -(advice.estimated_gain or USUAL_GAIN)

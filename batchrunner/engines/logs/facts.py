@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from batchrunner.engines.logs.pass_times import STEPS_A_LINE
 from batchrunner.engines.logs.records import Died, OutOfMemory, Phase, ServerReady
 from batchrunner.engines.model_kinds import has_experts, has_latent_attention, has_sparse_attention
 
@@ -113,6 +114,11 @@ class Facts:
         """Limit on the running requests of one scheduler, `max_running_requests`."""
         logged = self.ready.max_running_requests if self.ready else None
         return logged or int(self.number("max_running_requests") or 0) // self.attn_dp or None
+
+    @property
+    def steps_a_line(self) -> int:
+        """Decode steps between two lines of the log, `--decode-log-interval`."""
+        return max(0, int(self.number("decode_log_interval") or 0)) or STEPS_A_LINE
 
     @property
     def chunk(self) -> int | None:

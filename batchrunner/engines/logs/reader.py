@@ -12,7 +12,7 @@ from batchrunner.engines.logs import records
 from batchrunner.engines.logs.facts import Facts, Trouble
 from batchrunner.engines.logs.lines import clean, origin_of, record_in
 from batchrunner.engines.logs.records import LoggedBatch, Phase, Record, ServerReady
-from batchrunner.engines.logs.series import LoadSample, Prefills, Series
+from batchrunner.engines.logs.series import LoadSample, Prefills, Series, is_full
 from batchrunner.engines.logs.thresholds import Thresholds
 
 BLOCK_BYTES = 1 << 20
@@ -118,7 +118,9 @@ class LogReader:
         if self.facts.died is self._old_death:  # after a new death other ranks log on for seconds
             self.facts.died = self._old_death = self.facts.last_trouble = None
         most = self.facts.max_running
+        clock = self.series.track(scheduler).clock
         if batch.decode:
+            clock.decoded(batch, self.facts.steps_a_line)
             sample = LoadSample(
                 at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput
             )
@@ -127,6 +129,7 @@ class LogReader:
             self._prefills.add(
                 scheduler, LoadSample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
             )
+            clock.prefilled(batch, full=is_full(batch, self.facts.chunk))
             self.series.prefills.add(batch, self.facts.chunk, scheduler)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Self
 
+from batchrunner.engines.logs.pass_times import STEPS_A_LINE, PassClock, PassTimes, fit_pass_times
 from batchrunner.engines.logs.records import LoggedBatch
 from batchrunner.engines.logs.thresholds import Thresholds
 
@@ -82,8 +83,6 @@ FEW = 2
 """Most prompts in a full pass that counts as filled by long prompts."""
 PEAKS = ("queue", "max_running")
 """Fields of a sample whose largest value is kept."""
-STEPS_A_LINE = 40
-"""Decode steps between two log lines (`--decode-log-interval`), for logs without times."""
 
 
 @dataclass(slots=True)
@@ -107,6 +106,8 @@ class Track:
     silent: Counter[str] = field(default_factory=Counter)
     """Number of samples that each sign does not apply to."""
     retractions: int = 0
+    clock: PassClock = field(default_factory=PassClock)
+    """Times of its passes, where the samples are lines of a log."""
     _last: LoadSample | None = None
     _dry: int = 0
     _queued: bool = False
@@ -164,6 +165,11 @@ def spread(retractions: int, tracks: Collection[Track]) -> None:
         track.retractions += (retractions + number) // len(tracks)
 
 
+def is_full(batch: LoggedBatch, chunk: int | None) -> bool:
+    """Tell whether a prefill pass took a whole chunk; `chunk` is `chunked_prefill_size` in tokens."""
+    return bool(chunk and chunk > 0 and batch.new_tokens >= WHOLE * chunk)
+
+
 @dataclass(slots=True)
 class Prefills:
     """Sums over the prefill passes of all schedulers."""
@@ -178,6 +184,8 @@ class Prefills:
     """Tokens computed and then lost to a retraction."""
     filled: int = 0
     """Passes that took a whole chunk."""
+    filled_waiting: int = 0
+    """Such passes after which requests still waited."""
     few_long: int = 0
     """Passes that one or two prompts filled."""
     streaks: int = 0
@@ -193,9 +201,10 @@ class Prefills:
         self.prompts += batch.new_seqs
         self.new_tokens += batch.new_tokens
         self.cached_tokens += batch.cached_tokens
-        full = bool(chunk and chunk > 0 and batch.new_tokens >= WHOLE * chunk)
+        full = is_full(batch, chunk)
         few = full and batch.new_seqs <= FEW
         self.filled += full
+        self.filled_waiting += full and batch.queue > 0
         self.few_long += few
         self.streaks += few and not (batch.new_seqs == 1 and scheduler in self._in_streak)
         self.long_tokens += batch.new_tokens if few else 0
@@ -295,6 +304,10 @@ class Series:
     def enough(self) -> bool:
         """Whether there are enough samples over enough time to judge."""
         return self.counted >= self.limits.samples and self.busy_s >= self.limits.span_s
+
+    def pass_times(self) -> PassTimes | None:
+        """Return how long the passes of all schedulers take, None where the samples do not tell."""
+        return fit_pass_times([one for track in self.tracks.values() for one in track.clock.intervals])
 
     def share(self, sign: str) -> float:
         """Return the fraction of samples with a sign, among those that it applies to; 0 without any."""

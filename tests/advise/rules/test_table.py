@@ -215,7 +215,11 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         {"long-prompts": "--chunked-prefill-size 2048"},
     ),
     "short prompts that fill small chunks": (
-        LogWriter().started(chunk=512).decode(30).mixed_prefill(30, n=1, new=512), {},
+        LogWriter().started(chunk=512).decode(30).mixed_prefill(30, n=1, new=512),
+        {"prefill-full": "--chunked-prefill-size 1024"},
+    ),
+    "short prompts that fill chunks as large as they should be": (
+        LogWriter().started(chunk=4096).decode(30).mixed_prefill(30, n=8, new=4096), {},
     ),
     "long prompts, and the largest chunk": (
         LogWriter().started(chunk=16384).decode(30).prefill(30, n=1, new=16384), {},
