@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.corner import Corner
-from batchrunner.core.types import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row

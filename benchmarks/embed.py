@@ -47,7 +47,7 @@ from benchmarks.measure import front_cpu_s, interval, save
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchrunner.core.types import EngineInfo
+    from batchrunner.core.engine_info import EngineInfo
 
 MARK = f"BENCH_EMBED={os.getpid()}"
 LEAST_WORDS, MOST_WORDS = 4, 60

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchrunner.core.types import Completion, EngineInfo, Request, RowRef
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.types import Completion, Request, RowRef
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.cli import app
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.engines.simulated import Simulator
 from batchrunner.output.events import EventLog

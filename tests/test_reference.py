@@ -12,7 +12,7 @@ import pytest
 
 from batchrunner.cli.options import EXIT_CODES
 from batchrunner.core import errors, exit_codes
-from batchrunner.core.types import Incident
+from batchrunner.core.engine_info import Incident
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.prefix_order.distance import DistanceChange
 from batchrunner.input.sort.decide import OrderDecision

@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 
 from batchrunner.advise.situation import Situation
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
 from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.http.status import (
     KEY_REFUSED,

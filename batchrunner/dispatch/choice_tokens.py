@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
-from batchrunner.core.types import EngineInfo, Outcome, Request
+from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import RowTokenizer, engine_tokens
 from batchrunner.engines.base import Engine
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import EngineInfo, Outcome, Request
+from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.job.python_functions import IMAGES
 from batchrunner.job.spec import Job

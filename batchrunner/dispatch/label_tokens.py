@@ -2,8 +2,9 @@
 
 import dataclasses
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import CannotTokenizeError, JobError, RowRefusedError
-from batchrunner.core.types import EngineInfo, Outcome, Request
+from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import RowTokenizer, engine_tokens
 from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import vocabulary_of

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import SchedulerLoad
 from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.held_back import HoldingBack
 from batchrunner.dispatch.queue import Backlog

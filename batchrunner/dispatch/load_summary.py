@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchrunner.core.corner import Corner
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.slots import Slots
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from batchrunner.core.corner import Corner
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog

@@ -11,6 +11,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from batchrunner.core.backoff import pause_before_retry
 from batchrunner.core.console import DETAIL
+from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import (
     AttemptFailedError,
     CannotTokenizeError,
@@ -19,7 +20,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.jsonfile import read_json
-from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request, TokenizerInfo
+from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.detokenizer import Detokenizer

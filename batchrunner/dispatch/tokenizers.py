@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from batchrunner.core.types import EngineInfo, Outcome, PromptKind, Request
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.dispatch.choice_tokens import ChoiceTokenizer
 from batchrunner.dispatch.label_tokens import LabelTokenizer
 from batchrunner.dispatch.tokenize import PromptTokenizer, RowTokenizer

@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Sequence
 
+from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import EngineInfo, Incident, SchedulerLoad
 from batchrunner.engines.hang_detector import HangDetector, progress_of
 from batchrunner.engines.http.client import GATEWAY_ROUTE, SGLangClient
 from batchrunner.engines.http.engine import HttpEngine

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import BundleRefusedError, RequestError
-from batchrunner.core.types import Completion, EngineInfo, Incident, Request, SchedulerLoad
+from batchrunner.core.types import Completion, Request
 
 
 class PlacedRequest(NamedTuple):

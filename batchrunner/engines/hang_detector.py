@@ -14,7 +14,7 @@ passes, or a tokenizer or detokenizer that hangs.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
 """A silence that is this many times as long as the longest one that ended by itself is a hang."""

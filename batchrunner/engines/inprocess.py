@@ -17,6 +17,7 @@ from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import (
     BundleRefusedError,
     EngineBusyError,
@@ -26,7 +27,7 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
 from batchrunner.engines.device import (
     CPU_NOTE,

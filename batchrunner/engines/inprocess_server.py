@@ -16,7 +16,8 @@ from batchrunner.core.endpoints import CHAT_PATH
 from batchrunner.core.types import Request, RequestBody
 from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.device import server_args
-from batchrunner.engines.http import replies, wire
+from batchrunner.engines.http import wire
+from batchrunner.engines.http.reply_errors import error_of
 from batchrunner.engines.inbox import Inbox
 from batchrunner.engines.model_names import ModelNames
 from batchrunner.input.request_bodies import with_model
@@ -136,7 +137,7 @@ class InprocessServer:
         reply = await serving.handle_request(asked, None)
         if hasattr(reply, "model_dump"):
             return reply.model_dump()
-        raise replies.error_of(reply.status_code, reply.body)
+        raise error_of(reply.status_code, reply.body)
 
 
 def _content_of(reply: Any) -> bytes:
@@ -144,5 +145,5 @@ def _content_of(reply: Any) -> bytes:
     if hasattr(reply, "model_dump_json"):
         return bytes(reply.model_dump_json().encode())
     if reply.status_code != HTTPStatus.OK:
-        raise replies.error_of(reply.status_code, reply.body)
+        raise error_of(reply.status_code, reply.body)
     return bytes(reply.body)

@@ -15,16 +15,9 @@ from zlib import crc32
 import msgspec
 
 from batchrunner.core.endpoints import CHAT_PATH, EMBEDDINGS_PATH
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import (
-    AskedColumns,
-    Completion,
-    EngineInfo,
-    Request,
-    RequestBody,
-    RowRef,
-    SchedulerLoad,
-)
+from batchrunner.core.types import AskedColumns, Completion, Request, RequestBody, RowRef
 from batchrunner.engines.base import Engine
 from batchrunner.engines.http.task_replies import answer_of
 from batchrunner.engines.simulated_json import made_up

@@ -11,10 +11,8 @@ import functools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 from pyroaring import BitMap64
@@ -28,6 +26,7 @@ from batchrunner.input.formats.batch_lines import BatchHow
 from batchrunner.input.formats.json_lines import JsonLinesRecords, have_one_schema
 from batchrunner.input.formats.parquet import FooterBudget
 from batchrunner.input.formats.text import TextContent
+from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.schemas import normalize, normalized, not_for_parquet
 from batchrunner.input.source_file import SourceFile
 from batchrunner.job.storage import StorageSpec
@@ -36,16 +35,6 @@ READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
 SIZED_FILES = 32
 """Files from whose footers the size of a column over all files is estimated."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowBatch:
-    """Some of the rows that were asked for."""
-
-    rows: list[int]
-    """Ordinals."""
-    data: pa.RecordBatch
-    """Columns of these rows, in the same order."""
 
 
 class Dataset:
@@ -213,22 +202,6 @@ class Dataset:
 
     def _or_types(self) -> str:
         return ", or give its type in input.types" if self.problems else ""
-
-
-class RowReader(Protocol):
-    """Reads rows in the order in which they are sent: DatasetReader in input order, SortedCopy in its own.
-
-    A position is the index of a row in that order, counted from 0; in input order it is the ordinal.
-    """
-
-    def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the rows, a bounded batch at a time; raises InputError.
-
-        All of them lie at these positions; None means anywhere.
-        """
-
-    def close(self) -> None:
-        """Close open files."""
 
 
 class DatasetReader:

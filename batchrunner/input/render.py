@@ -26,7 +26,6 @@ from batchrunner.core.types import (
 from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
-from batchrunner.input.dataset import RowBatch
 from batchrunner.input.fields_block import FieldsBlock, names_made, not_shown, with_block
 from batchrunner.input.images.prompts import ImagePrompts
 from batchrunner.input.items import ItemSource
@@ -36,12 +35,13 @@ from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_lis
 from batchrunner.input.python_prompts import PythonPrompts
 from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.request_bodies import RequestBodies
+from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.row_tools import RowTools
 from batchrunner.input.row_values import Row, UnreadableValue, rows_of
 from batchrunner.input.templates import Predicate, Template, is_template
+from batchrunner.job.input import InputSpec
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
-from batchrunner.job.spec import InputSpec
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
 _NUMBERS = {

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.types import RowRef
-from batchrunner.input.dataset import RowBatch
+from batchrunner.input.row_reader import RowBatch
 
 _CODES = {
     pa.int8(): "b", pa.int16(): "h", pa.int32(): "i", pa.int64(): "q",

@@ -1,11 +1,9 @@
-"""Converts outcomes into Arrow tables with the columns of a part, without `pa.array` (`arrow_array`)."""
+"""Converts outcomes into Arrow tables with the columns of a part."""
 
 from __future__ import annotations
 
-import datetime as dt
-from array import array
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -15,26 +13,11 @@ from batchrunner.core.types import LEFT_OUT, Completion, ForwardTask, Outcome, R
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
 from batchrunner.job.tasks.embed import VECTOR, WIDTHS
+from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.json_shape import shape_of
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
 """Stands for the answer of a row without one."""
-_NUMBER_CODES = {
-    pa.int32(): "i", pa.int64(): "q", pa.float32(): "f", pa.float64(): "d", pa.date32(): "i",
-    pa.timestamp("us"): "q",
-}  # fmt: skip
-
-
-def _days(date: dt.date | None) -> int | None:
-    return None if date is None else (date - dt.date(1970, 1, 1)).days
-
-
-def _microseconds(time: dt.datetime | None) -> int | None:
-    return None if time is None else (time - dt.datetime(1970, 1, 1)) // dt.timedelta(microseconds=1)  # noqa: DTZ001
-
-
-_FROM_1970 = {pa.date32(): _days, pa.timestamp("us"): _microseconds}
-"""How Arrow counts dates and times without a zone."""
 _PARSED_TYPES = {
     "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),
     "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
@@ -288,70 +271,6 @@ def table_of(
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return an array of texts, bytes, numbers, booleans, dates, times, or lists and structs of these.
-
-    None becomes null. A struct is a mapping; a key that it lacks is null. A list of fixed size is the bytes
-    of its numbers.
-
-    `pa.array` does the same, but imports pandas where that is installed: 47 MB, and 0.2 s while rows wait.
-    Lone surrogates, which JSON can carry and Parquet's UTF-8 cannot, become question marks.
-    """
-    nulls = _validity(values) if None in values else None
-    if pa.types.is_list(kind):
-        lists = [value or () for value in values]
-        inner = arrow_array(list(chain.from_iterable(lists)), kind.value_type)
-        return pa.Array.from_buffers(kind, len(values), [nulls, _offsets(lists)], children=[inner])
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_struct(kind):
-        children = [_vectors(values, kind)] if pa.types.is_fixed_size_list(kind) else _members(values, kind)
-        return pa.Array.from_buffers(kind, len(values), [nulls], children=children)
-    if pa.types.is_boolean(kind):
-        return pa.Array.from_buffers(kind, len(values), [nulls, _bits(values, (None, False))])
-    if pa.types.is_string(kind):
-        known = values if nulls is None else [value or "" for value in values]
-        encoded = [text.encode("utf-8", "replace") for text in known]
-        return _of_bytes(encoded, kind, nulls)
-    if pa.types.is_binary(kind):
-        return _of_bytes([value or b"" for value in values], kind, nulls)
-    if kind in _FROM_1970:
-        values = list(map(_FROM_1970[kind], values))
-    stored = values if nulls is None else [value or 0 for value in values]
-    numbers = array(_NUMBER_CODES[kind], stored)
-    return pa.Array.from_buffers(kind, len(values), [nulls, pa.py_buffer(numbers)])
-
-
-def _vectors(values: Sequence[bytes | None], kind: pa.FixedSizeListType[Any, Any]) -> pa.Array:
-    """Return the numbers of vectors, whose bytes are as they stand in the array, one vector after another."""
-    empty = bytes(kind.list_size * kind.value_type.bit_width // 8)
-    content = pa.py_buffer(b"".join(empty if value is None else value for value in values))
-    return pa.Array.from_buffers(kind.value_type, len(values) * kind.list_size, [None, content])
-
-
-def _members(values: Sequence[Any], kind: pa.StructType) -> list[pa.Array]:
-    return [arrow_array([(value or {}).get(field.name) for value in values], field.type) for field in kind]
-
-
-def _of_bytes(values: Sequence[bytes], kind: pa.DataType, nulls: pa.Buffer | None) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(values), [nulls, _offsets(values), pa.py_buffer(b"".join(values))])
-
-
-def _offsets(items: Sequence[Any]) -> pa.Buffer:
-    return pa.py_buffer(array("i", accumulate(map(len, items), initial=0)))
-
-
-def _validity(values: Sequence[Any]) -> pa.Buffer:
-    """Return Arrow's validity bitmap, which is 0 for a null."""
-    return _bits(values, (None,))
-
-
-def _bits(values: Sequence[Any], zeros: tuple[Any, ...]) -> pa.Buffer:
-    """Return a bitmap: bit i, from the lowest bit of the first byte, is 0 for a value of `zeros`."""
-    if values.count(None) == len(values):  # such as the errors of rows without one
-        return pa.py_buffer(bytes((len(values) + 7) // 8))
-    bits = int("".join("0" if value in zeros else "1" for value in reversed(values)) or "0", 2)
-    return pa.py_buffer(bits.to_bytes((len(values) + 7) // 8, "little"))
 
 
 def _carried(refs: Sequence[RowRef]) -> pa.Table:

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.row_set import from_column
+from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.check_counts import checks_in, with_checks_of_ok
-from batchrunner.output.columns import arrow_array
 from batchrunner.output.counts import RowCounts, counted_columns
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.journal import read_journal

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from batchrunner.core.types import EngineInfo
+from batchrunner.core.engine_info import EngineInfo
 
 
 class _Facts(BaseModel):

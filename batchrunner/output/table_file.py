@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from batchrunner.core.file_format import FileFormat
-from batchrunner.output.columns import arrow_array
+from batchrunner.output.arrow_arrays import arrow_array
 
 CHUNK_ROWS = 1024
 """Rows that are Python values at once."""

@@ -4,8 +4,8 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
-from batchrunner.core.types import EngineInfo
 from batchrunner.core.versions import installed_version
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks.table import GENERATE

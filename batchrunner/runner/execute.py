@@ -6,9 +6,9 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import JobError
 from batchrunner.core.exit_codes import EXIT_STOPPED
-from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.images import check_takes_images
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine

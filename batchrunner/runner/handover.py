@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.types import LEFT_OUT, Outcome
-from batchrunner.input.dataset import RowBatch
+from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.row_values import UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import SAMPLE

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.core.standard_streams import open_missing_descriptors
-from batchrunner.core.types import EngineInfo
 from batchrunner.engines.base import Engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job

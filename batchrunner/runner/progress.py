@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.incidents import IncidentLog
 from batchrunner.dispatch.snapshot import Monitor, Snapshot
 from batchrunner.output.events import EventLog

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from batchrunner.core.console import DETAIL
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, StorageError
 from batchrunner.core.exit_codes import EXIT_STOPPED
-from batchrunner.core.types import EngineInfo
 from batchrunner.dispatch.feedback import write_decisions
 from batchrunner.engines.base import Engine
 from batchrunner.job.tasks.table import GENERATE

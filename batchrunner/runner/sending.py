@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import EngineInfo, Outcome, PromptKind
+from batchrunner.core.types import Outcome, PromptKind
 from batchrunner.dispatch.bundles.sender import bundle_senders
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.checks.checker import AnswerChecker

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from batchrunner.core.types import Outcome, SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.types import Outcome
 from batchrunner.output.counts import RowCounts
 from batchrunner.runner.control import Control
 

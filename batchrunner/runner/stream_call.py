@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, InputError, ResumeError
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import EngineInfo, PromptKind
+from batchrunner.core.types import PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer

@@ -7,9 +7,10 @@ import logging
 import time
 from pathlib import Path
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import EngineInfo, PromptKind
+from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.images import check_takes_images
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.logs.thresholds import Thresholds
 
 MOST_STEADY_S = 120.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrunner.core.types import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.forward_passes import FIRST_ROW_TOKENS, USUAL_TOKENS, ForwardPasses
 from batchrunner.job.queue_band import QueueBand

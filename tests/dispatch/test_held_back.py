@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from batchrunner.core.types import Completion, EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.types import Completion
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.held_back import HoldingBack
 from batchrunner.dispatch.route_totals import RouteTotals

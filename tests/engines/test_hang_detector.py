@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.hang_detector import TIMES_LONGEST, WARM_UP, HangDetector, SilenceTimer
 
 if TYPE_CHECKING:

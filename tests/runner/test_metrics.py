@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchrunner.core.endpoints import MetricsAddress
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.runner.metrics import OF_RUN, OF_SCHEDULER, PREFIX, SCHEDULER, metrics_server
 from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchrunner.core.types import EngineInfo, Request, RowRef
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.types import Request, RowRef
 from batchrunner.input.prefixes import common_length
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 import orjson
 import pyarrow as pa
 
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import (
     AnotherModelError,
     AttemptFailedError,
@@ -20,13 +21,14 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef, SchedulerLoad
+from batchrunner.core.types import Completion, Outcome, Request, RowRef
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.http import replies, status
 from batchrunner.engines.http.bundles import BundleAnswer
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.model_guard import ModelGuard, common_model, model_in
+from batchrunner.engines.http.reply_errors import error_of
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.worker_list import urls_in
 from batchrunner.job.queue_band import QueueBand
@@ -99,7 +101,7 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
 
 def check_error(code: int, body: bytes, retry_after: str | None) -> None:
     """Read a reply with another status."""
-    error = replies.error_of(code, body, retry_after)
+    error = error_of(code, body, retry_after)
     assert isinstance(error, RequestError)
     assert code not in {429, 502, 503, 504} or not isinstance(error, (AttemptFailedError, RowRefusedError))
     str(error).encode("utf-8")

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.simulation.config import SchedulerConfig
 from batchrunner.engines.simulation.cost import CostModel

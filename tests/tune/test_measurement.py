@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.tune.measurement import TrialProgress, TrialWatch, tokens_at
 
 

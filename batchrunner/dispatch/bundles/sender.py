@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import (
     AttemptFailedError,
     BatchrunError,
@@ -17,7 +18,7 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, EngineInfo, Request, RequestBody
+from batchrunner.core.types import Completion, Request, RequestBody
 from batchrunner.dispatch.bundles.pass_size import PassSize
 from batchrunner.dispatch.bundles.size import SHORT_TOKENS, BundleSize
 from batchrunner.dispatch.bundles.totals import BundleTotals

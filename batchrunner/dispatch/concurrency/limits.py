@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchrunner.core.corner import Corner
-from batchrunner.core.types import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.dispatch.concurrency.controller import Controller, Decision
 from batchrunner.dispatch.concurrency.corners import CornerChange
 from batchrunner.dispatch.concurrency.row_tokens import RowTokens

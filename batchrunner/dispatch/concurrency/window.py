@@ -1,6 +1,6 @@
 """The first window of a scheduler: enough requests to fill it, too few to flood its queue."""
 
-from batchrunner.core.types import EngineInfo
+from batchrunner.core.engine_info import EngineInfo
 
 UNKNOWN_ENGINE_WINDOW = 256
 """First window for an engine that does not say how many requests it runs."""

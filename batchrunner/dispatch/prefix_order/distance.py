@@ -9,7 +9,8 @@ the KV pool. It is corrected by the cached tokens that the answers report.
 
 from dataclasses import dataclass
 
-from batchrunner.core.types import Completion, EngineInfo
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.types import Completion
 from batchrunner.dispatch.pending_row import PendingRow
 
 PASS_TOKENS = 8192

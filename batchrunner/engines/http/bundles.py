@@ -19,6 +19,7 @@ from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.poster import RowPoster
+from batchrunner.engines.http.reply_errors import error_of
 from batchrunner.engines.http.reply_shapes import EndOfRow
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 
@@ -105,7 +106,7 @@ class BundleAnswer:
         except Exception:  # noqa: BLE001 - as above
             code = 0
         known = HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
-        return replies.error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, self.error)
+        return error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, self.error)
 
     async def _end(self, index: int, end: EndOfRow | None, event: bytes) -> None:
         self._endpoint.answers += 1
@@ -154,7 +155,7 @@ class BundlePoster:
         error = answer.refusal()
         if whole is not None:
             endpoint.answers += 1
-            error = replies.error_of(*whole)
+            error = error_of(*whole)
             if whole.status == HTTPStatus.OK:
                 error = BundleRefusedError("the answer to several rows is no stream of events")
         if isinstance(error, EngineBusyError):

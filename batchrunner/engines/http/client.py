@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import (
     EngineDownError,
     NoAnswerError,
@@ -14,7 +15,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, EngineInfo, Request, RequestBody, SchedulerLoad
+from batchrunner.core.types import Completion, Request, RequestBody
 from batchrunner.engines.base import PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.body_replies import completion_of_body
@@ -27,6 +28,7 @@ from batchrunner.engines.http.load_poller import LoadPoller
 from batchrunner.engines.http.model_guard import Model, ModelGuard, common_model, model_in
 from batchrunner.engines.http.poster import RowPoster, content_of
 from batchrunner.engines.http.questions import OPEN_TIMEOUT_S, ModelOfServer, ModelsOfWorkers, ServerQuestions
+from batchrunner.engines.http.reply_errors import error_of
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.sessions import LOOPBACK, HttpSessions
 from batchrunner.engines.http.task_replies import answer_of
@@ -204,7 +206,7 @@ class SGLangClient:
         if response.status in _NO_SUCH_PATH:
             return None
         if response.status != HTTPStatus.OK:
-            raise replies.error_of(response.status, content)
+            raise error_of(response.status, content)
         return replies.tokens_in(content)
 
     async def loads(self) -> list[SchedulerLoad]:

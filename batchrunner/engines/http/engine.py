@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from batchrunner.core.types import Completion, Incident, Request
+from batchrunner.core.engine_info import Incident
+from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, IncidentQueue, RowAnswers
 from batchrunner.engines.http.client import SGLangClient
 

@@ -6,11 +6,12 @@ from http import HTTPStatus
 
 from batchrunner.core.errors import BundleRefusedError, EngineBusyError, EngineDownError, RequestError
 from batchrunner.engines.base import PlacedRequest, RowAnswers
-from batchrunner.engines.http import replies, wire
+from batchrunner.engines.http import wire
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.load_poller import LoadPoller
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.poster import RowPoster
+from batchrunner.engines.http.reply_errors import error_of
 from batchrunner.engines.http.task_replies import answers_of
 
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
@@ -40,7 +41,7 @@ class WholeReplies:
         self._poller.failures.record(endpoint.url, alive=True)
         if answer.status == _OK:
             return answer.content
-        error = replies.error_of(*answer)
+        error = error_of(*answer)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             self._guard.doubt(endpoint.url)
         named = next((url for url in self._poller.replicas if f"{url}/" in str(error)), None)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import aiohttp
 
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.failures import DeathVerdicts, FailureClassifier
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.status import (

@@ -13,10 +13,7 @@ import orjson
 
 from batchrunner.core.errors import (
     AttemptFailedError,
-    EngineBusyError,
-    EngineDownError,
     RequestError,
-    RowRefusedError,
 )
 from batchrunner.core.types import NO_COLUMNS, Completion, Request
 from batchrunner.engines.http.answer_columns import (
@@ -27,6 +24,7 @@ from batchrunner.engines.http.answer_columns import (
     columns_of_samples,
     part,
 )
+from batchrunner.engines.http.reply_errors import error_of, short
 from batchrunner.engines.http.reply_shapes import (
     ChatReply,
     Choice,
@@ -48,8 +46,6 @@ from batchrunner.engines.http.reply_shapes import (
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.output import REASONING
 
-ERROR_CHARACTERS = 500
-"""Most characters of an error message in a result row."""
 ENDED = "stop"
 """The finish reason of an answer that the model ended, at its end token or at a stop text."""
 
@@ -61,18 +57,6 @@ _ESCAPES = re.compile(
 """Escapes of a JSON text: a pair of surrogates, a lone surrogate, any other."""
 _LONE_SURROGATE_BYTES = len(rb"\ud800")
 _REPLACEMENT = rb"\ufffd"
-
-_BUSY = {429, 502, 503, 504}
-_REFUSED = {400, 404, 413, 422}
-# A gateway's error codes where no replica took the row, or the replica ended before the answer was complete.
-# sglang_router 0.3.2 gives them with status 500, for a refused connection and for one that was cut off.
-_REPLICA_DOWN = (
-    "call_upstream_",
-    "read_response_",
-    "no_workers",
-    "no_available_workers",
-    "no_healthy_workers",
-)
 
 
 def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer | None = None) -> Completion:
@@ -100,7 +84,7 @@ def unreadable(failure: Exception, reply: bytes | Any) -> AttemptFailedError:
     match failure:
         case msgspec.ValidationError():
             text = reply if isinstance(reply, bytes) else orjson.dumps(reply, default=str)
-            return AttemptFailedError(f"not an answer of SGLang: {_short(text.decode(errors='replace'))}")
+            return AttemptFailedError(f"not an answer of SGLang: {short(text.decode(errors='replace'))}")
         case UnicodeDecodeError():
             return AttemptFailedError("the answer is not UTF-8")
         case msgspec.DecodeError():
@@ -132,27 +116,6 @@ def tokens_in(reply: bytes | Any) -> list[int] | None:
         return list(decoded(read_tokens, reply).tokens)
     except Exception:  # noqa: BLE001 - as above
         return None
-
-
-def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error that a reply with another status means for the row."""
-    try:
-        code, said = _code_of(body), _message_of(body)
-    except Exception:  # noqa: BLE001 - as above
-        code, said = "", _short(body.decode(errors="replace"))
-    error = _error_of_status(status, code, f"{status}: {said}", retry_after)
-    error.body = body
-    return error
-
-
-def _error_of_status(status: int, code: str, message: str, retry_after: str | None) -> RequestError:
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and code.startswith(_REPLICA_DOWN):
-        return EngineDownError(message)
-    if status in _BUSY:
-        return EngineBusyError(message, _seconds(retry_after))
-    if status in _REFUSED:
-        return RowRefusedError(message)
-    return AttemptFailedError(message)
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], reply: bytes | Any) -> Any:
@@ -277,7 +240,7 @@ def _in_order(choices: Sequence[Choice]) -> Sequence[Choice]:
     numbers = [choice.index for choice in choices]
     if numbers != [None] * len(choices):
         if sorted(-1 if number is None else number for number in numbers) != list(range(len(choices))):
-            raise AttemptFailedError(f"the samples are numbered {_short(str(numbers))}")
+            raise AttemptFailedError(f"the samples are numbered {short(str(numbers))}")
         choices = sorted(choices, key=lambda choice: choice.index or 0)
     for number, choice in enumerate(choices):
         if choice.message.content is None and not choice.message.has_more:
@@ -320,36 +283,3 @@ def _weights(meta: Meta) -> str | None:
     """Return the version of the weights that made an answer, where the server tells it."""
     version = meta.weight_version
     return version if isinstance(version, str) else None
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Return the pause that a `Retry-After` asks for; None without one, or for a date."""
-    if retry_after is None or not (retry_after.isascii() and retry_after.isdigit()):
-        return None
-    return float(retry_after)
-
-
-def _code_of(body: bytes) -> str:
-    """Return the gateway's code of an error; empty where the body is not a gateway's."""
-    try:
-        return str(orjson.loads(body)["error"]["code"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return ""
-
-
-def _message_of(body: bytes) -> str:
-    """Return the sentence in an error body, of which SGLang has several formats."""
-    try:
-        found: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return _short(body.decode(errors="replace")) or "no explanation"
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    return _short(found if isinstance(found, str) else orjson.dumps(found).decode())
-
-
-def _short(text: str) -> str:
-    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
-    line = " ".join(text.strip().split("\n\n")[0].split())
-    return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.engines.http.status import MOST
 from batchrunner.engines.model_files import model_identity
 

@@ -9,8 +9,9 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
-from batchrunner.core.types import Completion, EngineInfo, Request, SchedulerLoad
+from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.hang_detector import HangDetector

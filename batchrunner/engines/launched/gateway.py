@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from batchrunner.core.engine_info import Incident, SchedulerLoad
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import Incident, SchedulerLoad
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import program_environment
 from batchrunner.engines.hang_detector import HangDetector

@@ -7,9 +7,9 @@ import math
 import time
 from typing import Protocol
 
+from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import EngineLostError, EngineStartError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Incident
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.hang_detector import Hang
 from batchrunner.engines.launched.process import LaunchedProcess

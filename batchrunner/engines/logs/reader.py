@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
-from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.logs import records
 from batchrunner.engines.logs.facts import Facts, Trouble
 from batchrunner.engines.logs.lines import clean, origin_of, record_in

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from batchrunner.core.types import Incident
+from batchrunner.core.engine_info import Incident
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import cards
 from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of

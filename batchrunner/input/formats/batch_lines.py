@@ -17,7 +17,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.input.formats.base import PROBLEM
 from batchrunner.input.formats.text import Lines
 from batchrunner.input.formats.unique_ids import UniqueIds
-from batchrunner.output.columns import arrow_array
+from batchrunner.output.arrow_arrays import arrow_array
 
 CUSTOM_ID, URL, BODY = "custom_id", "url", "body"
 """Columns of a batch file."""

@@ -17,7 +17,7 @@ from batchrunner.core.exact_json import has_more_levels
 from batchrunner.input.formats.shapes import Shape, arrow_type, merge_into, merged
 from batchrunner.input.formats.text import Lines
 from batchrunner.input.formats.values import TYPES, BlockRows, Column, column_of, text_of
-from batchrunner.output.columns import arrow_array
+from batchrunner.output.arrow_arrays import arrow_array
 
 MOST_COLUMNS = 10_000
 """Most keys over all lines of a file."""

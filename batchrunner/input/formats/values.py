@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from batchrunner.input.formats.base import PROBLEM
-from batchrunner.output.columns import arrow_array
+from batchrunner.output.arrow_arrays import arrow_array
 
 TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),

@@ -19,8 +19,8 @@ from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
 from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
 from batchrunner.input.sort.sorted_copy import write_copy
 from batchrunner.job.sampling import FromColumn
+from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import Buckets
-from batchrunner.output.columns import arrow_array
 from batchrunner.output.files import whole_file
 
 MEMORY = "128MB"

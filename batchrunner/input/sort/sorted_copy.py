@@ -18,9 +18,9 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.row_set import from_column
-from batchrunner.input.dataset import RowBatch
 from batchrunner.input.files import first_line
 from batchrunner.input.formats.base import READ_BUFFER_BYTES, batch_rows
+from batchrunner.input.row_reader import RowBatch
 
 _ABOUT = b"batchrunner"
 """Key of `about` in the Parquet metadata."""

@@ -3,7 +3,7 @@
 import inspect
 
 from batchrunner.advise.rules.rule import Advice
-from batchrunner.core.types import EngineInfo, TokenizerInfo
+from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.report.compare.comparison import FIGURES
 from batchrunner.report.report import Report

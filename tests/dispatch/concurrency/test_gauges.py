@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from batchrunner.core.types import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.dispatch.concurrency.gauges import GaugeVerdict, QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.job.queue_band import QueueBand

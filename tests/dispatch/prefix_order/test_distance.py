@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchrunner.core.types import Completion, EngineInfo
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.types import Completion
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.distance import FOLLOWERS_A_CHECK, ReuseDistance
 from tests.support.prompts import INFO, request

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.types import Completion, EngineInfo, Outcome, Request, RowRef
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.types import Completion, Outcome, Request, RowRef
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths

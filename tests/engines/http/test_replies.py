@@ -1,39 +1,14 @@
-"""Replies of a gateway, and what they mean."""
+"""Whatever a server replies can be read."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.errors import (
-    AttemptFailedError,
-    EngineBusyError,
-    EngineDownError,
-)
-from batchrunner.engines.http import replies
 from tests.support.json_values import ANY_JSON, json_of, some_odd
-from tests.support.reader_checks import KINDS, check_answer, check_error
-
-
-def _error_body(code: str) -> bytes:
-    message = "error sending request for url (http://127.0.0.1:1/generate)"
-    return json.dumps({"error": {"type": "Internal Server Error", "code": code, "message": message}}).encode()
-
-
-def test_what_the_gateway_says() -> None:
-    """A worker out of reach is nobody's fault and no sign of load; other errors mean what they always do."""
-    for status, code in [(500, "call_upstream_request_error"), (503, "no_available_workers")]:
-        assert type(replies.error_of(status, _error_body(code))) is EngineDownError
-    assert type(replies.error_of(500, _error_body("internal_error"))) is AttemptFailedError
-    assert (
-        type(replies.error_of(503, b'{"error": {"message": "The request queue is full."}}'))
-        is EngineBusyError
-    )
-    assert type(replies.error_of(500, b"[]")) is AttemptFailedError
-
+from tests.support.reader_checks import KINDS, check_answer
 
 REASON = {"type": "stop", "matched": 2, "message": "m", "status_code": 500}
 META: dict[str, Any] = {
@@ -68,13 +43,3 @@ def test_good_answers_pass_the_check() -> None:
 def test_any_answer_can_be_read_and_written(reply: bytes, kind: str, samples: int) -> None:
     """Whatever comes is an answer that the results can hold, or a failed attempt."""
     check_answer(reply, kind, samples)
-
-
-@given(
-    code=st.integers(201, 999),
-    body=some_odd([{"error": {"code": "x", "message": "m"}, "detail": ["d"]}]).map(json_of) | st.binary(),
-    retry_after=st.none() | st.text(max_size=9),
-)
-def test_any_error_can_be_read(code: int, body: bytes, retry_after: str | None) -> None:
-    """Whatever an error's body and headers are, it is an error of the row."""
-    check_error(code, body, retry_after)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.types import SchedulerLoad
 from batchrunner.engines.http.server_info import describe, prefill_tokens
 from tests.support.json_values import json_of, some_odd
 from tests.support.reader_checks import check_description

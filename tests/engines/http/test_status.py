@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.types import SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.http.status import counters_in, from_loads, from_metrics
 from tests.support.json_values import ANY_JSON, json_of, some_odd
 from tests.support.reader_checks import check_load
