@@ -5,6 +5,7 @@ and a line for every prefill pass. So a decode line tells the seconds of its int
 what was done in them. Least squares over many intervals parts these seconds.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -22,7 +23,9 @@ OUTLIER = 4.0
 """Intervals that are off by so many times the median deviation are left out of the second fit: in them the
 server waited for requests, or the machine did something else."""
 ROUNDS = 400
-"""Rounds of coordinate descent; four unknowns settle within some hundred."""
+"""Most rounds of coordinate descent; four unknowns settle within some hundred."""
+SETTLED = 1e-6
+"""Relative change of a round after which the parts have settled."""
 TOLD_APART = 1.02
 """Factor by which leaving a part out must raise the sum of squares; a smaller one does not tell it apart."""
 
@@ -149,10 +152,13 @@ def _fit(intervals: Sequence[DecodeInterval], without: int | None = None) -> lis
     vector = [sum(row[i] * one.seconds for row, one in zip(rows, intervals, strict=True)) for i in range(4)]
     parts = [0.0] * 4
     for _ in range(ROUNDS):
+        before = list(parts)
         for i in range(4):
             if i != without and matrix[i][i]:
                 others = sum(matrix[i][j] * parts[j] for j in range(4) if j != i)
                 parts[i] = max(0.0, (vector[i] - others) / matrix[i][i])
+        if all(math.isclose(one, other, rel_tol=SETTLED) for one, other in zip(parts, before, strict=True)):
+            break
     return [part / scale for part, scale in zip(parts, scales, strict=True)]
 
 
