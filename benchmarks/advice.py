@@ -1,4 +1,4 @@
-"""Does following `batchrun advise` raise throughput? SGLang on the CPU, a tiny random model, five cases.
+"""Does following `batchrun advise` raise throughput? SGLang on the CPU, a tiny random model, seven cases.
 
 Each case is a job with one wrong setting, on purpose. It runs; `advise` is asked about its run directory;
 what it says is put into the job; the job runs again, and both again in alternating pairs (`--pairs`). Two
@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.advise.advise import advise
-from benchmarks.measure import interval, save
+from benchmarks.measure import RESULTS, interval, save
 from tests.support.tiny_model import make_tiny_llama
 
 SEED = 5
@@ -52,6 +53,8 @@ class Case:
     sampling: dict[str, Any]
     args: dict[str, Any] = field(default_factory=dict)
     job: dict[str, Any] = field(default_factory=dict)
+    and_also: str = ""
+    """A second rule that is to find it, whose advice is followed at once."""
     unsaid: dict[str, Any] = field(default_factory=dict)
     """Flags that the guides have for this sign and `advise` has not: is it right?"""
 
@@ -66,6 +69,13 @@ CASES = {
     "max_new_tokens 2000, outputs of some 50, conservativeness 3": Case(
         "conservative", 2000, 24, {"max_new_tokens": 2000, "stop_token_ids": STOPS, "temperature": 1.0},
         {"schedule-conservativeness": 3},
+    ),
+    "chunked-prefill-size 64, prompts of 60": Case(
+        "prefill-full", 1200, 60, {"max_new_tokens": 20, "ignore_eos": True}, {"chunked-prefill-size": 64}
+    ),
+    "chunked-prefill-size 64 and max-running-requests 8, prompts of 60": Case(
+        "prefill-full", 800, 60, {"max_new_tokens": 20, "ignore_eos": True},
+        {"chunked-prefill-size": 64, "max-running-requests": 8}, and_also="running-capped",
     ),
     "a pool of 8,000 tokens, outputs of 1,000: left alone": Case(
         "retractions", 90, 24, {"max_new_tokens": 1000}, {"max-total-tokens": 8000},
@@ -130,7 +140,15 @@ def measure(name: str, model: Path, folder: Path, pairs: int) -> dict[str, Any]:
     if not found or bool(found[0].change) == bool(case.unsaid):
         raise SystemExit(f"{name}: not what advise says of {case.rule}")
     advice = found[0]
-    right = followed(wrong, case.unsaid or advice.args)
+    beside = {
+        flag: value
+        for other in judgement.advice
+        if other.rule == case.and_also
+        for flag, value in other.args.items()
+    }
+    if case.and_also and not beside:
+        raise SystemExit(f"{name}: {case.and_also} is not said")
+    right = followed(wrong, case.unsaid or {**advice.args, **beside})
     turns = [{"before": first, "after": measured(right)}]
     turns += [{"after": measured(right), "before": measured(wrong)} for _ in range(pairs - 1)]
     print(json.dumps(turns), file=sys.stderr, flush=True)
@@ -143,6 +161,17 @@ def gain(found: dict[str, Any]) -> dict[str, Any]:
         figure: interval([turn["after"][figure] / turn["before"][figure] for turn in found["pairs"]])
         for figure in ("tokens_per_s", "tokens_per_pass")
     }
+
+
+def _measured_before() -> dict[str, Any]:
+    """Return the cases of the last results: those that are not measured now are kept."""
+    path = RESULTS / "advice.json"
+    return json.loads(path.read_text())["cases"] if path.exists() else {}
+
+
+def _median(case: dict[str, Any]) -> float:
+    gained = case["gain"]["tokens_per_s"]
+    return float(gained["median"] if isinstance(gained, dict) else gained.median)
 
 
 def main() -> None:
@@ -162,7 +191,9 @@ def main() -> None:
         }
     for case in found.values():
         case["gain"] = gain(case)
-    told = [f"{name}: {case['gain']['tokens_per_s'].median:.2f} times" for name, case in found.items()]
+        case["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+    found = {**_measured_before(), **found}
+    told = [f"{name}: {_median(case):.2f} times" for name, case in found.items()]
     save("advice", f"output tokens/s after advice: {'; '.join(told)}", {"cases": found}, ("sglang", "torch"))
 
 
