@@ -22,9 +22,9 @@ def more_running(times: PassTimes | None, now: float, then: float) -> float | No
 
 def larger_chunk(times: PassTimes | None, factor: float) -> float | None:
     """Return the gain of a chunk that is larger by a factor: fewer full passes for the same tokens."""
-    if times is None or not times.pass_known:
+    if times is None or not times.total.passes:
         return None
-    return _gain(times, times.pass_s * times.total.filled * (1 - 1 / factor))
+    return _gain(times, times.fixed_s * times.total.filled * (1 - 1 / factor))
 
 
 def decode_interval(times: PassTimes | None, output_tokens: float) -> tuple[int, float] | None:

@@ -65,7 +65,7 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
         "still wait",
         larger_chunk(s, flags, factor),
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
-        certainty=None if gain else "low",
+        certainty=None if times and times.pass_known else "low",
         gain=gain,
     )
 

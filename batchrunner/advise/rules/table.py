@@ -195,7 +195,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "prefill-full",
         "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk, and requests wait after them; by the log's pass "
-        "times a larger chunk gains ≥ 5%, or they do not tell and the chunk is < 4096",
+        "times a larger chunk gains ≥ 5%, or there are none and the chunk is < 4096",
         "`--chunked-prefill-size` 2 to 8 times as large, up to 16384 (with a lower mem-fraction-static)",
         "measured on the real engine",
         pass_rules.prefill_full,

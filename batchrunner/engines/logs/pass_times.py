@@ -71,6 +71,21 @@ class PassTimes:
     total: DecodeInterval
     """Sums over all intervals."""
 
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of a prefill pass beside its tokens; those of a decode step, where they are not known.
+
+        Both read the weights once. A prefill pass takes no more than all its seconds.
+        """
+        if self.pass_known:
+            return self.pass_s
+        total = self.total
+        step_s = (
+            self.step_s if self.step_known else self.step_s + self.decoded_s * total.decoded / total.steps
+        )
+        prefill_s = self.pass_s * total.passes + self.new_token_s * total.new_tokens
+        return min(step_s, prefill_s / max(1.0, total.passes))
+
     def seconds_of(self, work: DecodeInterval) -> float:
         """Return the seconds that this work takes."""
         parts = (self.step_s, self.decoded_s, self.pass_s, self.new_token_s)

@@ -90,6 +90,16 @@ def test_a_chunk_that_costs_nothing(tmp_path: Path) -> None:
     assert "prefill-full" not in advice_of(log, tmp_path)
 
 
+def test_passes_that_are_all_alike(tmp_path: Path) -> None:
+    """Then a prefill pass is taken to cost what a decode step costs beside its requests."""
+    server = Server(step_s=0.02, pass_s=0.02)
+    log, spent = server.log(60, running=(200, 400), passes=(10, 40), new=(512, 512), chunk=512)
+    found = advice_of(log, tmp_path)["prefill-full"]
+    wanted = total(spent) / (total(spent) - spent["full"] * (1 - 512 / found.args["chunked-prefill-size"]))
+    assert found.estimated_gain == pytest.approx(wanted, rel=0.05)
+    assert found.certainty == "low"
+
+
 def test_too_few_places(tmp_path: Path) -> None:
     """More requests in a step share its fixed time."""
     server = Server(step_s=0.02)
