@@ -23,7 +23,7 @@ class CommandGroup(TyperGroup):
     """`batchrun JOB.yaml` is `batchrun run JOB.yaml`; a BatchrunError is one line and its exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `run` before a job file; raises JobError where a command was meant."""
+        """Put `run` before a job file; raises JobError for a word that looks like a misspelt command."""
         place = next((i for i, arg in enumerate(args) if arg == "-" or not arg.startswith("-")), None)
         if place is not None and args[place] not in self.commands and args[0] not in _ALONE:
             if _FLAGS.issuperset(args[:place]):
@@ -32,7 +32,7 @@ class CommandGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raises BatchrunError for an interrupt that no run had its own way with."""
+        """Run the command; raises BatchrunError for an interrupt that the command did not handle itself."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

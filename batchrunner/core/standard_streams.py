@@ -25,7 +25,7 @@ class StandardStream(io.TextIOWrapper):
         super().__init__(
             io.BufferedWriter(raw),
             encoding=encoding or "utf-8",
-            errors="backslashreplace",  # file names may hold what is no text
+            errors="backslashreplace",  # a file name may have bytes that are no UTF-8
             line_buffering=True,
         )
         self.failure: OSError | None = None

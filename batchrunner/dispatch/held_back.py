@@ -36,7 +36,7 @@ def costs(since: Since, now: Since, held: float | None, limits: Thresholds) -> b
 
 
 class HoldingBack:
-    """Follows the corners of an engine's schedulers; it asks the engine once in a run, and back once."""
+    """Follows the corners of an engine's schedulers; changes the engine at most once, and back once."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class HoldingBack:
         *,
         helps: bool,
     ) -> None:
-        """Take whether it `helps`: with `ignore_eos` SGLang reserves all of `max_new_tokens` anyway."""
+        """Do nothing unless it `helps`: with `ignore_eos` SGLang reserves all of `max_new_tokens`."""
         self._engine = engine
         self._limits = limits
         self._totals = totals

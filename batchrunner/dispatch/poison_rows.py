@@ -2,8 +2,9 @@
 
 Thousands of rows are in flight at a death, and nearly all are harmless. They are sent again a few at a time,
 beside rows that are not suspected, so that the next death leaves fewer suspects: after one death 1/16 of the
-window is in flight at once, after two 1/256, from three on one row alone. A row that is in flight at a fourth
-death was the only suspect of its degree, and is given up.
+window is in flight at once, after two 1/256, from three on one row alone. The *degree* of a suspect is the
+number of deaths that it has seen. A row that is in flight at a fourth death was the only suspect of its
+degree, and is given up.
 """
 
 from collections import Counter, defaultdict, deque

@@ -19,7 +19,7 @@ class _RouteSlots:
 
 
 class Slots:
-    """At most `window` requests on each route; a smaller window cancels nothing, it only fills later."""
+    """At most `window` requests on each route; a smaller window cancels none, it waits for their ends."""
 
     def __init__(self, windows: Mapping[str, int]) -> None:
         """`windows` gives the slots of each route, 1 at least."""

@@ -28,8 +28,8 @@ _AS_OLD_AS = {
     "trtllm_mla": "decode-attention-backend",
     "fp8_e4m3": "ep-size",
 }
-"""Value → a flag that came in the same release or the next: it shows, where only the flags' names are known,
-whether a version takes the value."""
+"""For values of flags: a flag that came in the same release or the next. Where only the names of a version's
+flags are known, that flag tells whether the version takes the value."""
 _OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
 _NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"

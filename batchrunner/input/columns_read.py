@@ -127,7 +127,8 @@ def _free_names(
 ) -> set[str]:
     """Return the names that are neither the template's own nor jinja2's: a column wins over the latter.
 
-    jinja2 takes what only one branch of an `if` sets for a name of the caller's too, but `row` may be ours.
+    jinja2 reports a variable that only one branch of an `if` sets as undeclared. It is the template's own all
+    the same, except for `row`, which may mean the mapping of all columns in the other branch.
     """
     bare = environment.overlay()
     bare.globals = {}

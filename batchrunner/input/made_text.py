@@ -1,4 +1,4 @@
-"""The texts that a row's template makes: their length is looked at before they are in memory."""
+"""The texts that a row's template makes: their lengths are checked before they are in memory."""
 
 import threading
 from collections.abc import Iterable

@@ -48,7 +48,7 @@ class LockHolder:
 
     host: str
     machine: str
-    """/etc/machine-id; "" where it cannot be read, as `boot` and `namespace`."""
+    """/etc/machine-id. Like `boot` and `namespace` it is "" where it cannot be read."""
     boot: str
     """The kernel's ID of the machine's current boot."""
     namespace: str
@@ -127,7 +127,7 @@ class LivenessMonitor:
             return not dead
         if now - self._changed_at > (DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S):
             return False
-        # between its last heartbeat and the time when it counts as dead nobody knows
+        # after FRESH_S without a heartbeat, and before DEAD_AFTER_S, nobody knows
         return True if self._has_beaten and now - self._changed_at <= FRESH_S else None
 
 

@@ -14,7 +14,7 @@ HALF_LIFE_S = 60.0
 PRIOR_ROWS = 10.0
 """Rows that each route is assumed to have ended at the start, when all count as equally fast."""
 LEAST_ROWS = 1e-3
-"""Recent rows of a route after a long silence, which makes all routes equal again."""
+"""Fewest recent rows of a route: after a long silence all routes have so many, and are equal."""
 
 
 class Shares:
@@ -22,7 +22,7 @@ class Shares:
 
     def __init__(self, routes: Sequence[str]) -> None:
         self._ended = dict.fromkeys(routes, PRIOR_ROWS)
-        self._decayed_at: float | None = None  # no clock begins at 0: an uptime is no silence
+        self._decayed_at: float | None = None  # None until the first call: a clock may begin anywhere
 
     def ended(self, route: str) -> None:
         """Record a row that ended on a route."""

@@ -19,7 +19,7 @@ JSON = "application/json"
 _BEFORE_THE_ANSWER = {*range(100, 200)} - {101}
 """Statuses that only announce an answer, such as 100 Continue; after 101 there is none."""
 _REDIRECTS = {301: "GET", 302: "GET", 303: "GET", 307: "POST", 308: "POST"}
-"""Statuses after which aiohttp's session asks elsewhere, and how."""
+"""Statuses of redirects, and the method with which aiohttp's session follows each."""
 _NEWEST_KNOWN = (3, 14)
 """Newest aiohttp whose pool is known. The pool is no public interface: newer ones send by the session."""
 

@@ -26,7 +26,7 @@ class FailureClassifier:
     """Records which servers are alive, and judges rows that were cut off by that."""
 
     def __init__(self, probe: Probe, verdicts: DeathVerdicts | None) -> None:
-        """Take `verdicts` None for servers that others started: none of their deaths is excused."""
+        """`verdicts` is None for servers that others started: none of their deaths is excused."""
         self._probe = probe
         self._verdicts = verdicts
         self._questions: dict[str, asyncio.Future[bool]] = {}

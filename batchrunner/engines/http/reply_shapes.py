@@ -39,7 +39,7 @@ class Meta(msgspec.Struct):
 
 
 class FullMeta(Meta):
-    """The same, with what is known of each token."""
+    """A Meta with what is known of each token."""
 
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
@@ -61,7 +61,7 @@ class EndOfRow(Sample):
 
 
 class FullSample(msgspec.Struct):
-    """The same, with its tokens."""
+    """A Sample with its tokens."""
 
     text: str
     meta_info: FullMeta
@@ -128,7 +128,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class FullChoice(Choice):
-    """The same, with what is known of each token."""
+    """A Choice with what is known of each token."""
 
     meta_info: FullMeta | None = None
     logprobs: ChatLogprobs | None = None
@@ -162,7 +162,7 @@ class ChatTokens(msgspec.Struct):
 
 
 class FullChatReply(msgspec.Struct):
-    """The same, with its tokens."""
+    """A ChatReply with its tokens."""
 
     choices: Annotated[list[FullChoice], msgspec.Meta(min_length=1)]
     usage: Usage

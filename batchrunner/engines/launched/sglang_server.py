@@ -40,7 +40,7 @@ class SGLangServer:
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
     ) -> None:
-        """Take what all servers of a job have from `spec`, and what this one has of its own beside it."""
+        """`spec` describes all servers of a job; the other arguments are those of this server."""
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
         self._model = model

@@ -48,7 +48,7 @@ def _limits(root: Path) -> dict[Path, int]:
 def _used(group: Path) -> int:
     used = int(_text(group / "memory.current") or _text(group / "memory.usage_in_bytes") or 0)
     stat = group / "memory.stat"
-    cached = _number(stat, "total_inactive_file")  # v1's own line is without the cgroups in it
+    cached = _number(stat, "total_inactive_file")  # in v1 `inactive_file` leaves out the cgroups below
     return used - ((_number(stat, "inactive_file") if cached is None else cached) or 0)
 
 

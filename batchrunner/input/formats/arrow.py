@@ -42,7 +42,7 @@ class ArrowContent:
         numbers = [n for n, field in enumerate(self.schema) if pt.is_primitive(field.type)]
         with contextlib.closing(
             self._reader(numbers[:1] or [0])
-        ) as reader:  # the column that is least to read
+        ) as reader:  # the column with the fewest bytes to read
             self.row_groups = tuple(reader.counts())
 
     def open(self) -> OpenArrow:

@@ -15,7 +15,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.input.formats.text import LONGEST_RECORD_BYTES, Lines
 from batchrunner.input.formats.values import TYPES, BlockRows, bad_bytes, column_of
 
-csv.field_size_limit(max(csv.field_size_limit(), LONGEST_RECORD_BYTES))  # a document is a field
+csv.field_size_limit(max(csv.field_size_limit(), LONGEST_RECORD_BYTES))  # a field may hold a whole document
 _MEANINGS = (
     ("unexpected end of data", "a quoted field begins and does not end"),
     ("new-line character seen", "a carriage return stands alone in it: end lines with a line feed"),
@@ -95,7 +95,7 @@ class CsvRecords:
     def _next(self, lines: Lines) -> CsvRecord | None:
         """Return the next record, None at the end of the file.
 
-        Of a wrong record only the first line is taken: a quote that is not closed takes no other record.
+        A wrong record ends with its first line: a quote that is not closed swallows no other record.
         """
         line = lines.number
         taken: list[bytes] = []

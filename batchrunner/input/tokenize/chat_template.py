@@ -1,6 +1,6 @@
 """Renders a model's chat template like SGLang 0.5.23, which uses transformers, in a sandbox.
 
-The template comes with the model from strangers: the sandbox lets it compute a text and nothing else.
+A template is code that comes with a model, from anyone: the sandbox lets it make a text and nothing else.
 """
 
 import json

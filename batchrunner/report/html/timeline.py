@@ -10,7 +10,7 @@ from batchrunner.report.html.task_history import RETRACTIONS, TASK_GAUGES, Cell,
 MOST_LINES = 8
 """Schedulers that get a line each; of more, the mean with its range and the two extremes are drawn."""
 SILENT_S = 10.0
-"""Seconds without a sample (five are missing) after which a line is broken and a task counts as idle."""
+"""Seconds without a sample (five are missing) after which a line ends and a task counts as idle."""
 STEADY_S = 4.0
 """Least width of a cell with several tasks: two samples, so that each task is in each cell."""
 RATE_BINS = 60
