@@ -84,11 +84,13 @@ bench-bundles: $(ENGINE) ## Many rows in one request beside one by one and Engin
 bench-gateway: $(ENGINE) ## Cost of the Model Gateway, real engine
 bench-control: $(ENGINE) ## Adaptive concurrency beside fixed windows, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
+bench-simulation-flags: $(ENGINE) ## The same under the flags that change when it prefills
 bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
 bench-order-distance: $(ENGINE) ## Reuse distance at which a prefix is still cached, real engine
 bench-tokenize: $(ENGINE) ## CPU time of tokenization, client and server
 bench-advice: $(ENGINE) ## Throughput before and after following the advice
 bench-tune: $(ENGINE) ## batchrun tune beside a grid search
+bench-tune-simulated: .venv/.dev ## batchrun tune from five bad starts beside 60 random settings, simulated
 bench-card: $(ENGINE) ## Default flags, advice and tuning on a GPU
 
 $(filter bench-%,$(TARGETS)): bench-%:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.config import CLIP_TOKENS, SchedulerConfig
 from batchrunner.engines.simulation.sample import SimulatedRequest
 from batchrunner.engines.simulation.scheduler import Scheduler
 from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
@@ -49,6 +49,7 @@ FULL = 0.95
 TRIES = 3
 PASS = r"batch, (?:#new-seq: (\d+))?.*?#running-req: (\d+).*?#queue-req: (\d+)"
 """Figures of a pass in a line of the log; the first group is empty for a decode pass."""
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 ANSWER_PASSES = 1
 """A finished row's successor reaches the scheduler this many passes after its first chance to."""
 
@@ -75,6 +76,7 @@ class Setting:
 
     args: dict[str, Any]
     workloads: list[Workload] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -86,6 +88,10 @@ class Setting:
             max_prefill_tokens=self.args["max-prefill-tokens"],
             policy=self.args.get("schedule-policy", "fcfs"),
             conservativeness=self.args.get("schedule-conservativeness", 1.0),
+            clip_tokens=int(self.env.get(CLIP, CLIP_TOKENS)),
+            decode_interval=self.args.get("prefill-decode-interval", 0),
+            decode_interval_samples=self.args.get("prefill-decode-interval-min-bs", 0),
+            mixed_chunk="enable-mixed-chunk" in self.args,
         )
 
 

@@ -1,4 +1,4 @@
-"""Edit `engine.args` in a job file: only the changed values, and no other character."""
+"""Edit `engine.args` and `engine.env` in a job file: only the changed values, and no other character."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +12,8 @@ from batchrunner.job.load import parse_engine
 from batchrunner.output.files import whole_file, writing
 
 
-def apply_args(path: Path, args: Mapping[str, Any]) -> None:
-    """Set arguments in the `engine.args` of a job file; comments and layout stay.
+def apply_args(path: Path, args: Mapping[str, Any], env: Mapping[str, str] | None = None) -> None:
+    """Set arguments in the `engine.args` of a job file, and variables in `engine.env`; the rest stays.
 
     The edited text is parsed and compared before it replaces the file. Raises JobError where the file cannot
     be edited this way (an anchor, a merge, two documents); the file is unchanged then.
@@ -22,9 +22,11 @@ def apply_args(path: Path, args: Mapping[str, Any]) -> None:
     text = path.read_bytes().decode()  # keeps the line ends
     wanted = yaml.safe_load(text)
     engine = wanted.get("engine") if isinstance(wanted, dict) else None
-    new = edited(text, args)
-    if isinstance(engine, dict):
-        engine["args"] = _merged(engine.get("args") or {}, args)
+    new: str | None = text
+    for part, values in (("args", args), ("env", env or {})):
+        new = edited(new, values, part) if new is not None and values else new
+        if isinstance(engine, dict) and values:
+            engine[part] = _merged(engine.get(part) or {}, values)
     if new is None or _loaded(new) != wanted:
         raise JobError(f"{path}: its engine.args cannot be edited in place", hint="put the block in by hand")
     with writing(path), whole_file(path) as temporary:
@@ -38,16 +40,19 @@ def own_engine(path: Path) -> EngineSpec:
     return parse_engine(tree.get("engine"))
 
 
-def edited(text: str, args: Mapping[str, Any]) -> str | None:
-    """Return the text of a job with these arguments; None where it has no mapping to put them into."""
+def edited(text: str, args: Mapping[str, Any], part: str = "args") -> str | None:
+    """Return the text of a job with these arguments; None where it has no mapping to put them into.
+
+    `part` is the mapping under `engine` that gets them.
+    """
     engine = _below(yaml.compose(text, Loader=yaml.SafeLoader), "engine")
     if not isinstance(engine, yaml.MappingNode):
         return None
-    if _below(engine, "args") is None:
-        return _added(text, engine, {"args": dict(args)})
+    if _below(engine, part) is None:
+        return _added(text, engine, {part: dict(args)})
     for name, value in args.items():
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        node = _below(_below(root, "engine"), "args")
+        node = _below(_below(root, "engine"), part)
         if not isinstance(node, yaml.MappingNode):
             return None
         old = _below(node, name)
@@ -99,7 +104,7 @@ def _below(node: yaml.Node | None, name: str) -> yaml.Node | None:
     """Return the value of a key of a mapping; a key may have underscores, or dashes before it."""
     if not isinstance(node, yaml.MappingNode):
         return None
-    return next((value for key, value in node.value if _name(key.value) == name), None)
+    return next((value for key, value in node.value if _name(key.value) == _name(name)), None)
 
 
 def _name(key: object) -> str:
@@ -109,7 +114,7 @@ def _name(key: object) -> str:
 def _merged(old: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the old arguments with the new values, each under the name that the file uses."""
     names = {_name(name): name for name in old}
-    return {**old, **{names.get(name, name): value for name, value in args.items()}}
+    return {**old, **{names.get(_name(name), name): value for name, value in args.items()}}
 
 
 def _scalar(value: object) -> str:

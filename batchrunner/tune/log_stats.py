@@ -7,11 +7,15 @@ from typing import Any
 
 from batchrunner.engines.logs.lines import clean, origin_of, record_in
 from batchrunner.engines.logs.records import Arguments, LoggedBatch, ServerReady, WeightsLoaded
+from batchrunner.engines.simulation.steady import PassWork
+from batchrunner.tune.measurement import PassSpan
 
 LOG_INTERVAL = 10
 """`decode-log-interval` of trials, in passes: they are counted to within 10, at almost no cost."""
 FEWEST_DECODES = 5
 """Log lines of decode passes that a mean needs at least."""
+MOST_SPANS = 40
+"""Stretches of passes of a trial that are kept."""
 
 
 def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
@@ -80,3 +84,49 @@ def output_rate(lines: Iterable[str]) -> float | None:
     if count < FEWEST_DECODES:
         return None
     return round(sum(tokens[rank] / seconds[rank] for rank in seconds if seconds[rank]), 2)
+
+
+def spans_of(lines: Iterable[str]) -> tuple[PassSpan, ...]:
+    """Return the work and the seconds of the passes between lines of decode passes.
+
+    Empty where several schedulers share the log: their passes take turns on no common clock.
+    """
+    spans: list[PassSpan] = []
+    ranks: set[str] = set()
+    before: LoggedBatch | None = None
+    prefills: list[LoggedBatch] = []
+    for line in map(clean, lines):
+        record = record_in(line)
+        if not isinstance(record, LoggedBatch):
+            continue
+        ranks.add(origin_of(line).dp)
+        if not record.decode:
+            prefills.append(record)
+            continue
+        if before is not None and record.throughput:
+            spans.append(_span(before, record, prefills))
+        before, prefills = record, []
+    if len(ranks) != 1:
+        return ()
+    together = len(spans) // MOST_SPANS + 1
+    return tuple(_joined(spans[at : at + together]) for at in range(0, len(spans), together))
+
+
+def _span(before: LoggedBatch, after: LoggedBatch, prefills: list[LoggedBatch]) -> PassSpan:
+    """Return the stretch between two lines; a throughput leaves out the first token of each output."""
+    tokens = LOG_INTERVAL * (before.running + after.running) / 2
+    kv_tokens = LOG_INTERVAL * ((before.tokens or 0) + (after.tokens or 0)) / 2
+    work = PassWork(
+        LOG_INTERVAL,
+        len(prefills),
+        tokens + sum(batch.new_seqs for batch in prefills),
+        kv_tokens,
+        sum(batch.new_tokens for batch in prefills),
+        tokens,
+    )
+    return PassSpan(work, tokens / (after.throughput or 1.0))
+
+
+def _joined(spans: list[PassSpan]) -> PassSpan:
+    total = PassWork(*map(sum, zip(*(span.work for span in spans), strict=True)))
+    return PassSpan(total, round(sum(span.seconds for span in spans), 4))

@@ -12,16 +12,17 @@ from typing import Literal, NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.simulation.steady import PassWork, RowLengths
 
 MOST_STEADY_S = 120.0
 """Seconds of steady time that a trial is measured at most, for slow rows."""
 GENERATIONS = 2
 """Generations that are measured, after one that warms up. A generation is as many rows as run at once; the
 first is not steady, since its rows began together."""
-HOPELESS = 0.5
-"""A trial that is not steady yet counts as behind below this share of the incumbent's output tokens."""
 MOST_POINTS = 240
 """Points of a curve that are kept."""
+MOST_ROWS = 600
+"""Rows of a trial whose lengths are kept."""
 GUIDES = Thresholds()
 """The tuning guides' numbers, as `batchrun advise` uses them."""
 AT_LIMIT = 0.9
@@ -33,7 +34,14 @@ Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
 """How a trial ended, and why, in a sentence."""
 Curve = tuple[tuple[float, int], ...]
-"""Points (seconds since the first row was sent, output tokens of the rows that had ended)."""
+"""Points (seconds of steady time, output tokens since it began, those of running rows included)."""
+
+
+class PassSpan(NamedTuple):
+    """A stretch of forward passes of one scheduler."""
+
+    work: PassWork
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,10 @@ class TrialResult:
     """Share of the finished rows that failed."""
     signs: TrialSigns = field(default_factory=TrialSigns)
     curve: Curve = ()
+    rows: tuple[RowLengths, ...] = ()
+    """Lengths of some of the rows that ended in steady time."""
+    spans: tuple[PassSpan, ...] = ()
+    """What stretches of passes were, and how long they took; empty where the log does not say."""
 
     @property
     def is_speed(self) -> bool:
@@ -120,6 +132,15 @@ class Incumbent:
     curve: Curve
     margin: float
     """Share by which a challenger is behind at the same time when it is stopped; above the noise."""
+
+
+class HeldTokens(NamedTuple):
+    """What the pool holds at one time."""
+
+    running: int = 0
+    """Requests that decode."""
+    tokens: int = 0
+    """Their prompts and outputs."""
 
 
 class TrialProgress(NamedTuple):
@@ -141,63 +162,76 @@ class TrialWatch:
     rows: int = 0
     _warm: TrialProgress | None = None
     """Where steady time began."""
+    _held: HeldTokens = field(default_factory=HeldTokens)
+    """What the pool held then."""
     _busy: TrialProgress | None = None
     """The last reading in which a request waited."""
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
-    _curve: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
+    _curve: list[tuple[float, int]] = field(default_factory=list)
+    _rows: list[RowLengths] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
 
-    def row_ended(self, tokens: int, *, prompt: int = 0, cached: int = 0, retractions: int = 0) -> None:
-        """Count a row that ended well."""
+    def row_ended(
+        self,
+        tokens: int,
+        *,
+        prompt: int = 0,
+        cached: int = 0,
+        retractions: int = 0,
+        asked: int | None = None,
+        fixed: bool = False,
+    ) -> None:
+        """Count a row that ended well; it asked for `asked` tokens, and with `fixed` for no fewer."""
         self.rows += 1
         self.tokens += tokens
         self._prompt_tokens += prompt
         self._cached_tokens += cached
         self._retractions += retractions if self._warm else 0
+        if prompt and len(self._rows) < MOST_ROWS * GENERATIONS:
+            self._rows.append(RowLengths(prompt, min(cached, prompt - 1), tokens, asked or tokens, fixed))
 
     def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
         """Record a reading of the load; return how and why the trial may end now, or None."""
         if not signals:
             return None
         now = TrialProgress(at_s, self.tokens, self.rows, log_bytes)
-        self._curve.append(now[:2])
-        self._peak = max(self._peak, sum(signal.running for signal in signals))
+        held = HeldTokens(sum(s.running for s in signals), sum(s.used_tokens or 0 for s in signals))
+        self._peak = max(self._peak, held.running)
         if self._warm is None:
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
-                self._warm = now
-            return self._hopeless(at_s, sum(signal.used_tokens or 0 for signal in signals))
+                self._warm, self._held = now, held
+                self._rows.clear()  # the first to end are the shortest
+            return None
+        self._curve.append((at_s - self._warm.at_s, self._progress(self._warm, held)))
         self._readings += signals
         if any(signal.queue for signal in signals):
             self._busy = now
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
-    def _hopeless(self, at_s: float, held: int) -> End | None:
-        """Compare a trial that is not steady yet; `held` tokens in its pool may be output of running rows."""
-        if self.incumbent is None or at_s < TIMING.trial_steady:
-            return None
-        theirs = tokens_at(self.incumbent.curve, at_s)
-        if self.tokens + held >= HOPELESS * theirs:
-            return None
-        return "behind", f"{self.tokens} output tokens after {at_s:.0f} s, the best had {theirs:.0f}"
+    def _progress(self, warm: TrialProgress, held: HeldTokens) -> int:
+        """Return the output tokens of steady time so far; rows end in waves, tokens come evenly."""
+        prompt_tokens = (self._prompt_tokens - self._cached_tokens) / max(self.rows, 1)
+        more, tokens = held.running - self._held.running, held.tokens - self._held.tokens
+        return self.tokens - warm.tokens + tokens - round(prompt_tokens * more)
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
-        since_s, tokens, rows, _ = warm
-        if self.incumbent is None or at_s - since_s < TIMING.trial_judged or self.rows - rows < self._peak:
+        """Compare with the incumbent's steady time, of the same length; neither's beginning counts."""
+        steady_s = at_s - warm.at_s
+        if self.incumbent is None or steady_s < TIMING.trial_judged or self.rows - warm.rows < self._peak:
             return None
-        theirs = tokens_at(self.incumbent.curve, at_s) - tokens_at(self.incumbent.curve, since_s)
-        share = (self.tokens - tokens) / max(theirs, 1.0)
+        share = self._curve[-1][1] / max(tokens_at(self.incumbent.curve, steady_s), 1.0)
         if share >= 1 - self.incumbent.margin:
             return None
-        return "behind", f"{share:.2f} x the best's output between {since_s:.0f} and {at_s:.0f} s"
+        return "behind", f"{share:.2f} x the best's output in {steady_s:.0f} s of steady time"
 
     def _measured(self, at_s: float, warm: TrialProgress) -> End | None:
-        since_s, _, rows, _ = warm
-        enough = self.rows - rows >= GENERATIONS * self._peak and at_s - since_s >= TIMING.trial_steady
-        if enough or at_s - since_s >= MOST_STEADY_S:
-            return "measured", f"{self.rows - rows} rows in {at_s - since_s:.0f} s of steady time"
+        steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
+        enough = rows >= GENERATIONS * self._peak and steady_s >= TIMING.trial_steady
+        if enough or steady_s >= MOST_STEADY_S:
+            return "measured", f"{rows} rows in {steady_s:.0f} s of steady time"
         return None
 
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
@@ -218,7 +252,8 @@ class TrialWatch:
         return TrialResult(
             ended, why, round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
-            steady_s=round(span_s, 1), signs=self._signs(span_s), curve=thinned([*self._curve, end[:2]]),
+            steady_s=round(span_s, 1), signs=self._signs(span_s), curve=thinned([(0.0, 0), *self._curve]),
+            rows=tuple(self._rows[:: len(self._rows) // MOST_ROWS + 1]),
         )  # fmt: skip
 
     def _signs(self, span_s: float) -> TrialSigns:

@@ -1,4 +1,4 @@
-"""Choose the next trial: a hill climb over the flags, one flag at a time. Pure.
+"""Choose the next trial: what the forecast suggests, then a hill climb, one flag at a time. Pure.
 
 The search asks for trials and is sent their results. The same results bring the same requests, so a search
 resumes when it is sent the results that were kept.
@@ -6,17 +6,27 @@ resumes when it is sent the results that were kept.
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
-from batchrunner.engines.flags import command_line, name_in
+from batchrunner.engines.flags import name_in
+from batchrunner.tune.forecast import Forecast
+from batchrunner.tune.joint import FLAGS, JointMoves
 from batchrunner.tune.machine import Machine
 from batchrunner.tune.measurement import Incumbent, TrialResult
 from batchrunner.tune.race import WORTH, compare, margin_to_stop, more_per_pass, same_work, trial_noise
 from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, TunedFlag, TuningState
+from batchrunner.tune.variables import VARIABLES, as_typed
 
 FAILED_MORE = 0.01
 """Share of rows by which failures may exceed those of the best: trials end with different rows."""
+MOST_MISSES = 2
+"""Joint changes of one setting that are tried although none was faster: then the forecast is not believed."""
+TOGETHER = TunedFlag("together", lambda _: "the forecast chooses")
+"""Several flags at once."""
+ONLY_TOGETHER = ("decode_interval", "mixed_chunk", "clip_tokens")
+"""Parts of a setting that are changed only where the forecast says so, alone or with others."""
 
 
 @dataclass(slots=True)
@@ -62,6 +72,8 @@ class Search:
         """Why the search ended."""
         self._machine = machine
         self._tuned_flags = tuned_flags
+        self._forecast = Forecast()
+        self._joint = JointMoves(self._forecast, machine)
         self._changed: set[str] = set()
 
     def steps(self) -> Generator[TrialRequest, TrialResult, None]:
@@ -72,26 +84,45 @@ class Search:
             return
         improved = True
         while improved:
-            improved = False
+            improved = yield from self._tune_together()
             for tuned_flag in self._tuned_flags:
                 improved |= yield from self._tune_flag(tuned_flag)
+        self._note_forecasts()
         self.reason = "no flag brings more"
+
+    def _tune_together(self) -> Generator[TrialRequest, TrialResult, bool]:
+        """Change several flags at once, as the forecast suggests; return whether the best changed."""
+        improved, misses = False, 0
+        while misses < MOST_MISSES and (change := self._next_together()) is not None:
+            won = yield from self._try_change(change, TOGETHER)
+            improved, misses = improved | won, 0 if won else misses + 1
+        return improved
+
+    def _next_together(self) -> FlagChange | None:
+        found = self._joint.candidates(self._state())
+        return next((change for change in found if self._is_new(change) and not self._missing(change)), None)
 
     def _tune_flag(self, tuned_flag: TunedFlag) -> Generator[TrialRequest, TrialResult, bool]:
         """Change one flag for as long as that is faster; return whether the best changed."""
         improved = False
         while (change := self._next_change(tuned_flag)) is not None:
-            setting = FlagSetting(self._changed_to(change))
-            self.settings[key_of(setting.args)] = setting
-            tried = command_line(changes(setting.args, self.best.args))
-            won = yield from self._race(setting, change, tuned_flag)
-            improved |= won
-            self._changed.add(tuned_flag.name)
-            self.notes[tuned_flag.name] = f"{tried}: {setting.verdict}"
+            improved |= yield from self._try_change(change, tuned_flag)
         return improved
 
+    def _try_change(
+        self, change: FlagChange, tuned_flag: TunedFlag
+    ) -> Generator[TrialRequest, TrialResult, bool]:
+        """Try the best flags with a change; return whether they are faster."""
+        setting = FlagSetting(self._changed_to(change))
+        self.settings[key_of(setting.args)] = setting
+        tried = as_typed(changes(setting.args, self.best.args))
+        won = yield from self._race(setting, change, tuned_flag)
+        self._changed.add(tuned_flag.name)
+        self.notes[tuned_flag.name] = f"{tried}: {setting.verdict}"
+        return won
+
     def _next_change(self, tuned_flag: TunedFlag) -> FlagChange | None:
-        candidates = tuned_flag.candidates(TuningState(self.best.args, self.best.newest.signs, self._machine))
+        candidates = tuned_flag.candidates(self._state())
         if isinstance(candidates, str):
             if tuned_flag.name not in self._changed:
                 self.notes[tuned_flag.name] = candidates
@@ -99,22 +130,38 @@ class Search:
         for change in candidates:
             if self._missing(change):
                 self.notes[tuned_flag.name] = f"this version has no {self._missing(change)}"
-            elif key_of(self._changed_to(change)) not in self.settings:
+            elif self._is_new(change):
                 return change
         return None
+
+    def _is_new(self, change: FlagChange) -> bool:
+        return key_of(self._changed_to(change)) not in self.settings
+
+    def _state(self) -> TuningState:
+        return TuningState(self.best.args, self.best.newest.signs, self._machine)
+
+    def _note_forecasts(self) -> None:
+        """Say what is expected of the flags that only the forecast changes."""
+        for part in ONLY_TOGETHER:
+            gain = self._joint.gain_of(self._state(), part)
+            known = f"alone the simulated scheduler expects {gain:.2f} x of it" if gain is not None else ""
+            self.notes.setdefault(FLAGS[part], known or "the log does not tell what passes cost")
 
     def _changed_to(self, change: FlagChange) -> Args:
         """Return the best flags with a change, under the job's names or else the version's."""
         args = dict(self.best.args)
         for name, value in change.args.items():
             own = name_in(args, name)
-            args |= {own: value} if own in args else self._machine.flags.setting(name, value)
+            args |= {own: value} if own in args else self._setting(name, value)
         return args
 
     def _missing(self, change: FlagChange) -> str:
         """Return the first flag of a change that this version lacks, as typed; empty where it has all."""
-        flags = self._machine.flags
-        return next((command_line({n: v}) for n, v in change.args.items() if not flags.setting(n, v)), "")
+        return next((as_typed({n: v}) for n, v in change.args.items() if not self._setting(n, v)), "")
+
+    def _setting(self, name: str, value: Any) -> Args:
+        """Return a flag as this version takes it; empty where it lacks it."""
+        return {name: value} if name in VARIABLES else self._machine.flags.setting(name, value)
 
     def _race(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: TunedFlag
@@ -135,7 +182,9 @@ class Search:
     def _try(
         self, setting: FlagSetting, why: str, incumbent: Incumbent | None
     ) -> Generator[TrialRequest, TrialResult, None]:
-        setting.results.append((yield TrialRequest(setting.args, why, len(setting.results), incumbent)))
+        result = yield TrialRequest(setting.args, why, len(setting.results), incumbent)
+        setting.results.append(result)
+        self._forecast.learn(result)
 
     def _incumbent(self) -> Incumbent:
         return Incumbent(self.best.newest.curve, margin_to_stop(self._noise()))

@@ -7,10 +7,10 @@ from typing import Any
 import yaml
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.flags import command_line
 from batchrunner.report.report import duration
 from batchrunner.tune.search import FlagSetting, Search, changes
 from batchrunner.tune.space import Args
+from batchrunner.tune.variables import arguments_in, as_typed, variables_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,18 @@ class TuningSummary:
     """For each flag: what came of it, or why it was not tried."""
     applied: bool = False
     """Whether the changes were written into the job file."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Changes to `engine.env`."""
+
+    @property
+    def _block(self) -> dict[str, Args]:
+        """What belongs under `engine`."""
+        return {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
+
+    @property
+    def _changes(self) -> Args:
+        """The changes as trials name them."""
+        return {**self.args, **{name: int(value) for name, value in self.env.items()}}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as `--json` prints it."""
@@ -47,15 +59,15 @@ class TuningSummary:
         head = f"{'output tok/s':>20} {'running':>8} {'KV':>5} {'queue':>6} {'retracted':>10}  flags"
         lines = [f"trials: {self.sample}", head]
         for trial in self.trials:
-            lines += _trial_lines(trial, is_best=trial["args"] == self.args)
+            lines += _trial_lines(trial, is_best=trial["args"] == self._changes)
         lines += ["", *(f"{name}: {note}" for name, note in self.notes.items())]
         lines.append(f"\n{self.reason}, after {duration(self.spent_s)}")
-        if not self.args:
+        if not self._changes:
             return [*lines, "the job's own flags are the fastest that were found"]
         gain = self.best_tokens_per_s / self.own_tokens_per_s
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
-        lines += ["", *yaml.safe_dump({"engine": {"args": self.args}}, sort_keys=False).splitlines(), ""]
+        lines += ["", *yaml.safe_dump({"engine": self._block}, sort_keys=False).splitlines(), ""]
         unchanged = f"{self.job} is unchanged: --apply writes this into it"
         return [*lines, f"written into {self.job}" if self.applied else unchanged]
 
@@ -65,6 +77,7 @@ def summarize(search: Search, source: str, sample: str, spent_s: float) -> Tunin
     own, *_ = search.settings.values()
     if not own.speeds:
         raise EngineStartError(search.reason)
+    best = changes(search.best.args, own.args)
     held, waiting = "held by the runner's own controller", own.newest.signs.queue
     return TuningSummary(
         job=source,
@@ -73,7 +86,8 @@ def summarize(search: Search, source: str, sample: str, spent_s: float) -> Tunin
         reason=search.reason,
         own_tokens_per_s=round(geometric_mean(own.speeds), 1),
         best_tokens_per_s=round(geometric_mean(search.best.speeds), 1),
-        args=changes(search.best.args, own.args),
+        args=arguments_in(best),
+        env=variables_in(best),
         trials=[_trial(setting, own.args) for setting in search.settings.values() if setting.results],
         notes={"queue": f"{held}; {waiting:.0f} requests waited with the job's own flags", **search.notes},
     )
@@ -94,7 +108,7 @@ def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
     limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
-    flags = command_line(trial["args"]) or "the job's own"
+    flags = as_typed(trial["args"]) or "the job's own"
     line = (
         f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
         f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if is_best else ''}"

@@ -12,6 +12,7 @@ from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartE
 from batchrunner.core.exit_codes import EXIT_STOPPED
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Conservativeness, Engine, RowAnswers
+from batchrunner.engines.flags import name_in
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.check import CheckSpec
 from batchrunner.job.engine import ServerEngine
@@ -19,10 +20,14 @@ from batchrunner.job.input import InputSpec
 from batchrunner.job.spec import Job
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
-from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes
+from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes, spans_of
 from batchrunner.tune.measurement import End, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.sample import TuningSample
 from batchrunner.tune.search import TrialRequest
+from batchrunner.tune.variables import arguments_in, variables_in
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's own default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,12 @@ class TrialRunner:
     async def _run(self, request: TrialRequest, place: Path, within_s: float) -> TrialResult:
         began = time.monotonic()
         shutil.rmtree(place, ignore_errors=True)  # an old log would be appended to, and counted
-        args = {**request.args, "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
+        args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
+        env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
-        spec = self.engine.model_copy(update={"args": args, "start_timeout": start_s, "heal": False})
+        spec = self.engine.model_copy(
+            update={"args": args, "env": env, "start_timeout": start_s, "heal": False}
+        )
         engine = make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
             info = await engine.open()
@@ -66,8 +74,9 @@ class TrialRunner:
     ) -> TrialResult:
         control = Control()
         meter = MeasuringEngine(
-            engine, TrialWatch(request.incumbent), control, left_s, Path(info.log) if info.log else None
-        )
+            engine, TrialWatch(request.incumbent), control, left_s, Path(info.log) if info.log else None,
+            mixes=bool(request.args.get(name_in(request.args, "enable-mixed-chunk"))),
+        )  # fmt: skip
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)
             failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
@@ -102,21 +111,22 @@ class TrialRunner:
 class RowCounter(Protocol):
     """Counts answers."""
 
-    def ended(self, completion: Completion) -> None:
+    def ended(self, completion: Completion, request: Request) -> None:
         """Count an answer."""
 
 
 class CountedAnswers:
     """Counts the answers to a bundle on their way."""
 
-    def __init__(self, counter: RowCounter, answers: RowAnswers) -> None:
+    def __init__(self, counter: RowCounter, answers: RowAnswers, requests: Sequence[Request]) -> None:
         self._counter = counter
+        self._requests = requests
         self._answers = answers
 
     def ended(self, index: int, result: Completion | RequestError) -> None:
         """Pass an answer on; see `RowAnswers.ended`."""
         if isinstance(result, Completion):
-            self._counter.ended(result)
+            self._counter.ended(result, self._requests[index])
         self._answers.ended(index, result)
 
     def discourage(self, why: str) -> None:
@@ -128,8 +138,16 @@ class MeasuringEngine:
     """An engine that measures the requests it passes on, and stops the run when enough is known."""
 
     def __init__(
-        self, engine: Engine, watch: TrialWatch, control: Control, within_s: float, log_path: Path | None
+        self,
+        engine: Engine,
+        watch: TrialWatch,
+        control: Control,
+        within_s: float,
+        log_path: Path | None,
+        *,
+        mixes: bool = False,
     ) -> None:
+        """`mixes`: prefill passes decode too, and the log counts none of what they decode."""
         self.end: End | None = None
         """How the trial ended, and why; None while it runs, and after all rows of the sample."""
         self._engine = engine
@@ -137,6 +155,7 @@ class MeasuringEngine:
         self._control = control
         self._within_s = within_s
         self._log_path = log_path
+        self._mixes = mixes
         self._opened = self._last = time.monotonic()
         self._began: float | None = None
         self._log_bytes: int | None = None
@@ -150,20 +169,22 @@ class MeasuringEngine:
         """Send a request and count its answer; see `Engine.generate`."""
         self._began = self._began or time.monotonic()
         completion = await self._engine.generate(request, route)
-        self.ended(completion)
+        self.ended(completion, request)
         return completion
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
         """Send several requests and count their answers; see `Engine.generate_many`."""
         self._began = self._began or time.monotonic()
-        await self._engine.generate_many(requests, route, CountedAnswers(self, answers))
+        await self._engine.generate_many(requests, route, CountedAnswers(self, answers, requests))
 
-    def ended(self, completion: Completion) -> None:
+    def ended(self, completion: Completion, request: Request) -> None:
         """Count an answer."""
         self._last = time.monotonic()
         self._watch.row_ended(
             sum(tokens or 1 for tokens in completion.completion_tokens), prompt=completion.prompt_tokens or 0,
             cached=completion.cached_tokens or 0, retractions=completion.retractions,
+            asked=request.sampling.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS),
+            fixed=request.sampling.get("ignore_eos") is True,
         )  # fmt: skip
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
@@ -210,8 +231,13 @@ class MeasuringEngine:
         )
         counted = _lines(log[begin.log_bytes : until.log_bytes])
         work = signs_at_start(_lines(log)) | signs_of_passes(counted, until.tokens - begin.tokens)
-        rate = output_rate(counted) or result.tokens_per_s
-        return replace(result, tokens_per_s=rate, signs=replace(result.signs, **work))
+        rate = None if self._mixes else output_rate(counted)
+        return replace(
+            result,
+            tokens_per_s=rate or result.tokens_per_s,
+            signs=replace(result.signs, **work),
+            spans=() if self._mixes else spans_of(counted),
+        )
 
     def stop(self, end: End | None) -> None:
         """End the trial where a reason is given; the first reason counts."""

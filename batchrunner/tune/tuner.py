@@ -17,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from batchrunner.core.errors import JobError
 from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.engines.device import gpus
-from batchrunner.engines.flags import command_line
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.parallelism import with_tp
 from batchrunner.job.engine import GatewayEngine, InprocessEngine, ServerEngine
@@ -40,6 +39,7 @@ from batchrunner.tune.search import Search, TrialRequest, changes, key_of
 from batchrunner.tune.space import ALLOWABLE, Args
 from batchrunner.tune.summary import TuningSummary, summarize
 from batchrunner.tune.trial import TrialRunner
+from batchrunner.tune.variables import as_typed, numbers_in
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ def tune(
         directory = prepared.run_dir.path / TUNE
         with hold_task(prepared.run_dir, directory=directory):
             found = _search(source, prepared, engine, directory, allow, budget_s)
-    if apply and found.args:
-        apply_args(Path(source), found.args)
+    if apply and (found.args or found.env):
+        apply_args(Path(source), found.args, found.env)
         found = replace(found, applied=True)
     return found
 
@@ -118,9 +118,10 @@ def _search(
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.cards, machine.card, machine.card_gb],
     }
-    history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), engine.args)
+    own = {**engine.args, **numbers_in(engine.env)}
+    history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), own)
     trials = TrialRunner(job, engine, sample, directory)
-    search = Search(engine.args, machine)
+    search = Search(own, machine)
     need_files_of_loop()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(run_search(search, history, trials.run, budget_s))
@@ -259,7 +260,7 @@ async def run_search(
 
 def _log_trial(number: int, request: TrialRequest, result: TrialResult, search: Search) -> None:
     own, *_ = search.settings.values()
-    flags = command_line(changes(request.args, own.args)) or "the job's own flags"
+    flags = as_typed(changes(request.args, own.args)) or "the job's own flags"
     speed = "" if result.ended == "died" else f"{result.tokens_per_s:,.0f} output tok/s, "
     log.info(
         "trial %d: %s (%s): %s%s, %s", number, flags, request.why, speed, result.why, duration(result.cost_s)

@@ -13,12 +13,15 @@ from batchrunner.engines.simulation.config import SchedulerConfig
 from batchrunner.engines.simulation.cost import CostModel
 from batchrunner.engines.simulation.replica import Replica
 from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.steady import PassWork
 from batchrunner.tune.machine import Machine
-from batchrunner.tune.measurement import TrialResult, TrialWatch
+from batchrunner.tune.measurement import PassSpan, TrialResult, TrialWatch
+from batchrunner.tune.variables import CLIP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batchrunner.engines.simulation.scheduler import StepResult
     from batchrunner.tune.search import TrialRequest
     from batchrunner.tune.space import Args
 
@@ -44,6 +47,31 @@ class Card:
         return 80 * (1 - fraction) - self.other_gb
 
 
+@dataclass(frozen=True)
+class LoggedCost(CostModel):
+    """A cost model that keeps what it was asked: the log of a server."""
+
+    steps: list[tuple[PassWork, float]] = field(default_factory=list)
+
+    def step_s(self, step: StepResult) -> float:
+        seconds = super().step_s(step)
+        self.steps.append((PassWork().plus(step, 0), seconds))
+        return seconds
+
+    def spans(self, slow: float) -> tuple[PassSpan, ...]:
+        """Return the second half of the steps as 40 stretches."""
+        steady = self.steps[len(self.steps) // 2 :]
+        each = len(steady) // 40 + 1
+        pieces = [steady[at : at + each] for at in range(0, len(steady), each)]
+        return tuple(
+            PassSpan(
+                PassWork(*map(sum, zip(*(work for work, _ in piece), strict=True))),
+                slow * sum(seconds for _, seconds in piece),
+            )
+            for piece in pieces
+        )
+
+
 @dataclass
 class Lab:
     """Measures settings as `TrialRunner.run` does, with no engine and no clock."""
@@ -60,6 +88,10 @@ class Lab:
     seed: int = 1
     deadly: Any = lambda args: None
     """Return why a server with these flags dies, or None."""
+    logs: bool = False
+    """Whether the server's log tells what passes cost, as a real one does."""
+    chunk: int = 8192
+    """Default of the server's `--chunked-prefill-size`."""
     card: Card | None = None
     """A GPU whose `--mem-fraction-static` makes the pool, instead of `pool_tokens`."""
     asked: list[tuple[Args, int]] = field(default_factory=list)
@@ -79,7 +111,9 @@ class Lab:
             return TrialResult("died", why, self.launch_s)
         luck = random.Random(f"{self.seed} {sorted(request.args.items())} {request.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
-        replica = Replica(self._config(request.args), self.cost)
+        config = self._config(request.args)
+        cost = LoggedCost(*(getattr(self.cost, name) for name in CostModel.__slots__))
+        replica = Replica(config, cost)
         watch, waiting = TrialWatch(request.incumbent), list(reversed(self.rows))
         now = 0.0  # as the replica's clock has it; the trial's is `slow` times as long
         end = None
@@ -92,7 +126,10 @@ class Lab:
             now += TICK_S
             for ended in replica.advance(now):
                 sample = ended.sample
-                watch.row_ended(sample.outputs, prompt=sample.prompt_tokens, retractions=sample.retractions)
+                watch.row_ended(
+                    sample.outputs, prompt=sample.prompt_tokens if self.logs else 0,
+                    retractions=sample.retractions, asked=sample.max_new_tokens,
+                )  # fmt: skip
             end = watch.record_load(now * slow, [_signals(replica)])
             if end is None and not replica.busy and not waiting:
                 end = ("measured", "all rows")
@@ -101,7 +138,13 @@ class Lab:
         result = watch.result(*end, now * slow, self.launch_s + now * slow)
         scheduler = replica.scheduler
         passes = scheduler.prefill_passes + scheduler.decode_passes
-        signs = replace(result.signs, tokens_per_pass=watch.tokens / passes, prefill_limit=8192)
+        signs = replace(
+            result.signs, tokens_per_pass=watch.tokens / passes, prefill_limit=config.chunked_prefill_tokens
+        )
+        if self.logs:
+            per_pass = scheduler.prefilled_tokens / scheduler.prefill_passes
+            signs = replace(signs, prefill_per_pass=per_pass)
+            result = replace(result, spans=cost.spans(slow))
         if self.card is not None:
             fraction = self._fraction(request.args)
             signs = replace(signs, spare_gb=self.card.spare_gb(fraction), mem_fraction=fraction)
@@ -119,6 +162,10 @@ class Lab:
             else args.get("max-total-tokens", self.pool_tokens),
             conservativeness=args.get("schedule-conservativeness", 1.0),
             policy=args.get("schedule-policy", "fcfs"),
+            chunked_prefill_tokens=args.get("chunked-prefill-size", self.chunk),
+            clip_tokens=args.get(CLIP, 4096),
+            decode_interval=args.get("prefill-decode-interval", 0),
+            mixed_chunk=bool(args.get("enable-mixed-chunk")),
         )
 
 

@@ -149,3 +149,18 @@ def test_any_arguments_can_be_written(old: dict[str, Any], new: dict[str, Any], 
     assert text is not None
     job["engine"] = {"kind": "server", "args": {**old, **new}, "model": "x"}
     assert yaml.safe_load(text) == job
+
+
+@pytest.mark.parametrize(
+    "env", ["", "  env: {HF_HUB_OFFLINE: '1'}\n", "  env:\n    SGLANG_CLIP: '4096'  # all\n"]
+)
+def test_variables_go_into_env(tmp_path: Path, env: str) -> None:
+    """A variable of the server stands in `engine.env` afterwards, as a text, beside those that were there."""
+    path = tmp_path / "job.yaml"
+    path.write_text(f"engine:\n  kind: server\n{env}  args: {{max-running-requests: 8}}\n# the end\n")
+    before = yaml.safe_load(path.read_text())["engine"].get("env") or {}
+    apply_args(path, NEW, {"SGLANG_CLIP": "256"})
+    engine = yaml.safe_load(path.read_text())["engine"]
+    assert engine["env"] == {**before, "SGLANG_CLIP": "256"}
+    assert engine["args"] == {"max-running-requests": 256, "schedule-conservativeness": 0.3}
+    assert path.read_text().endswith("# the end\n")

@@ -8,7 +8,7 @@ import pytest
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.load import load_job
-from batchrunner.tune.log_stats import output_rate, signs_at_start, signs_of_passes
+from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes, spans_of
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import job_of
 from tests.support.trial_log import LOG
@@ -58,3 +58,16 @@ def test_the_log_tells_the_rest() -> None:
     assert output_rate(rates[:2]) is None
     on_cpu = signs_of_passes(LOG.replace("cuda graph", "cpu graph").splitlines(), tokens=0)
     assert on_cpu["graph_off_share"] is None
+
+
+def test_what_passes_were_and_took() -> None:
+    """Between two lines of decode passes lie ten of them and the prefills; the throughput tells the time."""
+    prefill, decode = ([line for line in LOG.splitlines() if word in line] for word in ("Prefill", "Decode"))
+    (span,) = spans_of([decode[0], prefill[0], prefill[0], decode[0]])
+    assert span.work == (LOG_INTERVAL, 2, 2330 + 4, 3709590, 1600, 2330)
+    assert span.seconds == pytest.approx(2330 / 4594.01, abs=1e-3)
+    assert spans_of(prefill) == ()
+    assert len(spans_of(decode * 300)) <= 80
+    assert sum(span.work.decodes for span in spans_of(decode * 300)) == 599 * LOG_INTERVAL
+    other = [line.replace("17:18:05]", "17:18:05 DP1]") for line in decode]
+    assert spans_of([*decode, *other]) == ()

@@ -1,10 +1,17 @@
 """How long a forward pass takes: a + b·samples + c·context tokens + d·prefilled tokens."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from batchrunner.engines.simulation.scheduler import StepResult
+from batchrunner.engines.simulation.steady import PassWork
+
+_PARTS = ("base_s", "sample_s", "kv_token_s", "prefill_token_s", "prefill_base_s")
+RIDGE = 1e-3
+"""Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
 
 
 class MeasuredPass(NamedTuple):
@@ -50,6 +57,16 @@ class CostModel:
         extra_s = self.prefill_base_s if step.kind == "prefill" else 0.0
         return step.steps * (extra_s + self.pass_s(samples, step.kv_tokens, step.prefill_tokens))
 
+    def work_s(self, work: PassWork) -> float:
+        """Return the seconds of several passes."""
+        return (
+            self.base_s * (work.decodes + work.prefills)
+            + self.sample_s * work.samples
+            + self.kv_token_s * work.kv_tokens
+            + self.prefill_token_s * work.prefill_tokens
+            + self.prefill_base_s * work.prefills
+        )
+
     def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
         """Return how many decode passes end within `seconds`; each reads `samples` tokens more than the last.
 
@@ -94,6 +111,39 @@ def fit(passes: Iterable[MeasuredPass]) -> CostModel:
     vector = [sum(x[i] * y for x, y in scaled) for i in range(4)]
     solution = _solve(matrix, vector)
     return CostModel(*(value / scale for value, scale in zip(solution, scales, strict=True)))
+
+
+def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
+    """Fit a model without negative parts to the work and the seconds of stretches of passes.
+
+    Parts that the stretches cannot tell apart share what they cost together, so the model is good for work
+    that is not too unlike theirs. None where there are fewer stretches than parts.
+    """
+    rows = [
+        (
+            (float(w.decodes + w.prefills), w.samples, w.kv_tokens, w.prefill_tokens, float(w.prefills)),
+            seconds,
+        )
+        for w, seconds in spans
+    ]
+    kept = [part for part in range(len(_PARTS)) if any(x[part] for x, _ in rows)]
+    if len(rows) < len(_PARTS):
+        return None
+    scales = {part: math.sqrt(fmean(x[part] ** 2 for x, _ in rows)) for part in kept}
+    while kept:
+        scaled = [[x[part] / scales[part] for part in kept] for x, _ in rows]
+        matrix = [[sum(x[i] * x[j] for x in scaled) for j in range(len(kept))] for i in range(len(kept))]
+        for at in range(len(kept)):
+            matrix[at][at] += RIDGE * len(rows)
+        vector = [sum(x[i] * y for x, (_, y) in zip(scaled, rows, strict=True)) for i in range(len(kept))]
+        solution = dict(zip(kept, _solve(matrix, vector), strict=True))
+        lowest = min(kept, key=solution.__getitem__)
+        if solution[lowest] >= 0:
+            return CostModel(
+                **{_PARTS[part]: solution.get(part, 0.0) / scales.get(part, 1) for part in range(len(_PARTS))}
+            )
+        kept.remove(lowest)
+    return None
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:

@@ -65,6 +65,7 @@ class Scheduler:
         self.prefill_passes = 0
         self.decode_passes = 0
         self.prefilled_tokens = 0
+        self.generated_tokens = 0
         self.pool = KvPool(config.max_total_tokens, caching=config.radix_cache)
         self._admission = Admission(config, self.pool)
         self._cadence = PrefillCadence(config.decode_interval, config.decode_interval_samples)
@@ -74,6 +75,11 @@ class Scheduler:
     def running(self) -> int:
         """Samples that decode."""
         return len(self._batch.samples)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far."""
+        return self.prefill_passes + self.decode_passes
 
     @property
     def queue(self) -> int:
@@ -161,6 +167,7 @@ class Scheduler:
                 continue
             sample.state = "running"
             sample.outputs += 1
+            self.generated_tokens += 1
             if sample.outputs >= sample.target_tokens:
                 self._end(sample, sample.filled_tokens)
                 finished.append(sample)
@@ -210,6 +217,7 @@ class Scheduler:
     def _advance(self, steps: int) -> list[SimulatedRequest]:
         """Give each running sample `steps` tokens, for which there is room; return those that ended."""
         self.pool.free_tokens -= steps * len(self._batch.samples)
+        self.generated_tokens += steps * len(self._batch.samples)
         ended = self._batch.advance(steps)
         for sample in ended:
             context_tokens = self._batch.context_of(sample)

@@ -1,0 +1,69 @@
+"""Flags that limit one another, changed together."""
+
+from __future__ import annotations
+
+from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.steady import RowLengths
+from batchrunner.tune.forecast import Forecast
+from batchrunner.tune.joint import JointMoves, arguments_of, clips
+from batchrunner.tune.search import TrialRequest
+from batchrunner.tune.space import TuningState
+from batchrunner.tune.variables import CLIP
+from tests.support.tuned import tuned
+from tests.support.tuning_lab import CPU, Lab, chat_rows
+
+ROWS = [(row[0] + 500, *row[1:]) for row in chat_rows(3000)]
+"""Prompts long enough for a small chunk to hold a wide batch up."""
+CORNER = {"max-running-requests": 8, "chunked-prefill-size": 128}
+
+
+def lab(noise: float = 0.0) -> Lab:
+    return Lab(ROWS, pool_tokens=100_000, logs=True, noise=noise)
+
+
+def test_two_flags_out_of_a_corner() -> None:
+    """Slots and chunk that limit one another are both found, by few trials, also where times are noisy."""
+    found, search = tuned(lab(0.03), CORNER, budget_s=3600)
+    assert search.best.args["max-running-requests"] >= 32
+    assert search.best.args["chunked-prefill-size"] >= 512
+    true = lab().measure(TrialRequest(search.best.args, "", 0)).tokens_per_s
+    good = (
+        lab()
+        .measure(TrialRequest({"max-running-requests": 128, "chunked-prefill-size": 8192}, "", 0))
+        .tokens_per_s
+    )
+    assert true >= 0.95 * good
+    assert "the simulated scheduler expects" in found.notes["prefill-decode-interval"]
+
+
+def test_nothing_is_proposed_without_a_forecast() -> None:
+    """A log without the passes' times leaves the search with one flag at a time."""
+    _, search = tuned(Lab(ROWS, pool_tokens=100_000), CORNER, budget_s=600)
+    assert "together" not in search.notes
+
+
+def test_the_best_comes_first_and_then_what_is_left_of_it() -> None:
+    """Each proposal is expected to gain; where the first fails, the next has one change fewer."""
+    forecast, own = Forecast(), lab().measure(TrialRequest(dict(CORNER), "", 0))
+    forecast.learn(own)
+    found = JointMoves(forecast, CPU).candidates(TuningState(dict(CORNER), own.signs, CPU))
+    assert len(found) >= 2
+    assert {"max-running-requests", "chunked-prefill-size"} <= found[0].args.keys()
+    assert all(len(change.args) == len(found[0].args) - 1 for change in found[1:])
+
+
+def test_only_differences_become_flags() -> None:
+    """A flag that is switched off is null, as in `engine.args`; what stays is not named."""
+    now = SchedulerConfig(8, 1000, mixed_chunk=True)
+    other = SchedulerConfig(16, 1000, clip_tokens=64, decode_interval=4)
+    assert arguments_of(other, now) == {
+        "max-running-requests": 16, CLIP: 64, "prefill-decode-interval": 4, "enable-mixed-chunk": None,
+    }  # fmt: skip
+
+
+def test_the_clip_is_a_length_that_outputs_have() -> None:
+    """Rows that ask for no more than they put out need none."""
+    rows = [RowLengths(10, 0, output, 2000) for output in range(1, 101)]
+    assert clips(rows) == [64, 96, 112, 4096]
+    assert clips([row._replace(asked=100) for row in rows]) == [64, 96, 4096]
+    assert clips([row._replace(fixed=True) for row in rows]) == []
