@@ -78,6 +78,7 @@ bench-planning: .venv/.light ## Time and memory to sort rows into prefix order
 bench-resume: .venv/.light ## Time to resume, report and merge a run of 10 million rows
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
 bench-order-simulated: .venv/.light ## Cache hits of several sending orders, simulated
+bench-cadence-simulated: .venv/.light ## Prefill seldom or at once on an H100, a prediction of the simulated scheduler
 bench-fields: .venv/.light ## Cache hits of a prompt's fields in the written and the chosen order
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
 bench-bundles: $(ENGINE) ## Many rows in one request beside one by one and Engine.generate, real engine

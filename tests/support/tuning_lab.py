@@ -111,7 +111,7 @@ class Lab:
             return TrialResult("died", why, self.launch_s)
         luck = random.Random(f"{self.seed} {sorted(request.args.items())} {request.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
-        config = self._config(request.args)
+        config = self.config(request.args)
         cost = LoggedCost(*(getattr(self.cost, name) for name in CostModel.__slots__))
         replica = Replica(config, cost)
         watch, waiting = TrialWatch(request.incumbent), list(reversed(self.rows))
@@ -154,7 +154,7 @@ class Lab:
         fraction: float = args.get("mem-fraction-static", 0.7)
         return fraction
 
-    def _config(self, args: Args) -> SchedulerConfig:
+    def config(self, args: Args) -> SchedulerConfig:
         return SchedulerConfig(
             args.get("max-running-requests", self.max_running),
             self.card.pool_tokens(self._fraction(args))
