@@ -286,13 +286,21 @@ class Started:
         return self.process.wait(PATIENCE_S)
 
 
+_COMMAND = """
+import sys
+from batchrunner.cli import main
+from batchrunner.core.timing import TIMING
+TIMING.part = 3600.0
+sys.argv[0] = "batchrun"
+main()
+"""
+"""The command, but that a part is written when it is full and not because of a slow machine."""
+
+
 @contextlib.contextmanager
 def started(*args: object) -> Iterator[Started]:
     """Run the command in another process, which is gone afterwards."""
-    command = [sys.executable, "-m", "batchrunner", *map(str, args)]
-    script = Path(sys.executable).with_name("batchrun")
-    if script.exists():
-        command[:3] = [str(script)]
+    command = [sys.executable, "-c", _COMMAND, *map(str, args)]
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ

@@ -183,7 +183,7 @@ async def cancel_in_mid_run(server: FakeSGLang, job: dict[str, Any], **options: 
 
 async def finish(server: FakeSGLang, job: dict[str, Any], **options: Any) -> None:
     server.script = lambda _: "answer"
-    server.forget()
+    await asyncio.to_thread(server.forget, clients_stay="engine" in options)
     report = await batchrunner.arun(job, **options)
     assert (report.rows_ok, report.rows_resumed, len(server.sent)) == (20, 10, 10)
 

@@ -365,6 +365,7 @@ async def test_leaving_the_loop_ends_everything(
     await eventually(
         lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("batchrunner")]
     )
+    await asyncio.to_thread(server.wait_until_left)
     sent = len(server.sent)
     server.answer_held()
     await asyncio.sleep(0.2)
@@ -494,14 +495,14 @@ async def test_with_output_a_stream_resumes(form: str, tmp_path: Path, server: F
                 break
     assert sorted(first) == list(range(10))
     server.script = lambda _: "answer"
-    server.forget()
+    await asyncio.to_thread(server.forget)
     second = await all_of(data[form](), **options)
     assert sorted(row["row"] for row in second[:10]) == list(range(10))
     assert sorted(row["row"] for row in second) == list(range(40))
     assert sorted(int(sent.prompt) for sent in server.sent) == list(range(10, 40))
     assert [list(row) for row in second] == [list(second[0])] * 40
 
-    server.forget()
+    await asyncio.to_thread(server.forget)
     again = await all_of(data[form](), **options)
     assert {row["row"]: row["output"] for row in again} == {row["row"]: row["output"] for row in second}
     assert server.sent == []

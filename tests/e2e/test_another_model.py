@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, results_of, write_job
 from tests.support.fake_gateway import FakeGateway
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.server_thread import is_free
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,14 +30,6 @@ OTHERS: list[dict[str, Any]] = [
     {"arguments": {"revision": "v2"}},
 ]
 FIRST: dict[str, Any] = {"arguments": {"revision": "v1"}}
-
-
-def is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 class Relay:
@@ -60,7 +52,8 @@ class Relay:
 
     def replace(self) -> None:
         eventually(lambda: is_free(self.port))
-        self.later = self.stack.enter_context(FakeSGLang(port=self.port, **self.other))
+        self.later = FakeSGLang(port=self.port, **self.other)  # known before it answers
+        self.stack.enter_context(self.later)
 
 
 def ok_rows(job: dict[str, Any]) -> set[int]:

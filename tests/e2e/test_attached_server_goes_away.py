@@ -23,6 +23,7 @@ from batchrunner.engines.http.connections import free_port
 from batchrunner.output.events import read_events
 from tests.conftest import ROOT, events_of, eventually, job_of, results_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.server_thread import is_free
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,16 +45,17 @@ def in_flight(job: dict[str, Any]) -> int:
     return max((event["in_flight"] for event in events if event["event"] == "sample"), default=0)
 
 
-def server_again(stack: contextlib.ExitStack, port: int) -> threading.Timer:
-    """Return a timer, not yet started, at whose end there is a server on this port."""
-    return threading.Timer(AWAY_S, lambda: stack.enter_context(FakeSGLang(port=port)))
+def serve_again(stack: contextlib.ExitStack, port: int) -> None:
+    """Start a server on this port, which the one before may still have."""
+    eventually(lambda: is_free(port))
+    stack.enter_context(FakeSGLang(port=port))
 
 
 def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
     """Connections are cut, then refused; when it is back on its port the run goes on."""
     with contextlib.ExitStack() as stack:
         port = free_port()
-        again = server_again(stack, port)
+        again = threading.Timer(AWAY_S, serve_again, (stack, port))
 
         def script(_: Sent) -> Behaviour:
             if len(mortal.sent) == 40:
@@ -102,12 +104,18 @@ def test_refusals_that_take_their_time(tmp_path: Path, server: FakeSGLang) -> No
 
 def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) -> None:
     """While the engine has one, it may refuse all others for longer than `engine_wait`."""
-    began = time.monotonic()
+    refused: list[float] = []
 
     def script(_: Sent) -> Behaviour:
-        return "answer" if len(server.sent) == 1 or time.monotonic() - began > 4 else "busy 503"
+        if len(server.sent) == 1:
+            return "hold"
+        refused.append(time.monotonic())
+        if refused[-1] - refused[0] < 3:
+            return "busy 503"
+        server.answer_held()
+        return "answer"
 
-    server.script, server.delay_s = script, 4
+    server.script = script
     job = job_of(tmp_path, server, rows=4, window=4, limits={"max_attempts": 1, "engine_wait": 1})
     report = batchrunner.run(job)
     assert (report.exit_code, report.rows_failed) == (0, 0)
@@ -153,20 +161,25 @@ def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -
 _ELSEWHERE = """
 import sys, threading
 from tests.support.fake_sglang import FakeSGLang
-with FakeSGLang(port=int(sys.argv[1]), delay_s=float(sys.argv[2])):
+held_from = int(sys.argv[2])
+with FakeSGLang(port=int(sys.argv[1]), delay_s=0.1) as server:
+    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= held_from else "answer"
     print("up", flush=True)
+    sys.stdin.readline()
+    server.answer_held()
     threading.Event().wait()
 """
 
 
 @contextlib.contextmanager
-def elsewhere(port: int, delay_s: float) -> Iterator[subprocess.Popen[str]]:
-    """A server in a process of its own, which a signal can stop."""
-    command = [sys.executable, "-c", _ELSEWHERE, str(port), str(delay_s)]
+def elsewhere(port: int, held_from: int) -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own, which a signal can stop; a line lets it answer rows that it holds."""
+    command = [sys.executable, "-c", _ELSEWHERE, str(port), str(held_from)]
     root = str(ROOT)
     with subprocess.Popen(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, text=True
-    ) as process:
+        command, cwd=root, env={**os.environ, "PYTHONPATH": root}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
@@ -178,7 +191,7 @@ def elsewhere(port: int, delay_s: float) -> Iterator[subprocess.Popen[str]]:
 def test_a_server_that_is_stopped_for_a_while(tmp_path: Path) -> None:
     """SIGSTOP for longer than two polls may take: its rows wait for it, and are sent only once."""
     port = free_port()
-    with elsewhere(port, 0.1) as process:
+    with elsewhere(port, 150) as process:
         engine = {"kind": "attach", "urls": [f"http://127.0.0.1:{port}"]}
         job = job_of(tmp_path, engine, rows=200, window=8, limits=LIMITS)
         asleep = threading.Event()
@@ -188,6 +201,9 @@ def test_a_server_that_is_stopped_for_a_while(tmp_path: Path) -> None:
             process.send_signal(signal.SIGSTOP)
             asleep.set()
             threading.Event().wait(5)
+            assert process.stdin is not None
+            process.stdin.write("answer\n")
+            process.stdin.flush()
             process.send_signal(signal.SIGCONT)
 
         holder = threading.Thread(target=hold)
@@ -200,13 +216,23 @@ def test_a_server_that_is_stopped_for_a_while(tmp_path: Path) -> None:
     assert all_answered(job, 200)
 
 
-def test_a_server_that_is_killed_with_long_rows(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_with_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for from its first refusal on, however long it had brought no answer before."""
+    connect = aiohttp.TCPConnector.connect
+    refused: list[OSError] = []
+
+    async def try_to_connect(*args: Any, **options: Any) -> Any:
+        try:
+            return await connect(*args, **options)
+        except OSError as refusal:
+            refused.append(refusal)
+            raise
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "connect", try_to_connect)
     engine_wait_s = 3.0
     port = free_port()
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(elsewhere(port, 600))
-
+        process = stack.enter_context(elsewhere(port, 0))
         engine = {"kind": "attach", "urls": [f"http://127.0.0.1:{port}"]}
         limits = {"max_attempts": 1, "engine_wait": engine_wait_s}
         job = job_of(tmp_path, engine, rows=4, limits=limits)
@@ -215,7 +241,8 @@ def test_a_server_that_is_killed_with_long_rows(tmp_path: Path) -> None:
             eventually(lambda: in_flight(job) == 4)
             threading.Event().wait(engine_wait_s + 1)
             process.kill()
-            server_again(stack, port).start()
+            eventually(lambda: len(refused) >= 8)  # each row more than once
+            serve_again(stack, port)
 
         killer = threading.Thread(target=kill)
         killer.start()

@@ -71,7 +71,8 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
 
     server.script = held
     job = job_of(
-        tmp_path, server, rows=90, check=CHECK, output={"part_rows": 20, "durable": 0.05}, order="input",
+        tmp_path, server, rows=90, window=90, check=CHECK, output={"part_rows": 20, "durable": 0.05},
+        order="input",
         limits={"max_failed_rows": 1.0, "abort_failed_share": 1.0},
     )  # fmt: skip
     run = tmp_path / "run"

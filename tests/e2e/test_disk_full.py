@@ -90,7 +90,7 @@ def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None
         def turn_read_only(_: object) -> Any:
             if len(server.sent) == 30:
                 stack.enter_context(mounted_read_only(run))
-                threading.Timer(2.0, stack.close).start()
+                threading.Timer(4.0, stack.close).start()  # rows are written within 1 s
             return "answer"
 
         server.script = turn_read_only

@@ -13,6 +13,7 @@ import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency import corners
 from batchrunner.dispatch.snapshot import load_line, sample_line
+from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of
 from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.launchable import launchable
@@ -106,10 +107,18 @@ def test_a_load_endpoint_that_goes_away(tmp_path: Path, monkeypatch: pytest.Monk
         def script(sent: Sent) -> Behaviour:
             if len(server.sent) == 200:
                 server.polls = "gone"
-            return "answer"
+            return "hold" if sent.prompt == "row 1499" else "answer"
+
+        def wait_for_the_event() -> None:
+            log = tmp_path / "run" / "events.jsonl"
+            eventually(lambda: log.exists() and '"blind"' in log.read_text())
+            server.answer_held()
 
         server.script = script
+        waiter = threading.Thread(target=wait_for_the_event)
+        waiter.start()
         batchrunner.run(job)
+        waiter.join()
         assert whole(job, 1500)
         blind = [change for change in events_of(job, "window") if change["state"] == "blind"]
         assert len(blind) == 1
@@ -161,8 +170,21 @@ def test_refusals_narrow_the_window(tmp_path: Path) -> None:
 
 def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
     """Two replicas, one of them ten times slower, are both kept busy and neither is overloaded."""
-    fast = FakeSGLang(max_running=8, delay_s=0.2)  # 40 rows/s, which a slow machine manages too
-    with fast as server, FakeSGLang(max_running=8, delay_s=2) as lame:
+    with FakeSGLang(max_running=8, delay_s=0.2) as server, FakeSGLang(max_running=8) as lame:
+        answered = 0
+
+        def as_fast_as_ever(_: Sent) -> Behaviour:
+            lame.ask_again()
+            return "answer"
+
+        def ten_times_slower(_: Sent) -> Behaviour:  # than the other, whatever the machine does
+            nonlocal answered
+            if 10 * answered >= len(server.sent) and len(server.sent) + len(lame.sent) < 400:
+                return "hold"
+            answered += 1
+            return "answer"
+
+        server.script, lame.script = as_fast_as_ever, ten_times_slower
         job = job_of(tmp_path, rows=400)
         job["engine"] = {"kind": "attach", "urls": [server.url, lame.url]}
         batchrunner.run(job)
@@ -174,14 +196,17 @@ def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
 async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:
     """While a replica is away the other does its work; when it is back on its port it gets rows again."""
     job = job_of(tmp_path, rows=6000)
+    port = free_port()
     with FakeSGLang(max_running=16, delay_s=0.02) as steady:
-        with FakeSGLang(max_running=16, delay_s=0.02) as mortal:
+        # it leaves work for when the other is back
+        steady.script = lambda _: "hold" if len(steady.sent) > 3000 else "answer"
+        with FakeSGLang(max_running=16, delay_s=0.02, port=port) as mortal:
             job["engine"] = {"kind": "attach", "urls": [steady.url, mortal.url]}
             running = asyncio.create_task(batchrunner.arun(job))
             await asyncio.to_thread(mortal.wait_for, 200)
-        port = int(mortal.url.rsplit(":", 1)[1])
         with FakeSGLang(max_running=16, delay_s=0.02, port=port) as again:
             await asyncio.to_thread(again.wait_for, 100)
+            steady.answer_held()
             await running
     assert whole(job, 6000)
 

@@ -8,9 +8,9 @@ import pytest
 
 import batchrunner
 from tests.conftest import job_of, write_rows
-from tests.support import fake_sglang
+from tests.support import raw_answers
 from tests.support.browser import new_page, require_chromium
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.page import HOSTILE
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> str:
         FakeSGLang(_refuse_some, max_running=32, delay_s=0.05) as server,
         FakeSGLang(_refuse_some, max_running=32, delay_s=0.05) as other,
     ):
-        patch.setitem(fake_sglang.REFUSALS, "too long", (400, HOSTILE + "x" * 100_000))
+        patch.setitem(raw_answers.REFUSALS, "too long", (400, HOSTILE + "x" * 100_000))
         job = job_of(directory, server, limits={"max_failed_rows": 1500})
         job["engine"]["urls"].append(other.url)
         job["input"]["columns"] = ["title"]
@@ -77,7 +77,7 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (directory / "<img src=x onerror=alert(2)>" / "report.html").as_uri()
 
 
-def _refuse_some(sent: fake_sglang.Sent) -> fake_sglang.Behaviour:
+def _refuse_some(sent: Sent) -> Behaviour:
     return "too long" if sent.prompt.endswith("77") else "answer"
 
 

@@ -513,7 +513,8 @@ def test_what_a_dead_process_leaves_behind(tmp_path: Path, server: FakeSGLang) -
     job = job_of(tmp_path, server, prompt=PROMPT, limits=limits, order="input")
     assert batchrun(write_job(job, tmp_path)).exit_code == 0
     assert errors_of(job) == {4: "prompt.python: hooks:prompt: ended its process (exit code 7)"}
-    assert not is_alive(int((tmp_path / "child").read_text()))
+    child = int((tmp_path / "child").read_text())
+    eventually(lambda: not is_alive(child))  # a SIGKILL takes its time
 
 
 @pytest.mark.parametrize("order", ["prefix", "longest_first"])

@@ -269,15 +269,17 @@ def test_a_start_that_was_killed_while_it_sorted(tmp_path: Path, server: FakeSGL
 
 
 @pytest.mark.parametrize("options", [[], ["--join"]])
-def test_a_kill_in_the_middle_of_the_sort(tmp_path: Path, options: list[str]) -> None:
+def test_a_kill_in_the_middle_of_the_sort(tmp_path: Path, server: FakeSGLang, options: list[str]) -> None:
     """The next start begins the sort anew, and nothing of the one before stays."""
     write_texts(tmp_path / "input.parquet", shuffled(20_000, 100), 5000)
-    job = job_of(tmp_path, order="prefix")
+    server.script = lambda _: "hold"  # where the kill comes late, the run has not ended
+    job = job_of(tmp_path, server, order="prefix")
     with started(write_job(job, tmp_path), *options) as process:
         eventually(lambda: list((tmp_path / "run").rglob("order-*.work")))
         process.process.kill()
         assert process.end() == -signal.SIGKILL
     assert copies_in(tmp_path / "run")
+    server.answer_held()
     file = write_job({**job, "input": {**job["input"], "limit": 300}}, tmp_path)
     assert batchrun(file, *options).exit_code == 0
     assert [row["row"] for row in results_of(job)] == list(range(300))

@@ -128,6 +128,7 @@ def test_a_kill(tmp_path: Path, store_bucket: StoreBucket, cache: Path, is_lost:
         if is_lost:
             shutil.rmtree(cache)
         server.answer_held()
+        server.wait_until_left()
         sent = len(server.prompts)
         report = batchrunner.run(job)
     assert report.rows_ok == 40

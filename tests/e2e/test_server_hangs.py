@@ -54,7 +54,7 @@ class Handler(Server):
             stuck.clear()
         self.answer("to " + body["text"])
 """
-HANG_S = 0.3
+HANG_S = 1.0  # a starved process answers no poll for less
 
 
 @pytest.fixture

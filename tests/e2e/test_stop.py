@@ -190,16 +190,16 @@ def test_a_kill_takes_gateway_and_replicas_along(tmp_path: Path) -> None:
     engine = {**launchable(tmp_path, WITH_CHILD), "kind": "gateway", "replicas": 2}
     job = job_of(tmp_path, engine, rows=200, output={"part_rows": 50})
     command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
-    parts = tmp_path / "run" / "parts"
+    run = tmp_path / "run"
     with subprocess.Popen(
         command, env=marked(os.environ, tmp_path), stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:
-            wait_while_it_runs(process, lambda: list(parts.glob("part-*.parquet")))
+            wait_while_it_runs(process, lambda: sum(part.num_rows for part in parts_of(run)) >= 50)
             others = descendants_of(process.pid)
             # 3 launchers, gateway, 2 servers with a child each
             assert len(others) >= 8, [command_line(pid) for pid in others]
         finally:
             process.kill()
     eventually(lambda: not processes_of(tmp_path) and not any(map(command_line, others)))
-    assert sum(part.num_rows for part in parts_of(tmp_path / "run")) >= 50
+    assert sum(part.num_rows for part in parts_of(run)) >= 50

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.metrics import OF_RUN, OF_SCHEDULER, PREFIX, SCHEDULER, metrics_server
 from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job
 
@@ -135,8 +136,7 @@ def test_no_such_address(words: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_the_server_ends_with_the_run(tmp_path: Path) -> None:
     """The same port can be had by the next run."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     job = write_job(job_of(tmp_path), tmp_path)
     for _ in range(2):
         assert batchrun(job, "--fresh", "--metrics-port", port).exit_code == 0

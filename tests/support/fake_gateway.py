@@ -7,7 +7,7 @@ import itertools
 import aiohttp
 from aiohttp import web
 
-from tests.support.server_thread import ServerThread
+from tests.support.server_thread import ServerThread, end
 
 
 class FakeGateway(ServerThread):
@@ -31,7 +31,7 @@ class FakeGateway(ServerThread):
             self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             self._up.set()
             await self._over.wait()
-            await runner.cleanup()
+            await end(runner)
 
     async def _list(self, request: web.Request) -> web.Response:
         return web.json_response({"workers": [{"url": url, "id": url} for url in self.workers]})

@@ -18,9 +18,9 @@ from aiohttp import web
 from tests.support.asked_answers import add_asked
 from tests.support.embeddings import embeddings, prompts_of, vector_of
 from tests.support.event_answer import EventAnswer, is_bundle, rows_of
-from tests.support.raw_answers import CHATS, Body, Endless, OnWire, Said
+from tests.support.raw_answers import ABORTS, CHATS, REFUSALS, Body, Endless, OnWire, Said
 from tests.support.scores import bodies_of, is_score, logprob_for, score_of
-from tests.support.server_thread import PATIENCE_S, ServerThread
+from tests.support.server_thread import PATIENCE_S, ServerThread, end, wait_until_left
 
 Behaviour: TypeAlias = Literal[
     "answer",
@@ -60,25 +60,6 @@ class Sent:
 Bundles: TypeAlias = Literal["rows"] | Body | OnWire | Endless
 """What becomes of a request with several rows: each is answered by the script, or all have one answer."""
 Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire | Said]
-
-
-# what the real server says: in an answer with 200 whose finish reason is an abort, or as an HTTP error
-ABORTS: dict[str, tuple[int, str]] = {
-    "abort": (500, "Aborted by the engine"),
-    "abort 400": (400, "The input is not for this model."),
-    "abort 503": (503, "The request queue is full."),
-}
-REFUSALS: dict[str, tuple[int, str]] = {
-    "busy 429": (429, "Too many requests"),
-    "busy 503": (503, "The request queue is full."),
-    "broken 500": (500, "Out of memory of the last running request"),
-    "too long": (400, "The input (6001 tokens) is longer than the model's context length (4096 tokens)."),
-    "bad schema": (
-        400,
-        "Failed to compile json grammar: Expecting property name in double quotes: line 1 column 2 (char 1)",
-    ),
-}
-
 
 SILENT = {"empty", "said nothing"}
 """Behaviours whose answer has no text."""
@@ -146,7 +127,7 @@ class FakeSGLang(ServerThread):
         """How often the load was asked for and told."""
         self.hung = 0
         """How often it was asked for and not told: `polls` is "hang"."""
-        self._in_flight, self._released = 0, False
+        self._in_flight, self._released, self._is_dead = 0, False, False
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
 
@@ -179,8 +160,14 @@ class FakeSGLang(ServerThread):
         """Take no new connection; those that are open are served on, as a server does that is to end."""
         asyncio.run_coroutine_threadsafe(self._site.stop(), self._loop)
 
-    def forget(self) -> None:
-        """Start counting anew."""
+    def wait_until_left(self) -> None:
+        """Return when no client is connected: all that a killed one had sent has arrived by then."""
+        wait_until_left(self.url, self._runner)
+
+    def forget(self, *, clients_stay: bool = False) -> None:
+        """Start counting anew, once the clients have left whose requests are not to count any more."""
+        if not clients_stay:
+            self.wait_until_left()
         self.sent, self.most_in_flight, self.requests = [], 0, 0
         self._tries.clear()
 
@@ -211,7 +198,7 @@ class FakeSGLang(ServerThread):
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._up.set()
         await self._over.wait()
-        await self._runner.cleanup()
+        await end(self._runner)
 
     async def _something_else(self, request: web.Request) -> web.Response:
         return web.Response(text="<html>It works!</html>", content_type="text/html")
@@ -301,10 +288,12 @@ class FakeSGLang(ServerThread):
         return self._locked(request) or web.json_response({"version": "0.5.23", "loads": [load]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        refusal = self._locked(request)
-        if refusal is not None:
+        if refusal := self._locked(request):
             return refusal
         body = await request.json()
+        if self._is_dead and request.transport is not None:
+            request.transport.abort()
+            return web.Response()
         if is_score(body):
             return await self._score(request)
         self.requests += 1
@@ -460,11 +449,13 @@ class FakeSGLang(ServerThread):
                 await self._hold(sent)
             case "disconnect" | "die":
                 assert request.transport is not None
-                if what == "die" and self._site in self._runner.sites:
-                    await self._site.stop()  # as a process that ends: no new connection before the old break
+                if what == "die":
+                    self._is_dead = True
+                    if self._site in self._runner.sites:
+                        await self._site.stop()  # no new connection before the old break
                 request.transport.abort()
                 if what == "die":
-                    self._dying = asyncio.ensure_future(self._runner.cleanup())
+                    self._dying = asyncio.ensure_future(end(self._runner))
                 return web.Response()
             case "not json":
                 return web.Response(text="<html>gateway</html>")

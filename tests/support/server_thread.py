@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
+import time
+import urllib.request
 from typing import Self
+
+from aiohttp import web
 
 PATIENCE_S = 300.0
 """How long a test waits for something that must happen."""
@@ -37,3 +43,34 @@ class ServerThread:
 
     async def _serve(self) -> None:
         raise AssertionError("a subclass serves")
+
+
+async def end(runner: web.AppRunner) -> None:
+    """Stop a server, also the connections that it takes as it stops: those left open would be warnings."""
+    server = runner.server
+    await runner.cleanup()
+    for _ in range(5):  # a connection that was accepted is known some turns later
+        await asyncio.sleep(0)
+    for connection in server.connections if server is not None else ():
+        connection.force_close()
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def wait_until_left(url: str, runner: web.AppRunner) -> None:
+    """Return when nobody is connected to a server: what a killed client had sent has arrived by then."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_S):
+        pass  # whoever connected before was accepted before
+    deadline = time.monotonic() + PATIENCE_S
+    while (server := runner.server) is not None and server.connections:
+        assert time.monotonic() < deadline, "a client stays connected"
+        time.sleep(0.002)
+
+
+def is_free(port: int) -> bool:
+    """Tell whether a server can have a port."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

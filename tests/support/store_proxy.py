@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from tests.support.server_thread import ServerThread
+from tests.support.server_thread import ServerThread, end
 
 Fault: TypeAlias = Literal[
     "none",
@@ -67,7 +67,7 @@ class StoreProxy(ServerThread):
             self._session = session
             self._up.set()
             await self._over.wait()
-            await runner.cleanup()
+            await end(runner)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         key = request.method, request.path

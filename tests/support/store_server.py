@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import boto3
 
+from batchrunner.engines.http.connections import free_port
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ def new_bucket(endpoint: str) -> StoreBucket:
 @contextlib.contextmanager
 def store_server() -> Iterator[str]:
     """Run the store; give its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()  # one that no connection is given meanwhile
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

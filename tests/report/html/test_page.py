@@ -14,7 +14,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.page import make_page
 from batchrunner.report.html.results import read_results
 from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
-from tests.support import fake_sglang
+from tests.support import raw_answers
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.model_configs import LLAMA_8B
 from tests.support.page import HOSTILE, Reader, page_of, sample
@@ -67,7 +67,7 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
 
 def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, errors, carried columns and paths that look like HTML, or are a megabyte long, are shown."""
-    monkeypatch.setitem(fake_sglang.REFUSALS, "too long", (400, HOSTILE + "x" * 1_000_000))
+    monkeypatch.setitem(raw_answers.REFUSALS, "too long", (400, HOSTILE + "x" * 1_000_000))
     name = "<img src=x onerror=alert(2)> & 'run'[1]*"
     write_rows(
         tmp_path / "input.parquet", 4, title=[HOSTILE, "x" * 1_000_000, None, "\U0001f600\u3000\u200d"]
