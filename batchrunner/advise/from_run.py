@@ -168,10 +168,10 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
     """Read the lengths of outputs from the newest parts."""
     found: list[pa.ChunkedArray] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
-        with contextlib.suppress(pa.ArrowException, OSError, KeyError):  # damaged, or just removed
-            if has_texts(pq.read_schema(path)):
-                tokens = pq.read_table(path, columns=["completion_tokens"]).column(0)
-                found.append(each_sample(tokens))
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or just removed
+        with damaged, pq.ParquetFile(path) as part:
+            if has_texts(part.schema_arrow):
+                found.append(each_sample(part.read(columns=["completion_tokens"]).column(0)))
     if lengths := [chunk for column in found for chunk in column.chunks]:
         tokens = pa.chunked_array(lengths).drop_null()
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0

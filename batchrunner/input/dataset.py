@@ -30,6 +30,7 @@ from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.schemas import normalize, normalized, not_for_parquet
 from batchrunner.input.source_file import SourceFile
 from batchrunner.job.storage import StorageSpec
+from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
@@ -194,7 +195,7 @@ class Dataset:
         data = batch.data
         for name in columns:
             if name in self.partition_types:
-                value = pa.scalar(file.partitions[name]).cast(self.partition_types[name])
+                value = arrow_scalar(file.partitions[name], pa.string()).cast(self.partition_types[name])
                 data = data.append_column(name, pa.repeat(value, data.num_rows))
             elif name in self.problems and name not in data.schema.names:
                 data = data.append_column(name, pa.nulls(data.num_rows, pa.string()))
@@ -327,4 +328,4 @@ def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None
         return None
     if len(rows) == data.num_rows:
         return RowBatch(rows, data)
-    return RowBatch(rows, data.take(pa.array([row - start for row in rows])))
+    return RowBatch(rows, data.take(arrow_array([row - start for row in rows], pa.int64())))

@@ -61,6 +61,11 @@ def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(kind, len(values), [nulls, pa.py_buffer(numbers)])
 
 
+def arrow_scalar(value: Any, kind: pa.DataType) -> pa.Scalar[Any]:
+    """Return a value for `pyarrow.compute`; as a plain one, or by `pa.scalar`, it would import pandas."""
+    return arrow_array([value], kind)[0]
+
+
 def _vectors(values: Sequence[bytes | None], kind: pa.FixedSizeListType[Any, Any]) -> pa.Array:
     """Return the numbers of vectors, whose bytes are as they stand in the array, one vector after another."""
     empty = bytes(kind.list_size * kind.value_type.bit_width // 8)

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from batchrunner.core.types import LEFT_OUT, Outcome
 from batchrunner.job.output import CUT, OF_TEXTS, SAMPLE
+from batchrunner.output.arrow_arrays import arrow_scalar
 from batchrunner.output.check_counts import CheckCounts
 from batchrunner.output.columns import has_texts, is_exploded
 from batchrunner.output.failures import MOST_GROUPS, OTHER, Failures
@@ -19,6 +20,7 @@ COUNTED_COLUMNS = [
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
 ]
 """Columns of every part that RowCounts.add_table reads."""
+_NONE = arrow_scalar(0, pa.int64())
 UNKNOWN = "unknown"
 """The finish reason of an answer that has none."""
 
@@ -85,13 +87,13 @@ class RowCounts:
         ):
             self.failures.add(row, error)
         ok = rows.filter(pc.is_null(rows.column("error")))
-        sent = rows.filter(pc.greater(rows.column("attempts"), 0))
+        sent = rows.filter(pc.greater(rows.column("attempts"), _NONE))
         self.failed += failed.num_rows
         self.ok += ok.num_rows
         self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
         self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
         self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0
-        self.duplicates += pc.sum(pc.equal(ok.column("attempts"), 0)).as_py() or 0
+        self.duplicates += pc.sum(pc.equal(ok.column("attempts"), _NONE)).as_py() or 0
         if "completion_tokens" in rows.column_names:
             self._add_texts(samples)
 
@@ -102,7 +104,7 @@ class RowCounts:
         left_out = _rows_with(LEFT_OUT, ok_samples)
         self.left_out += left_out
         self.duplicates -= left_out
-        sent_samples = samples.filter(pc.greater(samples.column("attempts"), 0))
+        sent_samples = samples.filter(pc.greater(samples.column("attempts"), _NONE))
         self.output_tokens += pc.sum(each_sample(sent_samples.column("completion_tokens"))).as_py() or 0
         for found in pc.value_counts(each_sample(ok_samples.column("finish_reason"))).to_pylist():
             is_left_out = found["values"] == LEFT_OUT  # such a row has no samples
@@ -129,17 +131,17 @@ def _first_samples(rows: pa.Table) -> pa.Table:
     """Return the rows without those of further samples."""
     if SAMPLE not in rows.column_names:
         return rows
-    return rows.filter(pc.equal(pc.fill_null(rows.column(SAMPLE), 0), 0))
+    return rows.filter(pc.equal(pc.coalesce(rows.column(SAMPLE), _NONE), _NONE))
 
 
 def _rows_with(reason: str, rows: pa.Table) -> int:
     """Return how many rows have a finish reason, those of several samples once."""
-    column = rows.column("finish_reason")
+    column, wanted = rows.column("finish_reason"), arrow_scalar(reason, pa.string())
     if SAMPLE in rows.column_names:
-        return pc.count_distinct(rows.filter(pc.equal(column, reason)).column("row")).as_py() or 0
+        return pc.count_distinct(rows.filter(pc.equal(column, wanted)).column("row")).as_py() or 0
     if not pa.types.is_list(column.type):
-        return pc.sum(pc.equal(column, reason)).as_py() or 0
-    found = pc.equal(pc.list_flatten(column), reason)
+        return pc.sum(pc.equal(column, wanted)).as_py() or 0
+    found = pc.equal(pc.list_flatten(column), wanted)
     return len(pc.unique(pc.filter(pc.list_parent_indices(column), found)))
 
 

@@ -85,7 +85,8 @@ def _input_rows(file: Path) -> int:
     """Return how many rows of the input a merged file has: each is in one file, with all its samples."""
     if SAMPLE not in pq.read_schema(file).names:
         return int(pq.read_metadata(file).num_rows)
-    return distinct_rows(pq.read_table(file, columns=["row"]))
+    with pq.ParquetFile(file) as merged:
+        return distinct_rows(merged.read(columns=["row"]))
 
 
 def export_run(run: str | Path, file: str, *, form: str | None, force: bool) -> MergedRun:

@@ -5,6 +5,8 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchrunner.output.arrow_arrays import arrow_scalar
+
 LONGEST_S = 0.2
 """Seconds after which a search is given up: rows wait for it."""
 
@@ -29,7 +31,7 @@ class Pattern:
     def is_in(self, text: str) -> bool:
         """Tell whether a text contains a match; raises PatternTimeoutError after LONGEST_S seconds."""
         if self.is_linear:
-            given = pa.scalar(text.encode("utf-8", "replace").decode(), pa.string())
+            given = arrow_scalar(text, pa.string())
             return bool(pc.match_substring_regex(given, self.text).as_py())
         import regex  # noqa: PLC0415 - only for such expressions; `re` has no time limit
 
@@ -42,7 +44,7 @@ class Pattern:
 @lru_cache(1024)
 def _is_linear(pattern: str) -> bool:
     try:
-        pc.match_substring_regex(pa.scalar("", pa.string()), pattern)
+        pc.match_substring_regex(arrow_scalar("", pa.string()), pattern)
     except pa.ArrowInvalid:
         return False
     return True

@@ -21,6 +21,7 @@ from batchrunner.core.row_set import from_column
 from batchrunner.input.files import first_line
 from batchrunner.input.formats.base import READ_BUFFER_BYTES, batch_rows
 from batchrunner.input.row_reader import RowBatch
+from batchrunner.output.arrow_arrays import arrow_array
 
 _ABOUT = b"batchrunner"
 """Key of `about` in the Parquet metadata."""
@@ -95,7 +96,7 @@ class SortedCopy:
             kept = [at for at, row in enumerate(rows) if row in wanted]
             if kept:
                 columns = data.select(data.schema.names[:-1])
-                picked = columns if len(kept) == len(rows) else columns.take(pa.array(kept))
+                picked = columns if len(kept) == len(rows) else columns.take(arrow_array(kept, pa.int64()))
                 yield RowBatch([rows[at] for at in kept], picked)
 
 

@@ -128,7 +128,7 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals
     """Give duckdb the view `results` with each row once; the values of samples are always lists."""
     schema = pq.read_schema(parts[0]) if parts else journals[0].schema
     read = _columns(schema)
-    empty = pa.schema([schema.field(name) for name in read]).empty_table()
+    empty = pa.Table.from_batches([], pa.schema([schema.field(name) for name in read]))
     connection.register("journals", pa.concat_tables(journals or [empty]))
     names = ", ".join(read)
     # where the values count that all samples of a row have in common
