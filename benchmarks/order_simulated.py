@@ -259,7 +259,7 @@ class AsTheRunner:
         work = sample.payload
         work.prefix_ready_at = min(work.prefix_ready_at, self._fleet.now)
         seen = Completion([], [], [sample.outputs], sample.prompt_tokens, sample.cached_tokens)
-        self._reorderer.record(work, seen)
+        self._reorderer.record(work, seen, sample.outputs)
 
 
 def text_of(row: Row) -> str:

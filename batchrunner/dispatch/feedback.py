@@ -40,14 +40,17 @@ class Feedback:
 
     def answered(self, row: PendingRow, route: str, completion: Completion | None, now: float) -> None:
         """Record a row that the engine ended; a row that it refused has no completion."""
-        self._totals.add(route, completion)
-        self._limits.ended(route, completion.retractions if completion else 0, now)
-        if completion:  # a row that was refused has not waited in the queue
-            self._gauges.ended(route, row.sent_at, now)
-            prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens
-            own_tokens = 0 if cached is None else max(0, prompt - cached)
-            self._limits.row_tokens.add(own_tokens, completion.output_tokens)
-        change = self._reorderer.record(row, completion) if completion else None
+        if completion is None:  # a row that was refused has not waited in the queue
+            self._limits.ended(route, 0, now)
+            return
+        output_tokens = completion.output_tokens
+        self._totals.add(route, output_tokens, completion.retractions)
+        self._limits.ended(route, completion.retractions, now)
+        self._gauges.ended(route, row.sent_at, now)
+        prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens
+        own_tokens = 0 if cached is None else max(0, prompt - cached)
+        self._limits.row_tokens.add(own_tokens, output_tokens)
+        change = self._reorderer.record(row, completion, output_tokens)
         if change is not None:
             self._events.write("lead", **asdict(change))
 

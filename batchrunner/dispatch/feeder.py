@@ -67,8 +67,8 @@ class Feeder:
                 if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
                     await self._backlog.end(row, request)
                 else:
-                    unencoded = row.request._replace(images=request.images)
-                    row.unencoded = unencoded if self._keeps_prompts else None
+                    if self._keeps_prompts:
+                        row.unencoded = row.request._replace(images=request.images)
                     row.request = request
                     self._backlog.add(row)
             self._backlog.wake_dispatcher()

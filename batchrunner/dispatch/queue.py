@@ -184,13 +184,14 @@ class Backlog:
         row = self._queue.take(route) if degree is None else self._poison.take(degree)
         if not self._queue.is_full:
             self._room.set()
-        if row is not None:
+        if row is not None and row.request.images:
             self._image_bytes += row.request.image_bytes
         return row
 
     def came_back(self, row: PendingRow) -> None:
         """Record that an attempt of a row is over."""
-        self._image_bytes -= row.request.image_bytes
+        if row.request.images:
+            self._image_bytes -= row.request.image_bytes
         if row.deaths:
             self._poison.came_back(row.deaths)
 

@@ -3,8 +3,6 @@
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from batchrunner.core.types import Completion
-
 SPAN_S = 30.0
 """Seconds over which a rate is taken."""
 
@@ -44,12 +42,11 @@ class RouteTotals:
         """Output tokens on all routes."""
         return self._tokens.total()
 
-    def add(self, route: str, completion: Completion | None) -> None:
-        """Add an answer; one without a completion adds nothing."""
-        if completion is not None:
-            if completion.retractions:
-                self._retractions[route] += completion.retractions
-            self._tokens[route] += completion.output_tokens
+    def add(self, route: str, output_tokens: int, retractions: int) -> None:
+        """Add an answer, and how often its row was retracted."""
+        self._tokens[route] += output_tokens
+        if retractions:
+            self._retractions[route] += retractions
 
     def sample(self, now: float) -> dict[str, dict[str, float]]:
         """Return the output tokens a second over the last 30 s, and the retractions so far, by route."""

@@ -113,6 +113,9 @@ class Renderer:
         self._carried = list(source.columns)
         self._carried_names = source.carried_names
         self._problems = dataset.problems
+        per_row = (self._tools, self._images, self._for_check, self._items.columns)
+        is_same = not (any(per_row) or isinstance(self._lora, FromColumn))
+        self._same = self._rest({}) if is_same else None  # for all rows: made once, not for each
         self.columns = sorted({*self._used, *self._carried, *self._problems})
         for name in self._used:
             dataset.field(name, where="prompt")
@@ -148,7 +151,7 @@ class Renderer:
             if problem := row.pop(name):
                 raise RowRefusedError(problem)
         for value in row.values():
-            if isinstance(value, UnreadableValue):
+            if type(value) is UnreadableValue:
                 raise RowRefusedError(value.reason)
         if self.predicate is not None:
             self.predicate(row)  # raises the error of a row on which the filter fails: such rows are selected
@@ -163,21 +166,17 @@ class Renderer:
         if self._per_row:
             own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
             sampling = {**sampling, **{name: _sendable(name, value) for name, value in own.items()}}
+        rest = self._rest(row, images) if self._same is None else self._same
+        return Request(ref, self._request_kind, prompt, sampling, *rest)
+
+    def _rest(self, row: Row, images: tuple[PromptImage, ...] = ()) -> tuple[Any, ...]:
+        """Return the fields of a request after its sampling, in order."""
         lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
-        return Request(
-            ref,
-            self._request_kind,
-            prompt,
-            sampling,
-            lora,
-            self._chat_template_kwargs,
-            continues=self._continues,
-            asks=self._asks,
-            row={name: row[name] for name in self._for_check} if self._for_check else None,
-            task=self._task,
-            tools=None if self._tools is None else self._tools.of(row),
-            images=images,
-            items=self._items.of(row),
+        for_check = {name: row[name] for name in self._for_check} if self._for_check else None
+        tools = None if self._tools is None else self._tools.of(row)
+        return (
+            *(lora, self._chat_template_kwargs, None, self._continues, self._asks, for_check),
+            *(self._task, tools, images, self._items.of(row)),
         )
 
 

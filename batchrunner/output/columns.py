@@ -242,7 +242,9 @@ def table_of(
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
 
     def per_sample(values: Sequence[Any]) -> list[Any]:
-        if samples == 1 or explode:
+        if samples == 1 and not explode:
+            return [value[0] for value in values]
+        if explode:
             return [value[n or 0] for value, (_, n) in zip(values, rows, strict=True)]
         return [value if completion else None for value, completion in zip(values, completions, strict=True)]
 

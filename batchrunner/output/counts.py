@@ -112,8 +112,9 @@ class RowCounts:
 
     def _count_reason(self, reason: str, count: int) -> None:
         """Count a finish reason; a server that makes up ever new ones does not fill the memory."""
-        is_new = reason not in self.finish_reasons and len(self.finish_reasons) >= MOST_GROUPS
-        self.finish_reasons[OTHER if is_new else reason] += count
+        if reason not in self.finish_reasons and len(self.finish_reasons) >= MOST_GROUPS:
+            reason = OTHER
+        self.finish_reasons[reason] += count
 
     def include(self, other: RowCounts) -> None:
         """Add the counts of other rows."""

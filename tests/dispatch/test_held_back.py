@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
-from batchrunner.core.types import Completion
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.held_back import HoldingBack
 from batchrunner.dispatch.route_totals import RouteTotals
@@ -22,8 +21,6 @@ from batchrunner.output.events import EventLog
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-ANSWER = Completion(["x"], ["length"], [100], 10, 0)
 
 
 class OpenLog(NamedTuple):
@@ -71,7 +68,7 @@ class Run:
 
     def answers(self, rows: int, retractions: int) -> None:
         for index in range(rows):
-            self.totals.add("engine", ANSWER._replace(retractions=int(index < retractions)))
+            self.totals.add("engine", output_tokens=100, retractions=int(index < retractions))
             self.limits.row_tokens.add(10, 100)
 
     def changes(self) -> list[tuple[float, bool]]:

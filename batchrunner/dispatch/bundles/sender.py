@@ -18,8 +18,8 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, Request, RequestBody
-from batchrunner.dispatch.bundles.pass_size import PassSize
+from batchrunner.core.types import Completion, Request
+from batchrunner.dispatch.bundles.pass_size import PassSize, prompt_tokens
 from batchrunner.dispatch.bundles.size import SHORT_TOKENS, BundleSize
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.forward_passes import ForwardPasses
@@ -29,7 +29,6 @@ from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
 
-CHARACTERS_A_TOKEN = 4
 MOST_REFUSALS = 32
 """Bundles that an engine may refuse before it has answered any; then it gets no more."""
 
@@ -92,8 +91,8 @@ class RequestSize(Protocol):
     def rows(self, outstanding: int) -> int:
         """Return the most rows of a request while so many are in flight; 0 and 1 are one row."""
 
-    def taken(self, tokens: int) -> None:
-        """Count a row that may share a request, with the tokens of its prompt."""
+    def taken(self, request: Request) -> None:
+        """Count a row that may share a request."""
 
     def ended(self, now: float) -> None:
         """Count a row that ended `now`, in seconds of the monotonic clock."""
@@ -130,11 +129,10 @@ class BundleSender:
         """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
         self._outstanding += 1
         try:
-            tokens = _tokens(request)
-            self._size.taken(tokens)
+            self._size.taken(request)
             most = self._size.rows(self._outstanding)
             if most > 1 and not alone and self._may_share(request):
-                completion = await self._share(request, tokens, most)
+                completion = await self._share(request, most)
                 if completion is not None:
                     return completion
             self._totals.add(1)
@@ -158,8 +156,8 @@ class BundleSender:
             self._events.write("bundles_off", route=self._route, why=why)
         return why is None
 
-    async def _share(self, request: Request, tokens: int, most: int) -> Completion | None:
-        loop = asyncio.get_running_loop()
+    async def _share(self, request: Request, most: int) -> Completion | None:
+        loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
         most_tokens = self._size.most_tokens
         if self._filling and self._filling_tokens + tokens > most_tokens:
@@ -271,14 +269,6 @@ def bundle_senders(
         return BundleSender(engine, route, size, totals, events, one_by_one)
 
     return {route: sender(route) for route in info.routes}
-
-
-def _tokens(request: Request) -> int:
-    """Return the tokens of a prompt, a guess where it is a text."""
-    if isinstance(request.prompt, RequestBody):
-        return len(request.prompt.content) // CHARACTERS_A_TOKEN
-    length = len(request.prompt)
-    return length if request.kind == "input_ids" else length // CHARACTERS_A_TOKEN
 
 
 def why_alone(request: Request) -> str | None:

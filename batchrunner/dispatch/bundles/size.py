@@ -1,5 +1,7 @@
 """The size of a bundle: how many rows share a request, by the rows that end together. Pure: no clock."""
 
+from batchrunner.core.types import Request
+
 MOST_ROWS = 64
 """Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
 cost grows with the square of their number; from 16 rows on, more save little."""
@@ -40,7 +42,7 @@ class BundleSize:
         self._ended = 0  # rows of the bursts in this period that are over
         self._squares = 0  # sum of the squares of these bursts
 
-    def taken(self, tokens: int) -> None:
+    def taken(self, request: Request) -> None:
         """Do nothing: how long the prompts are does not matter."""
 
     def ended(self, now: float) -> None:

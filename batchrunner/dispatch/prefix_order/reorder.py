@@ -82,10 +82,10 @@ class Reorderer:
         """Return what report.json has under `sharing`."""
         return self._distance.as_dict() if self._distance is not None else {}
 
-    def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
-        """Learn from an answer; return how that changed the reuse distance."""
+    def record(self, row: PendingRow, completion: Completion, output_tokens: int) -> DistanceChange | None:
+        """Learn from an answer with so many tokens; return how that changed the reuse distance."""
         if self._lengths is not None:
-            self._lengths.record(row, completion.output_tokens)
+            self._lengths.record(row, output_tokens)
         return self._distance.record(row, completion) if self._distance is not None else None
 
     def reorder(self, source: RowSource) -> Iterator[list[PendingRow | PrimeTask | Outcome]]:

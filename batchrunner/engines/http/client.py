@@ -15,7 +15,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, Request, RequestBody
+from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.body_replies import completion_of_body
@@ -147,32 +147,40 @@ class SGLangClient:
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         request = self._checked(request)
-        assert self._names is not None
-        whole = isinstance(request.prompt, RequestBody)
-        bodies = (
-            [with_model(request.prompt, self._names.sent(request.prompt) or self._unnamed)]
-            if whole
-            else wire.bodies_of([request])
-        )
+        endpoint = self.endpoints[route]
+        if request.task is not None:
+            completion = await self._forward(request, endpoint)
+        else:
+            completion = await self._generate(request, endpoint)
+        if self._checks_answers:
+            await self.guard.confirm(endpoint.url)
+        if not self.guard.accepts(endpoint.url, completion.weights):
+            await self.guard.settle(endpoint.url)
+            await self.guard.check_answer(endpoint.url, completion.weights)
+        return completion
+
+    async def _generate(self, request: Request, endpoint: Endpoint) -> Completion:
         assert self._posts is not None
-        endpoint, path = self.endpoints[route], wire.path_of(request)
-        found = await self._posts.post_all(endpoint, path, bodies, self._key(request))
+        if request.kind == "body":
+            assert self._names is not None
+            body = with_model(request.prompt, self._names.sent(request.prompt) or self._unnamed)
+        else:
+            body = wire.bytes_of(wire.body_of(request))
+        reply = await self._posts.post(endpoint, wire.path_of(request), body, self._key(request))
+        if isinstance(reply, RequestError):
+            raise reply
+        if request.kind == "body":
+            return completion_of_body(request.prompt, reply)
+        return replies.completion_of(request, reply, self._detokenizer)
+
+    async def _forward(self, request: Request, endpoint: Endpoint) -> Completion:
+        assert self._posts is not None
+        assert request.task is not None
+        bodies = wire.bodies_of([request])
+        found = await self._posts.post_all(endpoint, request.task.path, bodies, self._key(request))
         if isinstance(found, RequestError):
             raise found
-        reply = found[0] if request.task is None else request.task.whole(found)
-        if whole:
-            completion = completion_of_body(request.prompt, reply)
-        elif request.task is not None:
-            completion = answer_of(request, reply)
-        else:
-            completion = replies.completion_of(request, reply, self._detokenizer)
-        url = self.endpoints[route].url
-        if self._checks_answers:
-            await self.guard.confirm(url)
-        if not self.guard.accepts(url, completion.weights):
-            await self.guard.settle(url)
-            await self.guard.check_answer(url, completion.weights)
-        return completion
+        return answer_of(request, request.task.whole(found))
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
         """Send several requests in one; see `Engine.generate_many`."""

@@ -98,12 +98,13 @@ def body_of(request: Request) -> dict[str, Any]:
 
 
 def bodies_of(requests: Sequence[Request]) -> list[bytes]:
-    """Return the bodies for one request, or for several of a task without decoding, as JSON.
+    """Return the bodies for requests of a task without decoding, as JSON.
 
     Each is sent when the one before is answered. Raises as `bytes_of`.
     """
     task = requests[0].task
-    return [bytes_of(body) for body in ([body_of(requests[0])] if task is None else task.steps(requests))]
+    assert task is not None
+    return [bytes_of(body) for body in task.steps(requests)]
 
 
 def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:

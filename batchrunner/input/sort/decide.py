@@ -7,9 +7,8 @@ that equal an earlier row, in input order and sorted. Bytes stand for tokens (se
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NamedTuple
 
 from pyroaring import BitMap64
@@ -80,7 +79,7 @@ def decide(
     rows: int,
     *,
     dedupe: bool = False,
-    keys: Sequence[Sequence[bytes]] | None = None,
+    keys: Sequence[Sequence[Hashable]] | None = None,
 ) -> OrderDecision:
     """Decide from the prompts of stretches of consecutive rows; `rows` is the number of all rows. Pure.
 
@@ -158,7 +157,7 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
     return in_stretch / whole, min(1.0, (in_stretch + gained) / whole)
 
 
-def equal_fractions(keys: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
+def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[float, float]:
     """Return the fractions of all rows that equal an earlier row, in input order and sorted.
 
     Rows are equal if their keys are. If the sample is not the whole input, the second fraction is
@@ -188,7 +187,8 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     before, stretch_before = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(before, prompt)
-        last = [min(shared, other) for other in last]
+        if shared < max(last):  # else no minimum is another
+            last = [min(shared, other) for other in last]
         last[stretch_before] = shared
         yield last[stretch], max(last[:stretch] + last[stretch + 1 :])
         before, stretch_before = prompt, stretch
@@ -197,7 +197,7 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
 class _SampledRow(NamedTuple):
     prompt: bytes
     """Empty where the row cannot be rendered."""
-    key: bytes
+    key: Hashable
     """The same for rows that share an answer."""
 
 
@@ -206,19 +206,24 @@ def _sampled(
 ) -> list[_SampledRow]:
     found: list[_SampledRow] = []
     size = 0
+    sampling, text = None, ""
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
-            prompt = prompt_bytes(item) if isinstance(item, Request) else b""
-            found.append(_SampledRow(prompt, _key_of(item, prompt)))
+            if isinstance(item, Outcome):
+                found.append(_SampledRow(b"", item.ref.row))
+                continue
+            if item.sampling is not sampling:  # nearly always all rows have the same one
+                sampling, text = item.sampling, repr(item.sampling)
+            prompt = prompt_bytes(item)
+            found.append(_SampledRow(prompt, _key_of(item, prompt, text)))
             size += len(prompt)
         if size >= STRETCH_BYTES or time.monotonic() > ends_at:
             break
     return found
 
 
-def _key_of(item: Request | Outcome, prompt: bytes) -> bytes:
+def _key_of(request: Request, prompt: bytes, sampling: str) -> Hashable:
     """Return what is the same for rows that share an answer: at temperature 0, all that is sent."""
-    if isinstance(item, Outcome) or item.sampling.get("temperature") != 0:
-        return b"%d" % item.ref.row
-    sent = repr((item.sampling, item.row)).encode(errors="surrogatepass")
-    return blake2b(sent + prompt, digest_size=16).digest()
+    if request.sampling.get("temperature") != 0:
+        return request.ref.row
+    return prompt, sampling, repr(request.row) if request.row else ""

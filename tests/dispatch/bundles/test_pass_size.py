@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from batchrunner.dispatch.bundles.pass_size import LISTS, MOST_ROWS, PassSize
 from batchrunner.dispatch.forward_passes import ForwardPasses
+from tests.support.prompts import request
 
 
 def test_a_list_has_a_pass_or_a_quarter_of_the_rows_in_flight() -> None:
@@ -19,6 +20,6 @@ def test_rows_that_are_taken_tell_how_many_a_pass_holds() -> None:
     """The queue's band is made of their tokens."""
     passes = ForwardPasses(1000)
     size = PassSize(passes)
-    for _ in range(50):
-        size.taken(10)
+    for row in range(50):
+        size.taken(request(row, "x" * 40))  # of about 10 tokens
     assert passes.rows(None) == 100

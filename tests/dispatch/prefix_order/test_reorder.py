@@ -280,7 +280,7 @@ def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
     assert rows_of(works) == list(range(40))
     for work in works:
         length = 90 if work.request.ref.row % 2 else 3
-        by.record(work, Completion(["x"], ["stop"], [length], 100, 0))
+        by.record(work, Completion(["x"], ["stop"], [length], 100, 0), length)
     works, _, _ = arranged(by, [batch[40:]])
     assert rows_of(works) == [41, 43, 40, 42]
 
