@@ -16,6 +16,7 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ TICK_S = 0.05
 """A row's successor is on its way for half of this on average."""
 POLL_S = 0.25
 LOST_POLLS = 0.05
+ROWS_SEEN = 256
+"""Rows whose prompts are known before the run, as from the sample that the order is decided by."""
 MAX_RUNNING, KV_TOKENS = 4096, 440_000
 """Limits on an 80 GB card: SGLang's own, and the tokens that 8B parameters in bf16 leave room for at 0.83."""
 WINDOWS = (256, 1024, 4096, 1_000_000)
@@ -103,10 +106,12 @@ def run(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     samples = (SimulatedRequest(*row) for row in rows_of(case))
     config = SchedulerConfig(MAX_RUNNING, KV_TOKENS)
-    _, _, most, _ = next(rows_of(case))  # the job's, the same for all rows
+    first = list(islice(rows_of(case), ROWS_SEEN))
+    most = first[0][2]  # the job's, the same for all rows
     fleet = Fleet(
         samples, case.rows, config, case.replicas,
         window=case.window, late_s=case.late_s, max_new_tokens=most,
+        prompt_tokens=sum(row[0] for row in first) / len(first),
     )  # fmt: skip
     fleet.run()
     return {**fleet.totals(), "took_s": round(time.perf_counter() - began, 1), **fleet.seen.as_dict()}
@@ -125,10 +130,11 @@ class Fleet:
         window: int | None = None,
         late_s: float = 0.0,
         max_new_tokens: int | None = None,
+        prompt_tokens: float | None = None,
         ended: Callable[[SimulatedRequest], None] = lambda _: None,
     ) -> None:
-        """`window` is a fixed one per replica; gauges are told `late_s` late; `max_new_tokens` is the job's;
-        `ended` learns of each end.
+        """`window` is a fixed one per replica; gauges are told `late_s` late; `max_new_tokens` is the job's,
+        `prompt_tokens` what is known of its prompts before the first is sent; `ended` learns of each end.
         """
         self._samples = samples
         self._count = rows
@@ -139,7 +145,11 @@ class Fleet:
         fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
         self._admission = ConcurrencyLimits(
-            info, QueueBand(100, 2000), tokens_a_row(max_new_tokens), most=sys.maxsize, fixed=fixed
+            info,
+            QueueBand(100, 2000),
+            tokens_a_row(max_new_tokens, prompt_tokens),
+            most=sys.maxsize,
+            fixed=fixed,
         )
         self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=rows)
         self._gate = Slots(self._admission.windows)

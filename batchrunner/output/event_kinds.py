@@ -48,6 +48,7 @@ EVENTS = {
             "sorted_share": "The same for sorted rows.",
             "input_equal": "Fraction of rows that get the answer of an equal row in input order.",
             "sorted_equal": "The same for sorted rows.",
+            "prompt_bytes": "Bytes of a prompt on average, 4 for a token id; null without a sample.",
         },
     ),
     "tokenize": EventKind(

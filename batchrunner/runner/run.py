@@ -70,7 +70,10 @@ async def build_run(
     earlier_starts, earlier_s = attempts_in(run_dir.events)
     _write_start(prepared, attempt, info, events)
     decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
-    windows = await open_windows(job, engine, info, unsent=rows.unread, now=began, decodes=decodes)
+    own_bytes = attempt.order.own_bytes(caches_prefixes=info.caches_prefixes)
+    windows = await open_windows(
+        job, engine, info, unsent=rows.unread, now=began, decodes=decodes, prompt_bytes=own_bytes
+    )
     schema = await asyncio.to_thread(_schema, prepared, info)
     writer = ResultWriter(
         run_dir,

@@ -20,7 +20,12 @@ from batchrunner.dispatch.checks.python_check import judges_by_row, python_check
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import MOST_FORWARD_PER_S, QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.concurrency.window import cost_of_connections, tokens_a_row
+from batchrunner.dispatch.concurrency.window import (
+    BYTES_A_TOKEN,
+    BYTES_AN_ID,
+    cost_of_connections,
+    tokens_a_row,
+)
 from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.feeder import Feeder
@@ -83,17 +88,27 @@ class Windows:
 
 
 async def open_windows(
-    job: Job, engine: Engine, info: EngineInfo, *, unsent: int, now: float, decodes: bool = True
+    job: Job,
+    engine: Engine,
+    info: EngineInfo,
+    *,
+    unsent: int,
+    now: float,
+    decodes: bool = True,
+    prompt_bytes: float | None = None,
 ) -> Windows:
     """Return the first windows of an open engine, by its load `now`, for so many unsent rows.
 
-    Tell whether it `decodes`, as far as the job's task does not say.
+    Tell whether it `decodes`, as far as the job's task does not say, and how many bytes of a prompt it
+    computes on average, where that is known.
     """
+    bytes_a_token = BYTES_A_TOKEN if job.prompt.input_ids is None else BYTES_AN_ID
+    prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
     passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
     limits = ConcurrencyLimits(
         info,
         QueueBand(*job.queue),
-        tokens_a_row(_most_new_tokens(job)),
+        tokens_a_row(_most_new_tokens(job), prompt_tokens),
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,
         passes=passes,

@@ -9,6 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
 import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency import corners
@@ -20,8 +24,6 @@ from tests.support.launchable import launchable
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.support.fake_sglang import Behaviour
 
 
@@ -46,6 +48,22 @@ def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
         assert "max_running_requests 32, and 12 waiting" in first["reason"]
         assert "12-250 (scaled down: the scheduler runs 32 at once)" in first["reason"]
         assert all(change["reason"] and change["state"] for change in later)
+
+
+@pytest.mark.parametrize(
+    ("ids", "order", "window"), [(8, "auto", 1024 + 100), (400, "auto", 49 + 100), (400, "input", 75 + 100)]
+)
+def test_the_first_window_is_by_the_prompts(tmp_path: Path, ids: int, order: str, window: int) -> None:
+    """The sample that decides the order says how many rows the KV pool holds; without it prompts have 256."""
+    prompts = [[1000 * row + place for place in range(ids)] for row in range(20)]
+    pq.write_table(pa.table({"ids": prompts}), tmp_path / "ids.parquet")
+    with FakeSGLang(max_running=1024) as server:  # its pool has 20,000 tokens
+        job = job_of(tmp_path, server, order=order, prompt={"input_ids": "ids"})
+        job |= {"input": {"path": str(tmp_path / "ids.parquet")}, "sampling": {"max_new_tokens": 16}}
+        batchrunner.run(job)
+        assert events_of(job, "window")[0]["new"] == window
+        known = {"auto": 4.0 * ids, "input": None}[order]
+        assert events_of(job, "order")[0]["prompt_bytes"] == known
 
 
 def test_the_queue_is_held_and_reported(tmp_path: Path) -> None:

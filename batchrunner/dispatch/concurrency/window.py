@@ -5,14 +5,22 @@ from batchrunner.core.engine_info import EngineInfo
 UNKNOWN_ENGINE_WINDOW = 256
 """First window for an engine that does not say how many requests it runs."""
 TYPICAL_PROMPT_TOKENS = 256
+"""Assumed where no prompts were read before the run."""
 TYPICAL_MAX_NEW_TOKENS = 512
 """Assumed if the job sets no `max_new_tokens`, or takes it from a column."""
+BYTES_A_TOKEN, BYTES_AN_ID = 3, 4
+"""Bytes of a prompt that stand for a token, of a text and of token ids. Of a text few: too many rows at the
+start cost more than too few."""
 
 
-def tokens_a_row(max_new_tokens: int | None) -> int:
-    """Return the KV tokens that a row holds on average while it runs: its prompt and half its output."""
+def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:
+    """Return the KV tokens that a row holds on average while it runs: its prompt and half its output.
+
+    `prompt_tokens` are those that no other row has in the prefix cache.
+    """
+    prompt = TYPICAL_PROMPT_TOKENS if prompt_tokens is None else max(1, round(prompt_tokens))
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    return TYPICAL_PROMPT_TOKENS + output // 2
+    return prompt + output // 2
 
 
 def cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:

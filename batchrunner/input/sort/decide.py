@@ -53,9 +53,18 @@ class OrderDecision:
     """Fraction of rows that get the answer of an equal row in input order."""
     sorted_equal: float = 0.0
     """The same for sorted rows."""
+    prompt_bytes: float | None = None
+    """Bytes of a prompt on average, 4 for a token id; None without a sample."""
 
     def __str__(self) -> str:
         return f"order: {self.order} ({self.why})"
+
+    def own_bytes(self, *, caches_prefixes: bool) -> float | None:
+        """Return the bytes of a prompt that the engine computes, on average; None without a sample."""
+        shared = self.sorted_share if self.order == "prefix" else self.input_share
+        if self.prompt_bytes is None or shared is None:
+            return None
+        return self.prompt_bytes * (1 - shared) if caches_prefixes else self.prompt_bytes
 
 
 def decide_by_sample(
@@ -99,8 +108,16 @@ def decide(
     else:
         order = "input"
         why = f"{unsorted:.0%} of the prompt tokens can come from the cache; sorting would not raise that"
+    size = sum(len(prompt) for stretch in sample for prompt in stretch)
     return OrderDecision(
-        order, why, sampled, round(unsorted, 4), round(best, 4), round(equal, 4), round(most_equal, 4)
+        order,
+        why,
+        sampled,
+        input_share=round(unsorted, 4),
+        sorted_share=round(best, 4),
+        input_equal=round(equal, 4),
+        sorted_equal=round(most_equal, 4),
+        prompt_bytes=round(size / sampled, 1) if sampled else None,
     )
 
 
