@@ -289,7 +289,7 @@ def test_all_lines_may_fail(server: FakeSGLang, tmp_path: Path) -> None:
 GOOD = request_of(0)
 BAD = {
     "not JSON": ('{"custom_id": "a", ', "not valid JSON"),
-    "not an object": ("[1, 2]", "not a JSON object"),
+    "not an object": ("[1, 2]", "not a JSON object (got [1, 2]); jq -c '.[]' makes lines of an array"),
     "not UTF-8": ('{"custom_id": "\udcff"}', "not UTF-8"),
     "no custom_id": ({**GOOD, "custom_id": None}, "custom_id should be a text"),
     "a number": ({**GOOD, "custom_id": 7}, "custom_id should be a text that names the request (got 7)"),

@@ -77,7 +77,8 @@ def _decoded(text: bytes) -> _Line:
     except UnicodeDecodeError as failure:
         problem = f"byte {failure.start + 1} is not UTF-8: write the file as UTF-8"
     except msgspec.ValidationError:
-        problem = f"not a JSON object (got {_shown(text)})"
+        way_out = "; jq -c '.[]' makes lines of an array" if text[:1] == b"[" else ""
+        problem = f"not a JSON object (got {_shown(text)}){way_out}"
     except msgspec.DecodeError as failure:
         problem = f"not valid JSON: {failure} (got {_shown(text)})"
     except RecursionError:

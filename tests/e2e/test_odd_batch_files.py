@@ -1,0 +1,142 @@
+"""Batch files as people have them: odd encodings, odd bodies, huge lines, results in odd places."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from tests.conftest import batchrun
+from tests.e2e.test_batch_files import SIMULATED, Batch, lines_of, request_of
+from tests.support.raw_answers import OnWire
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang, Sent
+
+LINES = [json.dumps(request_of(number)).encode() for number in range(3)]
+
+
+def zstd(content: bytes) -> bytes:
+    """Compress with Zstandard."""
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+WRITTEN: dict[str, bytes] = {
+    "bom.jsonl": b"\xef\xbb\xbf" + b"\n".join(LINES),
+    "crlf.jsonl": b"\r\n".join(LINES) + b"\r\n",
+    "blank.jsonl": b"\n\n \t\n" + b"\n\n\n".join(LINES) + b"\n \n",
+    "packed.jsonl.gz": gzip.compress(b"\n".join(LINES)),
+    "packed.jsonl.zst": zstd(b"\n".join(LINES)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_files_that_other_programs_write(tmp_path: Path, server: FakeSGLang, name: str) -> None:
+    """Byte order marks, Windows line ends, blank lines and compression change nothing."""
+    batch = Batch(tmp_path, [])
+    batch.requests = tmp_path / name
+    batch.requests.write_bytes(WRITTEN[name])
+    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    assert [line["custom_id"] for line in lines_of(batch.results)] == [f"request-{n}" for n in range(3)]
+    assert lines_of(batch.errors) == []
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "utf16.jsonl": ("\n".join(map(bytes.decode, LINES)).encode("utf-16"), "is UTF-16: write it as UTF-8"),
+    "blank.jsonl": (b"\n \n", "no rows"),
+    "empty.jsonl.gz": (gzip.compress(b""), "no rows"),
+    "plain.jsonl.gz": (LINES[0], "not a readable JSON Lines file"),
+    "cut.jsonl.gz": (gzip.compress(b"\n".join(LINES * 50))[:-20], "not a readable JSON Lines file"),
+    "array.jsonl": (b"[" + b",".join(LINES) + b"]", "jq -c '.[]' makes lines of an array"),
+    "pretty.jsonl": (b"[\n" + b",\n".join(LINES) + b"\n]", "line 1: not a JSON object (got [); jq -c"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_files_that_hold_no_requests(tmp_path: Path, name: str) -> None:
+    """One line says so, and nothing is written."""
+    content, told = BROKEN[name]
+    batch = Batch(tmp_path, [])
+    batch.requests = tmp_path / name
+    batch.requests.write_bytes(content)
+    result = batch.do()
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert told in result.stderr
+    assert not batch.run.exists()
+
+
+def test_a_huge_line_and_a_long_custom_id(tmp_path: Path, server: FakeSGLang) -> None:
+    """They go in and come out as any other."""
+    long_id, long_text = "i" * 1_000_000, "x " * 5_000_000
+    lines = [request_of(0), {**request_of(1), "custom_id": long_id}, request_of(2)]
+    lines[2]["body"]["messages"][0]["content"] = long_text
+    batch = Batch(tmp_path, lines)
+    assert batch.do(engine=server).exit_code == 0
+    assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", long_id, "request-2"]
+    assert [line["error"] for line in lines_of(batch.results)] == [None] * 3
+    assert long_text in {sent.prompt for sent in server.sent}
+
+
+def test_bodies_that_the_server_does_not_take(tmp_path: Path, server: FakeSGLang) -> None:
+    """Each is sent as it is, and what the server says is its line's error; the others are answered."""
+    bodies: list[dict[str, Any]] = [
+        {"frobnicate": {"a": [1, None]}}, {"n": 0}, {"n": "x"}, {"logprobs": 5}, {"max_tokens": "a"},
+        {"temperature": 10**30}, {"tools": 5}, {"n": 2, "logprobs": True, "stream": True},
+    ]  # fmt: skip
+    refusal = b'{"object":"error","message":"no such value","type":"BadRequestError","param":null,"code":400}'
+
+    def script(sent: Sent) -> Any:
+        if int(sent.prompt.split()[1]) in {0, 7}:
+            return "answer"
+        head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(refusal)
+        return OnWire(head + refusal)
+
+    server.script = script
+    batch = Batch(tmp_path, [request_of(number, **body) for number, body in enumerate(bodies)])
+    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    for sent in server.sent:
+        given = dict(bodies[int(sent.prompt.split()[1])])
+        given.pop("stream", None)
+        assert {name: sent.body[name] for name in given} == given
+    assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", "request-7"]
+    assert len(lines_of(batch.results)[1]["response"]["body"]["choices"]) == 2
+    failed = lines_of(batch.errors)
+    assert [line["custom_id"] for line in failed] == [f"request-{number}" for number in range(1, 7)]
+    assert {line["response"]["body"]["error"]["message"] for line in failed} == {"no such value"}
+
+
+def test_results_among_the_files_of_a_run(tmp_path: Path) -> None:
+    """They are refused: who reads the parts would stumble over them."""
+    batch = Batch(tmp_path, [request_of(0)])
+    assert batch.do().exit_code == 0
+    before = sorted(tmp_path.rglob("*"))
+    inside = batch.run / "parts" / "errors.jsonl"
+    for wrong in (
+        batch.do("--errors", inside),
+        batchrun("batch", batch.requests, "-o", inside, *SIMULATED),
+    ):
+        assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
+        assert f"{inside}: lies in the output path of a run, {batch.run}" in wrong.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_published_again(tmp_path: Path) -> None:
+    """Results that were deleted or changed since are those of the run again; errors may go elsewhere."""
+    batch = Batch(tmp_path, [request_of(number) for number in range(4)])
+    batch.requests.write_text(batch.requests.read_text() + '{"custom_id": "bad"}\n')
+    assert batch.do("--skip-bad-lines").exit_code == 0
+    whole = batch.results.read_bytes()
+    batch.results.unlink()
+    assert batch.do("--skip-bad-lines").exit_code == 0
+    assert batch.results.read_bytes() == whole
+    batch.results.write_bytes(whole[:100])
+    assert batch.do("--skip-bad-lines", "--errors", batch.errors).exit_code == 0
+    assert batch.results.read_bytes() + batch.errors.read_bytes() == whole
