@@ -11,7 +11,9 @@ import pytest
 
 import batchrunner
 from tests.conftest import batchrun, batchrun_merge, job_of, results_of, write_job, write_rows
+from tests.support.fake_sglang import answer
 from tests.support.functions import write_module
+from tests.support.raw_answers import TOOL_CALL, Body
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,6 +146,67 @@ def test_a_checked_answer_may_be_a_call(tmp_path: Path, server: FakeSGLang) -> N
     assert batchrunner.run(job).exit_code == 0
     assert [row["tool_calls"] for row in results_of(job)] == [CALLS] * 2
     assert all(sent.body["tools"] == TOOLS for sent in server.sent)
+
+
+def test_a_chat_is_told_which_calls_were_not_good(tmp_path: Path, server: FakeSGLang) -> None:
+    """They stand in its answer as text: behind calls chat templates want their results."""
+    server.script = lambda sent: "tool call" if sent.tries == 1 else "answer"
+    check = {"expression": "finish_reason == 'stop'", "feedback": True}
+    assert batchrunner.run(job_of(tmp_path, server, rows=1, prompt=CHAT, check=check)).exit_code == 0
+    said = server.sent[1].body["messages"][1]
+    assert said["role"] == "assistant"
+    assert json.loads(said["content"]) == CALLS[0]["function"]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
+def test_a_call_that_was_cut_is_asked_for_anew(tmp_path: Path, server: FakeSGLang, choice: Any) -> None:
+    """The server's grammar would begin again after the first half of a call; a text goes on."""
+
+    def script(sent: Sent) -> Body:
+        reply = answer(sent, '[{"name": "get_')
+        choice = reply["choices"][0]
+        choice["finish_reason"] = "length"
+        if len(server.sent) > 1:
+            choice["finish_reason"] = "tool_calls"
+            choice["message"].update(content=None, tool_calls=[TOOL_CALL])
+        return Body(json.dumps(reply).encode())
+
+    server.script = script
+    sampling = {"tool_choice": choice, "max_new_tokens": 4}
+    job = job_of(tmp_path, server, rows=1, prompt=CHAT, sampling=sampling, on_length="continue")
+    assert batchrunner.run(job).exit_code == 0
+    (row,) = results_of(job)
+    assert (row["tool_calls"], row["attempts"]) == (CALLS, 2)
+    goes_on = choice == "auto"
+    assert row["output"] == ('[{"name": "get_' if goes_on else "")
+    assert [len(sent.body["messages"]) for sent in server.sent] == [1, 2 if goes_on else 1]
+    assert [sent.body["max_completion_tokens"] for sent in server.sent] == [4, 8]
+
+
+def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:
+    """Each has its calls, as a list or as a row."""
+
+    def script(sent: Sent) -> Body:
+        reply = answer(sent, "words")
+        reply["choices"][1].update(
+            finish_reason="tool_calls",
+            message={"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+        )
+        return Body(json.dumps(reply).encode())
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=1, prompt=CHAT, sampling={"n": 2})
+    assert batchrunner.run(job).exit_code == 0
+    (row,) = results_of(job)
+    assert (row["output"], row["tool_calls"]) == (["words", ""], [None, CALLS])
+    rejecting = {**job, "check": {"expression": "finish_reason == 'stop'", "tries": 1}}
+    rejecting["output"] = {**job["output"], "explode": True}
+    assert batchrunner.run(rejecting, fresh=True).exit_code == 3
+    rows = results_of(job)
+    assert [(row["sample"], row["output"], row["tool_calls"]) for row in rows] == [
+        (0, "words", None), (1, "", CALLS),
+    ]  # fmt: skip
+    assert {row["error"].partition(":")[0] for row in rows} == {"sample 1"}  # of the row
 
 
 def test_tools_of_a_program(server: FakeSGLang) -> None:

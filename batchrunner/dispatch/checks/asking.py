@@ -1,10 +1,11 @@
 """What is asked of the engine after an answer that is not good. Pure."""
 
+import json
 from typing import Any
 
 from batchrunner.core.types import Completion, Request
 from batchrunner.job.check import CheckSpec
-from batchrunner.job.output import IDS_TO_CONTINUE, REASONING
+from batchrunner.job.output import IDS_TO_CONTINUE, REASONING, TOOL_CALLS
 from batchrunner.job.sampling import GRAMMARS
 from batchrunner.output.columns import OF_THE_PROMPT
 
@@ -25,9 +26,12 @@ def next_try(first: Request, check: CheckSpec, number: int) -> Request:
 
 
 def with_complaint(request: Request, answer: Completion, complaint: str) -> Request:
-    """Return a chat in which the model's answer is followed by what is wrong with it."""
+    """Return a chat in which the model's answer is followed by what is wrong with it.
+
+    Calls of tools stand there as text: chat templates want their results behind calls.
+    """
     messages: list[dict[str, Any]] = list(request.prompt)
-    text = answer.texts[0]
+    text = "\n".join(filter(None, (answer.texts[0], _calls_in(answer))))
     if messages and messages[-1]["role"] == "assistant":  # the beginning of the answer
         text = f"{messages.pop()['content']}{text}"
     messages += [
@@ -35,6 +39,12 @@ def with_complaint(request: Request, answer: Completion, complaint: str) -> Requ
         {"role": "user", "content": f"This answer is not good: {complaint}. Answer again."},
     ]
     return request._replace(prompt=messages)
+
+
+def _calls_in(answer: Completion) -> str:
+    """Return the calls of tools in an answer, as a line of JSON each."""
+    calls = answer.columns.get(TOOL_CALLS, [None])[0] or []
+    return "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
 
 
 def with_more_tokens(request: Request, times: int) -> Request | None:
@@ -48,11 +58,12 @@ def with_more_tokens(request: Request, times: int) -> Request | None:
 def continued(request: Request, answer: Completion) -> Request | None:
     """Return the request for the rest of an answer that was cut; None where it can only be asked for anew.
 
-    A grammar would begin anew with the rest, and reasoning that was cut is no beginning of an answer. What
-    came has `min_new_tokens` already.
+    A grammar would begin anew with the rest, and so would a call of a tool that the model has to make.
+    Reasoning that was cut, or a call, is no beginning of a text. What came has `min_new_tokens` already.
     """
-    thoughts = answer.columns.get(REASONING)
-    if any(request.sampling.get(name) for name in GRAMMARS) or (thoughts and thoughts[0]):
+    others = (answer.columns.get(name, [None])[0] for name in (REASONING, TOOL_CALLS))
+    has_grammar = any(request.sampling.get(name) for name in GRAMMARS)
+    if any(others) or has_grammar or (request.tools is not None and request.tools.must_be_called):
         return None
     sampling = {name: value for name, value in request.sampling.items() if name != "min_new_tokens"}
     request = request._replace(sampling=sampling)
