@@ -36,7 +36,7 @@ TOOL_CALLS = "tool_calls"
 ANSWER_COLUMNS = {
     REASONING: "What the model thought before its answer; null if it did not. It is there by itself where "
     "prompts are chats, unless a carried column has this name.",
-    TOOL_CALLS: "The calls of tools that the server found in a chat's answer; null "
+    TOOL_CALLS: "The calls of tools that the server's `--tool-call-parser` found in a chat's answer; null "
     "if there are none. It is there by itself where the job has `prompt.tools`, unless a carried column has "
     "this name.",
     "output_ids": "The token ids of the output, as the engine gives them.",

@@ -73,7 +73,7 @@ class PromptSpec(PromptWithImages):
     """Tools that the model may call in a chat, in OpenAI's form: a list of
     `{type: function, function: {name, description, parameters}}`, or the column with such lists, also as
     JSON. A null stands for no tools. The calls are in the column `tool_calls` of the results; the server
-    needs a `--tool-call-parser` to find them, unless `sampling.tool_choice` demands a call."""
+    needs a `--tool-call-parser` to find them."""
     fields: FieldsSpec | None = None
     """Columns that the templates of `user`, `system`, `text` or `messages` show as `{{ fields }}`: a line
     `name: value` for each of `columns`. With `order: auto`, the default, the lines are in the order in which

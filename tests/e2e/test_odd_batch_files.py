@@ -7,11 +7,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import batchrun
+from tests.conftest import batchrun, batchrun_merge, job_of, write_job
 from tests.e2e.test_batch_files import SIMULATED, Batch, lines_of, request_of
 from tests.support.raw_answers import OnWire
+from tests.test_cli import batchrun_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,3 +142,38 @@ def test_published_again(tmp_path: Path) -> None:
     batch.results.write_bytes(whole[:100])
     assert batch.do("--skip-bad-lines", "--errors", batch.errors).exit_code == 0
     assert batch.results.read_bytes() + batch.errors.read_bytes() == whole
+
+
+def test_shards_of_a_batch_job(tmp_path: Path, server: FakeSGLang) -> None:
+    """A batch file as the input of a job is shared out like any other; each line is sent once."""
+    batch = Batch(tmp_path, [request_of(number, n=2) for number in range(30)])
+    source = {"path": str(batch.requests), "columns": ["custom_id"]}
+    file = write_job(job_of(tmp_path, server, input=source, prompt={"batch": "strict"}), tmp_path)
+    for shard in (1, 0):
+        assert batchrun(file, "-q", "--shard", f"{shard}/2").exit_code == 0
+    merged = pq.read_table(batchrun_merge(tmp_path / "run")).to_pylist()
+    assert [row["custom_id"] for row in merged] == [f"request-{number}" for number in range(30)]
+    assert {len(json.loads(row["response"])["choices"]) for row in merged} == {2}
+    assert len(server.sent) == 30
+
+
+def test_a_batch_job_is_not_tuned_for(tmp_path: Path) -> None:
+    """It is refused by name: each line has sampling parameters of its own."""
+    batch = Batch(tmp_path, [request_of(0)])
+    engine = {"kind": "server", "model": "some/model"}
+    job = job_of(tmp_path, engine, input={"path": str(batch.requests)}, prompt={"batch": "strict"})
+    refused = batchrun("tune", write_job(job, tmp_path))
+    assert refused.exit_code == 2
+    assert "prompt.batch: whole requests cannot be tuned for: tune with a job of prompts" in refused.stderr
+
+
+def test_a_base_job_from_standard_input(tmp_path: Path) -> None:
+    """Messages call it so."""
+    base = "prompt: {text: text}\nengine: {kind: simulated, step_s: 0}\n"
+    batch = Batch(tmp_path, [request_of(0)])
+    options = ("batch", batch.requests, "-o", batch.results, "--job", "-")
+    done = batchrun_with(base, *options, directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "standard input: prompt are left out" in done.stderr
+    wrong = batchrun_with("limits: {max_failed_rows: 1}", *options, "--fresh", directory=tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (2, "batchrun: standard input: engine is missing\n")

@@ -36,7 +36,8 @@ def _prepared() -> None:
 @pytest.fixture(scope="module")
 def smollm(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
     """The real chat model on a launched server."""
-    spec = {"kind": "server", "model": str(SMALL_MODEL), "device": "cpu"}
+    arguments = {"tool-call-parser": "pythonic"}  # with it a schema holds calls that must be made
+    spec = {"kind": "server", "model": str(SMALL_MODEL), "device": "cpu", "args": arguments}
     logs = tmp_path_factory.mktemp("smollm")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -353,3 +354,42 @@ def test_checked_answers(smollm: batchrunner.OpenEngine) -> None:
     (row,) = table.to_pylist()
     assert (row["completion_tokens"], row["attempts"]) == (4 + 8 + 16 + 32, 4)
     assert row["error"] == "the answer was cut at max_new_tokens"
+
+
+def _tool(name: str, key: str, *values: str) -> dict[str, Any]:
+    parameters = {
+        "type": "object", "properties": {key: {"enum": [*values]}}, "required": [key],
+        "additionalProperties": False,
+    }  # fmt: skip
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [_tool("get_weather", "city", "Bern", "Rome"), _tool("get_time", "zone", "UTC")]
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+def test_tools_that_must_be_called(smollm: batchrunner.OpenEngine) -> None:
+    """SGLang holds the answer to calls of the tools: of any of the row's own, or of the named one."""
+    is_call = {"expression": "finish_reason == 'tool_calls'", "tries": 4}
+    rows = pa.table({"tools": [json.dumps(TOOLS[:1]), json.dumps(TOOLS[1:]), None]})
+    prompt = {"user": "Call a tool.", "tools": "tools"}
+    sampling = {"max_new_tokens": 64, "temperature": 0, "tool_choice": "required"}
+    mixed = batchrunner.generate(
+        rows, prompt=prompt, engine=smollm, sampling=sampling, limits={"max_failed_rows": 1},
+        check={**is_call, "expression": f"{is_call['expression']} or not tools"},
+    ).to_pylist()  # fmt: skip
+    named = batchrunner.generate(
+        ["What time is it?"], prompt={"user": "{{ text }}", "tools": TOOLS}, engine=smollm,
+        sampling={**sampling, "tool_choice": NAMED}, check=is_call,
+    ).to_pylist()  # fmt: skip
+    for row, name, arguments in (
+        (mixed[0], "get_weather", [{"city": "Bern"}, {"city": "Rome"}]),
+        (mixed[1], "get_time", [{"zone": "UTC"}]),
+        (named[0], "get_time", [{"zone": "UTC"}]),
+    ):
+        assert (row["error"], row["finish_reason"], row["output"]) == (None, "tool_calls", "")
+        for call in row["tool_calls"]:
+            assert (call["type"], call["function"]["name"]) == ("function", name)
+            assert json.loads(call["function"]["arguments"]) in arguments
+    assert (mixed[2]["error"], mixed[2]["tool_calls"]) == (None, None)  # it has no tools
+    assert mixed[2]["output"]

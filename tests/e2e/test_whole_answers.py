@@ -213,6 +213,15 @@ def test_a_run_that_began_without_reasoning_goes_on_without(tmp_path: Path, serv
     assert [row["reasoning"] for row in results_of(job)] == ["a"] * 2
 
 
+def test_columns_that_stand_in_any_result(tmp_path: Path, server: FakeSGLang) -> None:
+    """To ask for them changes nothing."""
+    job = job_of(tmp_path, server, rows=2, output={"columns": ["finish_reason", "output_ids", "error"]})
+    assert batchrunner.run(job).exit_code == 0
+    (part,) = parts_of(tmp_path / "run")
+    assert part.schema.names.count("finish_reason") == part.schema.names.count("error") == 1
+    assert part.schema.names[-1] == "output_ids"
+
+
 def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows of starts without a column have nulls in it, once they are merged or exported."""
     job = asking(tmp_path, server, [], rows=6, input={"limit": 2})
