@@ -55,28 +55,31 @@ def settings() -> Iterator[Setting]:
     def stopping(count: int, asked: int) -> list[Row]:
         return [Row(ids(made.randint(32, 128)), asked, STOP_TOKENS[0]) for _ in range(count)]
 
-    def setting(
-        name: str, rows: list[Row], args: dict[str, Any], env: dict[str, str] | None = None
-    ) -> Setting:
+    def setting(name: str, rows: list[Row], *, env: dict[str, str] | None = None, **args: Any) -> Setting:
         common = {**COMMON_ARGS, "max-total-tokens": 40_000, "max-running-requests": 96}
-        return Setting({**common, **args}, [Workload(name, WINDOW, rows)], env or {})
+        own = {key.replace("_", "-"): value for key, value in args.items()}
+        return Setting({**common, **own}, [Workload(name, WINDOW, rows)], env or {})
 
-    interval, chunk, slots = "prefill-decode-interval", "chunked-prefill-size", "max-running-requests"
-    mixed = {"enable-mixed-chunk": True}
-    small = {"max-total-tokens": 8000, "schedule-conservativeness": 0.1}
-    yield setting("interval 4", spread(260), {interval: 4})
-    yield setting("interval 16", spread(260), {interval: 16})
-    yield setting("interval 32 from 72 running", spread(260), {interval: 32, f"{interval}-min-bs": 72})
-    yield setting("mixed chunks", spread(260), mixed)
-    yield setting("mixed chunks of 256", spread(260), {chunk: 256, **mixed})
-    yield setting("mixed chunks, interval 8", spread(260), {interval: 8, **mixed})
-    yield setting("clip 64", stopping(200, 1500), {}, {CLIP: "64"})
-    careful = {"schedule-conservativeness": 0.3}
-    yield setting("clip 256, conservativeness 0.3", stopping(200, 1500), careful, {CLIP: "256"})
-    yield setting("8 slots, chunks of 128", spread(120), {slots: 8, chunk: 128})
-    yield setting("24 slots, interval 6", spread(160), {slots: 24, interval: 6})
-    yield setting("small pool, mixed chunks", spread(200), {**small, **mixed})
-    yield setting("small pool, clip 32, interval 8", stopping(160, 600), {interval: 8, **small}, {CLIP: "32"})
+    mixed, small = {"enable_mixed_chunk": True}, {"max_total_tokens": 8000, "schedule_conservativeness": 0.1}
+    yield setting("interval 4", spread(260), prefill_decode_interval=4)
+    yield setting("interval 16", spread(260), prefill_decode_interval=16)
+    least = {"prefill_decode_interval_min_bs": 72}
+    yield setting("interval 32 from 72 running", spread(260), prefill_decode_interval=32, **least)
+    yield setting("mixed chunks", spread(260), **mixed)
+    yield setting("mixed chunks of 256", spread(260), chunked_prefill_size=256, **mixed)
+    yield setting("mixed chunks, interval 8", spread(260), prefill_decode_interval=8, **mixed)
+    yield setting("clip 64", stopping(200, 1500), env={CLIP: "64"})
+    yield setting(
+        "clip 256, conservativeness 0.3", stopping(200, 1500), env={CLIP: "256"},
+        schedule_conservativeness=0.3,
+    )  # fmt: skip
+    yield setting("8 slots, chunks of 128", spread(120), max_running_requests=8, chunked_prefill_size=128)
+    yield setting("24 slots, interval 6", spread(160), max_running_requests=24, prefill_decode_interval=6)
+    yield setting("small pool, mixed chunks", spread(200), **small, **mixed)
+    yield setting(
+        "small pool, clip 32, interval 8", stopping(160, 600), env={CLIP: "32"},
+        prefill_decode_interval=8, **small,
+    )  # fmt: skip
 
 
 def figures(work: dict[str, Any], outputs: list[int]) -> dict[str, Any]:
