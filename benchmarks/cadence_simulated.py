@@ -35,10 +35,10 @@ MODELS: dict[str, tuple[CostModel, int, int]] = {
     "0.6B": (CostModel(2.0e-3, 1.2e-6, 4.3e-8, 2.2e-6), 28, 600_000),
     "30B-A3B": (CostModel(2.4e-2, 6.7e-6, 3.7e-8, 1.7e-5), 48, 90_000),
 }
-"""Costs, layers and tokens of the KV pool (0.88 of 80 GB less the weights) of bf16 models on one H100 SXM, with
-the card's figures of `H100_8B`.
-- 0.6B (Qwen3-0.6B): 1.2 GB of weights are 0.45 ms, and 1.5 ms are taken for kernels that are too short to fill
-  the card; 2·28·8·128·2 B a context token.
+"""Costs, layers and tokens of the KV pool (0.88 of 80 GB less the weights) of bf16 models on one H100 SXM,
+with the card's figures of `H100_8B`.
+- 0.6B (Qwen3-0.6B): 1.2 GB of weights are 0.45 ms, and 1.5 ms are taken for kernels that are too short to
+  fill the card; 2·28·8·128·2 B a context token.
 - 30B-A3B (Qwen3-30B-A3B): 64 tokens reach 98 % of the 128 experts, so a pass reads 61 GB, whatever it
   computes; 3.3e9 active parameters at 40 % of the peak; 2·48·4·128·2 B a context token.
 """

@@ -17,6 +17,7 @@ from batchrunner.tune.machine import Machine
 from batchrunner.tune.measurement import Incumbent, TrialResult
 from batchrunner.tune.race import WORTH, compare, margin_to_stop, more_per_pass, same_work, trial_noise
 from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, TunedFlag, TuningState
+from batchrunner.tune.space_levers import LEVERS
 from batchrunner.tune.variables import VARIABLES, as_typed
 
 FAILED_MORE = 0.01
@@ -62,7 +63,9 @@ class TrialRequest:
 class Search:
     """The search; `best` is the best setting so far."""
 
-    def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[TunedFlag] = TUNED_FLAGS) -> None:
+    def __init__(
+        self, args: Args, machine: Machine, tuned_flags: Sequence[TunedFlag] = (*TUNED_FLAGS, *LEVERS)
+    ) -> None:
         """`args` are the job's own flags, which are tried first."""
         self.best = FlagSetting(args)
         self.settings = {key_of(args): self.best}

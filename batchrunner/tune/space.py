@@ -33,6 +33,8 @@ LEAST_CONSERVATIVE = 0.1
 default of SGLang."""
 PASS_IS_FULL = 0.7
 """Mean share of the limit from which it bounds the prefill passes; the last pass of a prompt is short."""
+LEAST_SPARE_GB = 1.0
+"""Memory of a card in GB that is left alone: a long prompt needs some that no trial may have seen."""
 GRAPH_SIZES = (256, 512, 768, 1024)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH_OFF_OFTEN = 0.1
@@ -118,14 +120,17 @@ def _pool(state: TuningState) -> Candidates:
 
 
 def _fraction(state: TuningState) -> Candidates:
-    """Raise mem-fraction-static to the guides' spare memory at once, then in small steps."""
+    """Raise mem-fraction-static to the guides' spare memory at once, then in small steps to the edge.
+
+    A server that dies of a step is a result; the guides' 5 GB are for a card on which nobody tries.
+    """
     signs, spare = state.signs, state.signs.spare_gb
     value = state.value("mem-fraction-static", signs.mem_fraction)
     if value is None or spare is None:
         return "the log lacks mem_fraction_static or available_gpu_mem"
     arguments = {"chunked_prefill_size": signs.prefill_limit}
     band = memory_band(Facts(card_gb=state.machine.card_gb or None, arguments=arguments), GUIDES)
-    if spare < band.low:
+    if spare - STEP * state.machine.card_gb < LEAST_SPARE_GB:
         return f"{spare:.1f} GB of the card are left: no more can be taken"
     steps = [STEP]
     if spare > band.high and state.machine.card_gb:

@@ -39,7 +39,8 @@ PUT = "schedule-conservativeness"
             [{"mem-fraction-static": 0.91}, {"mem-fraction-static": 0.84}],
         ),
         ("memory", {"usage": 0.97, "spare_gb": 6.0, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
-        ("memory", {"usage": 0.97, "spare_gb": 4.6, "mem_fraction": 0.83}, "no more can be taken"),
+        ("memory", {"usage": 0.97, "spare_gb": 4.6, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
+        ("memory", {"usage": 0.97, "spare_gb": 1.7, "mem_fraction": 0.83}, "no more can be taken"),
         ("memory", {"usage": 0.97, "spare_gb": 9.9, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
         ("chunked-prefill-size", {"prefill_per_pass": 1900.0}, [{"chunked-prefill-size": 4096}]),
         ("chunked-prefill-size", {"prefill_per_pass": 300.0}, "does not bind"),
@@ -109,7 +110,7 @@ def test_the_backend_is_that_of_card_and_model(
         ] == expected
 
 
-@pytest.mark.parametrize(("spare_gb", "fraction"), [(2.9, None), (4.5, 0.81), (6.5, 0.9)])
+@pytest.mark.parametrize(("spare_gb", "fraction"), [(1.2, None), (2.9, 0.81), (4.5, 0.81), (6.5, 0.9)])
 def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | None) -> None:
     """A card of 24 GB turns the guides' 5, 6.5 and 10 GB into 3, 3.9 and 6, as advice does."""
     (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "memory")
