@@ -57,29 +57,25 @@ def settings() -> Iterator[Setting]:
 
     def setting(name: str, rows: list[Row], *, env: dict[str, str] | None = None, **args: Any) -> Setting:
         common = {**COMMON_ARGS, "max-total-tokens": 40_000, "max-running-requests": 96}
-        own = {key.replace("_", "-"): value for key, value in args.items()}
-        return Setting({**common, **own}, [Workload(name, WINDOW, rows)], env or {})
+        window = min(WINDOW, 2 * len(rows) // 3)
+        return Setting({**common, **args}, [Workload(name, window, rows)], env or {})
 
-    mixed, small = {"enable_mixed_chunk": True}, {"max_total_tokens": 8000, "schedule_conservativeness": 0.1}
-    yield setting("interval 4", spread(260), prefill_decode_interval=4)
-    yield setting("interval 16", spread(260), prefill_decode_interval=16)
-    least = {"prefill_decode_interval_min_bs": 72}
-    yield setting("interval 32 from 72 running", spread(260), prefill_decode_interval=32, **least)
-    yield setting("mixed chunks", spread(260), **mixed)
-    yield setting("mixed chunks of 256", spread(260), chunked_prefill_size=256, **mixed)
-    yield setting("mixed chunks, interval 8", spread(260), prefill_decode_interval=8, **mixed)
-    yield setting("clip 64", stopping(200, 1500), env={CLIP: "64"})
-    yield setting(
-        "clip 256, conservativeness 0.3", stopping(200, 1500), env={CLIP: "256"},
-        schedule_conservativeness=0.3,
-    )  # fmt: skip
-    yield setting("8 slots, chunks of 128", spread(120), max_running_requests=8, chunked_prefill_size=128)
-    yield setting("24 slots, interval 6", spread(160), max_running_requests=24, prefill_decode_interval=6)
-    yield setting("small pool, mixed chunks", spread(200), **small, **mixed)
-    yield setting(
-        "small pool, clip 32, interval 8", stopping(160, 600), env={CLIP: "32"},
-        prefill_decode_interval=8, **small,
-    )  # fmt: skip
+    interval, chunk, slots = "prefill-decode-interval", "chunked-prefill-size", "max-running-requests"
+    mixed = {"enable-mixed-chunk": True}
+    small = {"max-total-tokens": 8000, "schedule-conservativeness": 0.1}
+    yield setting("interval 4", spread(260), {interval: 4})
+    yield setting("interval 16", spread(260), {interval: 16})
+    yield setting("interval 32 from 72 running", spread(260), {interval: 32, f"{interval}-min-bs": 72})
+    yield setting("mixed chunks", spread(260), mixed)
+    yield setting("mixed chunks of 256", spread(260), {chunk: 256, **mixed})
+    yield setting("mixed chunks, interval 8", spread(260), {interval: 8, **mixed})
+    yield setting("clip 64", stopping(200, 1500), {}, {CLIP: "64"})
+    careful = {"schedule-conservativeness": 0.3}
+    yield setting("clip 256, conservativeness 0.3", stopping(200, 1500), careful, {CLIP: "256"})
+    yield setting("8 slots, chunks of 128", spread(60), {slots: 8, chunk: 128})
+    yield setting("24 slots, interval 6", spread(100), {slots: 24, interval: 6})
+    yield setting("small pool, mixed chunks", spread(120), {**small, **mixed})
+    yield setting("small pool, clip 32, interval 8", stopping(100, 300), {interval: 8, **small}, {CLIP: "32"})
 
 
 def figures(work: dict[str, Any], outputs: list[int]) -> dict[str, Any]:
@@ -92,14 +88,14 @@ def figures(work: dict[str, Any], outputs: list[int]) -> dict[str, Any]:
     }
 
 
-def measure(tokenizer: Path, only: str) -> list[dict[str, Any]]:
+def measure(tokenizer: Path, only: str, begin: int) -> list[dict[str, Any]]:
     found = []
     with tempfile.TemporaryDirectory(prefix="bench-simulation-flags-") as scratch:
         folder = Path(scratch)
         model = make_tiny_llama(folder / "tiny", tokenizer)
         for number, setting in enumerate(settings()):
             [workload] = setting.workloads
-            if only not in workload.name:
+            if only not in workload.name or number < begin:
                 continue
             place = folder / str(number)
             place.mkdir()
@@ -132,8 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--only", default="", help="a part of a setting's name")
+    parser.add_argument("--begin", type=int, default=0, help="number of the first setting, from 0")
     args = parser.parse_args()
-    found = measure(args.tokenizer, args.only)
+    found = measure(args.tokenizer, args.only, args.begin)
     worst = {key: max(abs(run["apart"][key]) for run in found) for key in KEYS}
     line = f"simulation of flags: over {len(found)} settings at most " + ", ".join(
         f"{share:.1%} off in {key.replace('_', ' ')}" for key, share in worst.items()

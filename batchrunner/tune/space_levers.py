@@ -54,10 +54,10 @@ def _host_cache(state: TuningState) -> Candidates:
 
 def _tokenizers(state: TuningState) -> Candidates:
     signs = state.signs
-    if signs.waits or signs.at_limit or state.machine.cpu:
-        return (
-            "the front process keeps up: requests wait at the scheduler" if signs.waits else "a small server"
-        )
+    if state.machine.cpu:
+        return "a CPU's cores are the model's"
+    if signs.waits or signs.at_limit:
+        return "the scheduler is fed: requests wait there, or all slots are taken"
     if int(state.value("tokenizer-worker-num", 1)) > 1:
         return "several already"
     why = f"{signs.running:.0f} of {signs.max_running} run and none waits: the scheduler is not fed"
