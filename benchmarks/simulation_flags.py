@@ -55,7 +55,9 @@ def settings() -> Iterator[Setting]:
     def stopping(count: int, asked: int) -> list[Row]:
         return [Row(ids(made.randint(32, 128)), asked, STOP_TOKENS[0]) for _ in range(count)]
 
-    def setting(name: str, rows: list[Row], *, env: dict[str, str] | None = None, **args: Any) -> Setting:
+    def setting(
+        name: str, rows: list[Row], args: dict[str, Any], env: dict[str, str] | None = None
+    ) -> Setting:
         common = {**COMMON_ARGS, "max-total-tokens": 40_000, "max-running-requests": 96}
         window = min(WINDOW, 2 * len(rows) // 3)
         return Setting({**common, **args}, [Workload(name, window, rows)], env or {})

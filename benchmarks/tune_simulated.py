@@ -1,9 +1,10 @@
 """Does the search get out of corners? Five bad starts on three workloads, in virtual time.
 
-Trials are those of `tests/support/tuning_lab.py`: the simulated scheduler in the engine's place, with the noise
-of a machine that others use. For each workload 60 settings drawn at random from the whole space are measured
-without noise; the best of them is what the search is held against, measured without noise too. The time that
-trials take, launches included, counts for both.
+Trials are those of `tests/support/tuning_lab.py`: the simulated scheduler in the engine's place, with the
+noise of a machine that others use. Speeds that are compared in the end are of no trial, but of the long run:
+the work of steady time with all rows, at the true cost. The search is held against the best of 60 settings
+that are drawn at random from the whole space; its trials' time, launches included, against that of a trial
+of each.
 
 Then the early stop: of challengers that are truly as fast as the best or faster, how many does a trial drop
 before its end? Their times have the same noise.
@@ -17,6 +18,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.engines.simulation.steady import RowLengths, steady_work
 from batchrunner.tune.measurement import Incumbent
 from batchrunner.tune.race import margin_to_stop, trial_noise
 from batchrunner.tune.search import Search, TrialRequest
@@ -27,7 +29,6 @@ from tests.support.tuned import Kept
 from tests.support.tuning_lab import CPU, TINY_CPU, Lab
 
 if TYPE_CHECKING:
-    from batchrunner.tune.measurement import TrialResult
     from batchrunner.tune.space import Args
 
 SEED = 29
@@ -78,8 +79,11 @@ def lab(rows: list[tuple[int, int, int]], noise: float = 0.0, seed: int = 1) -> 
     )
 
 
-def measured(rows: list[tuple[int, int, int]], args: Args) -> TrialResult:
-    return lab(rows).measure(TrialRequest(args, "", 0))
+def true_speed(rows: list[tuple[int, int, int]], args: Args) -> float:
+    """Return output tokens per second in the long run."""
+    lengths = [RowLengths(prompt, 0, output, asked) for prompt, output, asked in rows]
+    work = steady_work(lab(rows).config(args), lengths)
+    return work.tokens / TINY_CPU.work_s(work)
 
 
 def random_search(rows: list[tuple[int, int, int]]) -> tuple[Args, float, float]:
@@ -91,9 +95,8 @@ def random_search(rows: list[tuple[int, int, int]]) -> tuple[Args, float, float]
         args = {name: made.choice(values) for name, values in SPACE.items()}
         if args["enable-mixed-chunk"] and args["chunked-prefill-size"] < 2 * args["max-running-requests"]:
             continue  # the server fails of it
-        result = measured(rows, args)
-        spent_s += result.cost_s
-        found.append((result.tokens_per_s, args))
+        spent_s += lab(rows).measure(TrialRequest(args, "", 0)).cost_s
+        found.append((true_speed(rows, args), args))
     speed, args = max(found, key=lambda pair: pair[0])
     return args, speed, spent_s
 
@@ -112,7 +115,7 @@ def corners() -> list[dict[str, Any]]:
         for number, (start_name, start) in enumerate(STARTS.items()):
             began = time.perf_counter()
             search, spent_s, trials = tuned(rows, start, number)
-            own, mine = (measured(rows, args).tokens_per_s for args in (start, search.best.args))
+            own, mine = (true_speed(rows, args) for args in (start, search.best.args))
             found.append({
                 "workload": name, "start": start_name, "args": search.best.args, "trials": trials,
                 "ratio": round(mine / best, 4), "gain": round(mine / own, 4),
@@ -133,7 +136,7 @@ def dropped(pairs: int = 120) -> dict[str, Any]:
         best, other = ({name: made.choice(values) for name, values in SPACE.items()} for _ in range(2))
         for args in (best, other):
             args["enable-mixed-chunk"] = False
-        truth = [measured(rows, args).tokens_per_s for args in (best, other)]
+        truth = [true_speed(rows, args) for args in (best, other)]
         if truth[1] < truth[0]:
             best, other, truth = other, best, truth[::-1]
         incumbent = lab(rows, NOISE, number).measure(TrialRequest(best, "", 0))

@@ -111,7 +111,7 @@ class Lab:
             return TrialResult("died", why, self.launch_s)
         luck = random.Random(f"{self.seed} {sorted(request.args.items())} {request.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
-        config = self._config(request.args)
+        config = self.config(request.args)
         cost = LoggedCost(*(getattr(self.cost, name) for name in CostModel.__slots__))
         replica = Replica(config, cost)
         watch, waiting = TrialWatch(request.incumbent), list(reversed(self.rows))

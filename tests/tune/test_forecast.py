@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_a_setting_as_the_simulation_has_it() -> None:
         ({}, {"prefill_limit": None}),
     ],
 )
-def test_what_is_not_known_is_not_expected(args: dict[str, int], lacking: dict[str, None]) -> None:
+def test_what_is_not_known_is_not_expected(args: dict[str, int], lacking: dict[str, Any]) -> None:
     """No forecast is made of several schedulers at once, of larger pages, or of limits that nobody told."""
     assert config_of(TuningState(dict(args), replace(SIGNS, **lacking), CPU)) is None
 
