@@ -43,7 +43,7 @@ MIXTURE, LATENT = {"num_experts": 64}, {"kv_lora_rank": 512, "qk_rope_head_dim":
             {}, "on already",
         ),
         ("tokenizer-worker-num", {}, {"empty_share": 0.9}, {}, [{"tokenizer-worker-num": 4}]),
-        ("tokenizer-worker-num", {}, {}, {}, "requests wait at the scheduler"),
+        ("tokenizer-worker-num", {}, {}, {}, "the scheduler is fed"),
         ("gc-threshold", {}, {"queue": 3000}, {}, [{"gc-threshold": [20_000, 50, 50]}]),
         ("gc-threshold", {}, {}, {}, "130 requests in flight"),
         ("expert-parallelism", TWO, {}, MIXTURE, [{"ep-size": 2}]),
