@@ -1,9 +1,9 @@
 """Embeddings: what do lists of rows save, and is a pass of the scheduler full? A real SGLang on the CPU.
 
-Each turn embeds the same texts by `batchrunner.run` with a launched server, and by `sglang.Engine.encode`,
-which gets all of them in one call and writes nothing: with all-MiniLM-L6-v2, where the model takes the time,
-and with a random BERT of two layers, where all else does. For the tiny model a bare aiohttp loop on the same
-server, one row a request, is the third side.
+Each turn embeds the same texts by `batchrunner.run` with a server, and by `sglang.Engine.encode`, which gets
+all of them in one call and writes nothing: with all-MiniLM-L6-v2, where the model takes the time, and with a
+random BERT of two layers, where all else does. Each scheduler has one thread. For the tiny model a bare
+aiohttp loop on the same server, one row a request, is the third side.
 
 Rows a second hang on what else the machine does; CPU time hangs on it less. That of the server's front
 process, which takes and answers requests, and that of the client are told for the runner and for the bare
@@ -39,9 +39,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import batchrunner
-from batchrunner.engines.device import CPU_SHIM, MEAN_POOLING, SERVER_MODULES, cpu_environment, server_args
+from batchrunner.engines.device import MEAN_POOLING, cpu_environment, server_args, with_server_modules
 from batchrunner.engines.model_files import read_config, takes_mean
 from batchrunner.job.tasks.embed import EmbedTask
+from benchmarks.engine import KEY_VARIABLE, SERVER_ENVIRONMENT, Server, serve
 from benchmarks.measure import front_cpu_s, interval, save
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ LEAST_WORDS, MOST_WORDS = 4, 60
 GOAL_RATE, GOAL_CPU = 0.97, 0.6
 WINDOW = 256
 """Requests that the bare loop has in flight."""
-STARTED_S = 600.0
 _PASS = re.compile(r"Prefill batch, #new-seq: (\d+), #new-token: (\d+)")
 
 
@@ -66,6 +66,8 @@ class Case(NamedTuple):
     rows: int
     bare: bool
     """Whether the bare loop is a side."""
+    args: dict[str, Any]
+    """Arguments of its engines beyond those that the task gives."""
 
 
 def write_input(path: Path, docs: Path, rows: int) -> list[str]:
@@ -116,20 +118,20 @@ def by_runner(engine: batchrunner.OpenEngine, source: Path) -> dict[str, float]:
     }
 
 
-def by_bare_loop(url: str, texts: list[str]) -> dict[str, float]:
+def by_bare_loop(server: Server, texts: list[str]) -> dict[str, float]:
     """Post one text a request; return rows a second and milliseconds of CPU a row."""
     fields = {"model": "default", "encoding_format": "base64"}
     bodies = [orjson.dumps({**fields, "input": text}) for text in texts]
     front_s, own_s, began = front_cpu_s(MARK), time.process_time(), time.perf_counter()
-    asyncio.run(_post_all(f"{url}{EmbedTask.path}", bodies))
+    asyncio.run(_post_all(server, bodies))
     wall_s = time.perf_counter() - began
     own_s, front_s = time.process_time() - own_s, front_cpu_s(MARK) - front_s
     rows = len(texts)
     return {"rows_s": rows / wall_s, "front_ms": 1000 * front_s / rows, "own_ms": 1000 * own_s / rows}
 
 
-async def _post_all(url: str, bodies: list[bytes]) -> None:
-    waiting = iter(bodies)
+async def _post_all(server: Server, bodies: list[bytes]) -> None:
+    waiting, url = iter(bodies), f"{server.url}{EmbedTask.path}"
 
     async def work(session: aiohttp.ClientSession) -> None:
         for body in waiting:
@@ -138,17 +140,26 @@ async def _post_all(url: str, bodies: list[bytes]) -> None:
                 await response.read()
 
     connector = aiohttp.TCPConnector(limit=0)
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.key}"}
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
         await asyncio.gather(*(work(session) for _ in range(WINDOW)))
 
 
-def serve_encode(model: str, source: str) -> None:
+@contextmanager
+def attached(server: Server) -> Iterator[batchrunner.OpenEngine]:
+    """Open the server as an engine that runs already."""
+    os.environ[KEY_VARIABLE] = server.key
+    spec = {"kind": "attach", "urls": [server.url], "api_key_env": KEY_VARIABLE}
+    with batchrunner.open_engine(spec, task="embed") as engine:
+        yield engine
+
+
+def serve_encode(model: str, source: str, args: str) -> None:
     """Load `sglang.Engine`, and encode all rows for each line of standard input; a process of its own."""
     import sglang  # noqa: PLC0415 - heavy
 
-    args = server_args(EmbedTask.server_args(read_config(model), cpu=True), cpu=True)
-    engine = sglang.Engine(model_path=model, **{name.replace("-", "_"): args[name] for name in args})
+    all_args = server_args(json.loads(args), cpu=True)
+    engine = sglang.Engine(model_path=model, **{name.replace("-", "_"): all_args[name] for name in all_args})
     prompts = pq.read_table(source)["text"].to_pylist()
     for _ in sys.stdin:
         began, cpu = time.perf_counter(), time.process_time()
@@ -161,13 +172,13 @@ def serve_encode(model: str, source: str) -> None:
 
 
 @contextmanager
-def encode_process(model: str, source: Path) -> Iterator[Callable[[], dict[str, float]]]:
+def encode_process(
+    case: Case, source: Path, args: dict[str, Any]
+) -> Iterator[Callable[[], dict[str, float]]]:
     """Yield what has `sglang.Engine` encode all rows once more, in its own process."""
-    environ = {**os.environ, **cpu_environment(dict(os.environ))}
-    paths = [str(CPU_SHIM), str(Path.cwd()), environ.get("PYTHONPATH", ""), str(SERVER_MODULES)]
-    environ["PYTHONPATH"] = os.pathsep.join(paths)
-    environ |= MEAN_POOLING if takes_mean(model) else {}
-    command = [sys.executable, "-m", "benchmarks.embed", "--serve", model, str(source)]
+    environ = {**os.environ, **SERVER_ENVIRONMENT, **cpu_environment(dict(os.environ))}
+    environ.pop(MARK.partition("=")[0])
+    command = [sys.executable, "-m", "benchmarks.embed", "--serve", case.model, str(source), json.dumps(args)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         (source.parent / "encode.log").open("w") as log,
@@ -226,18 +237,21 @@ def measure(case: Case, docs: Path, turns: int) -> dict[str, list[dict[str, floa
         source = folder / "input.parquet"
         texts = write_input(source, docs, case.rows)
         name, _, value = MARK.partition("=")
-        spec = {"kind": "server", "model": case.model, "device": "cpu", "env": {name: value}}
+        os.environ["PYTHONPATH"] = with_server_modules(os.environ)
+        os.environ |= {name: value, **(MEAN_POOLING if takes_mean(case.model) else {})}
+        args = {**EmbedTask.server_args(read_config(case.model), cpu=True), **case.args}
         with (
-            encode_process(case.model, source) as by_encode,
-            batchrunner.open_engine(spec, log_dir=folder, task="embed") as engine,
+            encode_process(case, source, args) as by_encode,
+            serve(Path(case.model), folder, args) as server,
+            attached(server) as engine,
         ):
-            passes = Passes(Path(engine.info.log or folder / "engine-server.log"))
+            passes = Passes(server.log)
             sides: dict[str, Callable[[], dict[str, float]]] = {
                 "runner": lambda: by_runner(engine, source),
                 "encode": by_encode,
             }
             if case.bare:
-                sides["bare"] = lambda: by_bare_loop(engine.info.routes[0], texts)
+                sides["bare"] = lambda: by_bare_loop(server, texts)
             for side in sides.values():  # imports, first compilations
                 side()
             found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
@@ -304,17 +318,19 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=Path("data/docs.parquet"))
     parser.add_argument("--rows", type=int, default=512, help="for the real model")
     parser.add_argument("--tiny-rows", type=int, default=4000)
+    parser.add_argument("--max-running", type=int, help="--max-running-requests of the engines")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve_encode(*options.serve)
         return
+    args = {"max-running-requests": options.max_running} if options.max_running else {}
     with tempfile.TemporaryDirectory(prefix="bench-embed-") as scratch:
         tiny = make_tiny_bert(Path(scratch) / "tiny", options.model)
         cases = [
-            Case("tiny BERT", str(tiny), options.tiny_rows, bare=True),
-            Case("all-MiniLM-L6-v2", str(options.model), options.rows, bare=False),
+            Case("tiny BERT", str(tiny), options.tiny_rows, bare=True, args=args),
+            Case("all-MiniLM-L6-v2", str(options.model), options.rows, bare=False, args=args),
         ]
         found = {case.name: figures_of(case, measure(case, options.docs, options.turns)) for case in cases}
     rates = [each["rows_per_s_ratio"]["runner/encode"].median for each in found.values()]
@@ -326,6 +342,7 @@ def main() -> None:
         "device": "CPU, float32, torch_native",
         "commit": commit(),
         "turns": options.turns,
+        "max_running_requests": options.max_running,
         **found,
     }
     line = "bench-embed: " + "; ".join(line_of(name, each) for name, each in found.items())

@@ -54,6 +54,7 @@ from batchrunner.engines.inprocess_server import InprocessServer
 from batchrunner.engines.model_files import check_model, model_identity, takes_mean, vocabulary_of
 from batchrunner.engines.parallelism import with_tp
 from batchrunner.engines.recovery.fits import split_over
+from batchrunner.engines.vector_facts import MATRYOSHKA, lengths_of
 from batchrunner.job.engine import InprocessEngine
 from batchrunner.job.tasks.table import GENERATE, TaskName
 
@@ -114,6 +115,9 @@ class InprocessSGLang(Engine):
             prefill_tokens=prefill_tokens(vars(engine.server_args)),
             caches_prefixes=not engine.server_args.disable_radix_cache,
             tokenizing=tokenizer_info(_model_info(manager), manager.server_args.resolved_dict()),
+            vector_lengths=lengths_of(
+                {name: getattr(manager.model_config, name, None) for name in MATRYOSHKA}
+            ),
             takes_images=takes_images([_model_info(manager)]),
             card=None if cpu else await asyncio.to_thread(card_name),
             tp=split_over(self._spec.args),

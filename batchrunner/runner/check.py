@@ -14,6 +14,7 @@ from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
+from batchrunner.engines.vector_facts import check_dimensions_of_launched
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
@@ -99,6 +100,7 @@ def check(job: str, overrides: Sequence[str], *, no_python: bool = False) -> Che
     model = launched_model(loaded.engine)
     if model is not None:
         check_model(model)
+    check_dimensions_of_launched(loaded)
     with contextlib.closing(prepare(loaded)) as prepared:
         return _check(prepared)
 

@@ -13,6 +13,7 @@ from batchrunner.dispatch.images import check_takes_images
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
+from batchrunner.engines.vector_facts import check_dimensions, check_dimensions_of_launched
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempts_in
@@ -87,6 +88,7 @@ async def execute(
             await _give_earlier(run_dir, handover)
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
+            await asyncio.to_thread(check_dimensions_of_launched, job)
             engine = make_engine(
                 job.engine, log_dir=run_dir.log_directory, limits=job.limits,
                 detokenizer=detokenizer_for(job), task=await asyncio.to_thread(lambda: prepared.model_task),
@@ -95,6 +97,7 @@ async def execute(
             with engine_starting(run_dir):
                 info = await _open(engine, control)
         check_takes_images(job, info)
+        check_dimensions(job, info.vector_lengths, info.model)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if model_of(job.engine) is None and not fresh:

@@ -14,6 +14,7 @@ from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.images import check_takes_images
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
+from batchrunner.engines.vector_facts import check_dimensions, check_dimensions_of_launched
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
@@ -53,10 +54,12 @@ async def send_stream(
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(contextlib.closing(display))
             if engine is None or info is None:
+                await asyncio.to_thread(check_dimensions_of_launched, job)
                 engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=job.task)
                 stack.push_async_callback(engine.close)
                 info = await engine.open()
             check_takes_images(job, info)
+            check_dimensions(job, info.vector_lengths, info.model)
             for note in info.notes:
                 log.info("%s", note)
             stack.enter_context(contextlib.closing(events))

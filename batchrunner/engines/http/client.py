@@ -1,8 +1,9 @@
 """The HTTP client of one SGLang server, or of several replicas of one model, behind a gateway or not."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -35,9 +36,10 @@ from batchrunner.engines.http.task_replies import answer_of
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.engines.model_names import ModelNames
+from batchrunner.engines.vector_facts import pooling_note
 from batchrunner.input.request_bodies import with_model
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.job.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks.table import EMBED, GENERATE, TaskName
 
 _JSON = {"Content-Type": "application/json"}
 _NO_SUCH_PATH = {404, 405}
@@ -70,6 +72,7 @@ class SGLangClient:
         The replicas must have a model for the `task`.
         """
         self._task = task
+        self._launched = verdicts is not None
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.guard = ModelGuard()
@@ -132,7 +135,11 @@ class SGLangClient:
             connections_by=limited_by,
             keeps_together=gateway is not None,
             one_by_one=NOT_THROUGH_GATEWAY if gateway else info.one_by_one,
-            notes=(f"{source}; connections limited by {limited_by}", *info.notes),
+            notes=(
+                f"{source}; connections limited by {limited_by}",
+                *info.notes,
+                *self._vector_notes(models),
+            ),
         )
 
     def replace_replicas(self, urls: Sequence[str]) -> None:
@@ -258,6 +265,10 @@ class SGLangClient:
         if request.kind == "body":
             raise RowRefusedError("the server has no tokenizer: a whole request needs one")
         return self._detokenizer.with_stop_ids(request)
+
+    def _vector_notes(self, models: Sequence[Mapping[str, Any]]) -> list[str]:
+        notes = [pooling_note(model, launched=self._launched) for model in models]
+        return [note for note in notes[:1] if note is not None and self._task == EMBED]
 
     def _key(self, request: Request) -> dict[str, str] | None:
         """Return the header by which a gateway chooses a replica."""

@@ -7,6 +7,7 @@ from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInf
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.http.status import MOST
 from batchrunner.engines.model_files import model_identity
+from batchrunner.engines.vector_facts import lengths_told
 
 # Server arguments that change the tokens of a chat, or its answer. Where all are unset, the chat endpoint
 # does nothing that /generate would not do with the same token ids (serving_chat.py of SGLang 0.5.23).
@@ -45,6 +46,7 @@ def describe(
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
+        vector_lengths=lengths_told(models),
         takes_images=takes_images(models),
         one_by_one=next(filter(None, map(answers_in_pieces, servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+CPU_ROWS = 256
+"""Rows of a forward pass at most on a CPU: short ones would leave it far below its tokens."""
 _ENCODER = re.compile("bert", re.IGNORECASE)
 """In the names of encoders: BERT, RoBERTa, ModernBERT, …"""
 _DECODER = re.compile("ForCausalLM|Classification|Reward")
@@ -16,7 +18,7 @@ def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
     if is_encoder(config):
         args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
     if cpu:  # by itself SGLang finds no memory for the cache; and these models have short contexts
-        args |= {"mem-fraction-static": 0.3, "context-length": None}
+        args |= {"mem-fraction-static": 0.3, "context-length": None, "max-running-requests": CPU_ROWS}
     return args
 
 

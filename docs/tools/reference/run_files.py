@@ -2,7 +2,9 @@
 
 import pyarrow as pa
 
+from batchrunner.core.types import ForwardTask
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPLE_COLUMN
+from batchrunner.job.tasks.choices import ChoiceTask
 from batchrunner.job.tasks.table import TASKS
 from batchrunner.output.columns import ANSWER_TYPES, result_schema
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
@@ -54,19 +56,20 @@ def result_columns() -> str:
         head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
     )
     exploded = table(head, [[f"`{SAMPLE}`", "int32", SAMPLE_COLUMN]])
-    own = table(["task", *head], (row for name in TASKS for row in _own_columns(name)))
+    tasks = {f"`{name}`": kind() for name, kind in TASKS.items()}
+    tasks = {**tasks, f"`{ChoiceTask.name}` with `prompt.choices`": ChoiceTask()}
+    own = table(["task", *head], (row for name, task in tasks.items() for row in _own_columns(name, task)))
     parts = [RESULTS, always, ASKED, asked, EXPLODED, exploded, OF_TASKS, own]
     return "\n\n".join(parts)
 
 
-def _own_columns(name: str) -> list[list[str]]:
+def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
     """Return the columns of a task, with their types and meanings."""
-    task = TASKS[name]()
     kinds = result_schema(
         pa.schema([]), samples=1, metadata={}, parsed=task.columns, task=task, vector=VECTOR_LENGTH
     )
     return [
-        [f"`{name}`", f"`{column}`", str(kinds.field(column).type), task.meanings[column]]
+        [name, f"`{column}`", str(kinds.field(column).type), task.meanings[column]]
         for column, _ in task.columns
     ]
 
