@@ -1,4 +1,4 @@
-"""Generated answers, row by row as they end."""
+"""Answers, row by row as they end."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 from batchrunner.api.engine import engine_of
 from batchrunner.input.tables import Data, Row, paths_of
-from batchrunner.job.call import GenerateCall
+from batchrunner.job.call import GenerateCall, LibraryCall, task_call
 from batchrunner.job.check import OnLength
 from batchrunner.job.load import EngineLike
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks.table import GENERATE
+from batchrunner.job.tasks.table import GENERATE, TaskName
 from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress_calls import ProgressListener, make_displays
 from batchrunner.runner.stream_call import StreamCall
@@ -29,6 +29,8 @@ def stream(
     check: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
+    task: TaskName = GENERATE,
+    task_options: Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
@@ -42,6 +44,9 @@ def stream(
     an asynchronous one in the running event loop. The columns are those of its first rows. Rows come in the
     order in which they end; `row` is the position in the input. Failed rows have an `error`.
 
+    `task` is that of a job, and `task_options` are the arguments that only `embed`, `score` or `rerank` have,
+    such as `{"labels": [" yes", " no"]}`; the columns are then those of the task, and a vector is a list.
+
     Without `output` nothing stays on disk. With it the rows are also stored in a run directory of that path,
     before the first is sent: the same call resumes, and first yields what earlier starts did.
 
@@ -51,22 +56,37 @@ def stream(
     """
     opened, spec = engine_of(engine)
     if opened is not None:
-        opened.refuse_other_task(GENERATE)
+        opened.refuse_other_task(task)
 
     files = paths_of(rows)
-    call = GenerateCall(
-        engine=spec,
-        prompt=prompt,
-        columns=columns,
-        limits=limits,
-        parse=parse,
-        sampling=sampling,
-        answers=answers,
-        explode=explode,
-        check=check,
-        on_length=on_length,
-        own_rows=files is None,
-    )
+    call: LibraryCall
+    if task == GENERATE and not task_options:
+        call = GenerateCall(
+            engine=spec,
+            prompt=prompt,
+            columns=columns,
+            limits=limits,
+            parse=parse,
+            sampling=sampling,
+            answers=answers,
+            explode=explode,
+            check=check,
+            on_length=on_length,
+            own_rows=files is None,
+        )
+    else:
+        others = {"parse": parse, "sampling": sampling, "check": check, "on_length": on_length}
+        asked = {"columns": list(answers), "explode": explode}
+        call = task_call(
+            task,
+            task_options,
+            engine=spec,
+            prompt=prompt,
+            columns=columns,
+            limits=limits,
+            fields={name: value for name, value in asked.items() if value},
+            more={name: value for name, value in others.items() if value is not None},
+        )
     display = make_displays(progress=progress, on_progress=on_progress)
     running = StreamCall(rows, files, call, opened.loop if opened else None, display)
     return running.in_memory() if output is None else running.in_run_directory(Path(output))

@@ -14,7 +14,7 @@ from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job, LimitsSpec
-from batchrunner.job.tasks.table import TaskName
+from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName, last_part
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
 """A template, the `prompt` part of a job, or a function that makes the prompt of a row."""
@@ -106,6 +106,8 @@ class TaskCall(LibraryCall):
     items: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     labels: Sequence[str | int] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further parts of the job, which the task may refuse."""
 
     def _parts(self, prompt: Prompt, output: str) -> dict[str, Any]:
         if isinstance(self.labels, str):
@@ -117,7 +119,51 @@ class TaskCall(LibraryCall):
             "prompt": {**prompt, **self.items},
             **({} if self.labels is None else {"labels": list(self.labels)}),
             "output": {"path": output, **self.fields},
+            **self.more,
         }
+
+
+def task_call(
+    task: TaskName,
+    options: Mapping[str, Any] | None,
+    *,
+    engine: EngineSpec,
+    prompt: Prompt | None,
+    columns: Sequence[str],
+    limits: Mapping[str, Any] | LimitsSpec | None,
+    fields: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> TaskCall:
+    """Return the call of a task by the arguments that only tasks have, its `options`; raises JobError.
+
+    `fields` are others of the job's output, and `more` further parts of the job.
+    """
+    kind = TASKS.get(task)
+    if task == GENERATE:
+        raise JobError("task_options: they go with a task without decoding", hint="name the task")
+    if kind is None:
+        raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
+    given = dict(options or {})
+    places = {last_part(name): name for name in kind.takes}
+    for name in given:
+        if name not in places:
+            raise JobError(
+                f"task_options: {name!r} is none of task: {task}",
+                hint=f"it takes {', '.join(places) or 'none'}",
+            )
+    of_output = {name: value for name, value in given.items() if places[name].startswith("output.")}
+    of_prompt = {name: value for name, value in given.items() if places[name].startswith("prompt.")}
+    return TaskCall(
+        task=task,
+        engine=engine,
+        prompt=prompt,
+        columns=columns,
+        limits=limits,
+        items=of_prompt,
+        fields={**of_output, **fields},
+        labels=given.get("labels"),
+        more=more,
+    )
 
 
 def default_prompt(schema: pa.Schema) -> str:

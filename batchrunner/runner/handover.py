@@ -7,11 +7,13 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.types import LEFT_OUT, Outcome
+from batchrunner.core.hooks.functions import ColumnKind
+from batchrunner.core.types import LEFT_OUT, Completion, Outcome
 from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.row_values import UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import SAMPLE
+from batchrunner.job.tasks.embed import VECTOR, numbers_of
 from batchrunner.output.columns import ResultRow, answer_value, result_rows
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir
@@ -130,6 +132,18 @@ def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dic
     if outcome.is_left_out:
         reason = LEFT_OUT if plan.samples == 1 or plan.explode else [LEFT_OUT] * plan.samples
 
+    if plan.task is not None:
+        return {
+            "row": outcome.ref.row,
+            **carried,
+            "prompt_tokens": completion.prompt_tokens if completion else None,
+            "cached_tokens": completion.cached_tokens if completion else None,
+            "latency_s": outcome.latency_s,
+            "attempts": outcome.attempts,
+            "error": outcome.error,
+            **{name: _value_of(completion, name, kind) for name, kind in plan.parsed},
+        }
+
     def each(values: list[Any]) -> Any:
         return values if sample is None else values[sample]
 
@@ -147,6 +161,14 @@ def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dic
         "error": outcome.error,
         **{name: answer_value(row, name) for name in plan.names},
     }
+
+
+def _value_of(completion: Completion | None, name: str, kind: ColumnKind) -> Any:
+    """Return the value of a column of a task without decoding; a vector as a list of numbers."""
+    value = completion.columns[name][0] if completion and name in completion.columns else None
+    if kind[0] == VECTOR and isinstance(value, bytes):
+        return numbers_of(value, "float16" if kind[1] == "float16" else "float32")
+    return value
 
 
 def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:

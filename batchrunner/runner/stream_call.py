@@ -21,7 +21,7 @@ from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
 from batchrunner.input.parquet_copy import about_rows, write_parquet
 from batchrunner.input.tables import rows_known
-from batchrunner.job.call import GenerateCall
+from batchrunner.job.call import LibraryCall
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.output.files import make_directory, writing
@@ -49,7 +49,7 @@ class StreamCall:
         self,
         data: object,
         paths: list[str] | None,
-        call: GenerateCall,
+        call: LibraryCall,
         loop: EngineLoop | None,
         display: Display,
     ) -> None:

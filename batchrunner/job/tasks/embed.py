@@ -166,6 +166,13 @@ class EmbedTask(ForwardTask):
             raise RowRefusedError("output.dtype: the vector has numbers too large for float16") from None
 
 
+def numbers_of(vector: bytes, dtype: Dtype) -> list[float]:
+    """Return the numbers of a vector that stands as the results have it."""
+    if dtype == "float32":
+        return _little(array("f", vector)).tolist()
+    return list(struct.unpack(f"<{len(vector) // WIDTHS[dtype]}e", vector))
+
+
 def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
     """Return a reply of `/v1/embeddings` with vectors of 32-bit numbers, in Base64 or as numbers."""
     data = [

@@ -1,0 +1,99 @@
+"""`stream` does tasks without decoding: rows come with the columns of their task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import batchrunner
+from tests.conftest import INSTANT
+from tests.support.embeddings import vector_for
+from tests.support.fake_sglang import FakeSGLang
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVERY = {"row", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error"}
+TEXTS = [f"text {n}" for n in range(6)]
+
+
+async def rows_of(rows: Any, **options: Any) -> list[dict[str, Any]]:
+    """Return the rows of a stream, in the order of the input."""
+    return sorted([row async for row in batchrunner.stream(rows, **options)], key=lambda row: row["row"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("stored", [False, True])
+async def test_vectors_are_lists(tmp_path: Path, stored: bool, dtype: str) -> None:
+    """Those of a server, also of a run directory, whose rows come again when the same call resumes."""
+    with FakeSGLang(arguments={"is_generation": False}) as server:
+        call: dict[str, Any] = {"task": "embed", "task_options": {"dtype": dtype}, "engine": server.url}
+        if stored:
+            call["output"] = tmp_path / "run"
+        found = await rows_of([*TEXTS, ""], **call)
+        again = await rows_of([*TEXTS, ""], **call) if stored else found
+        assert len(server.sent) == len(TEXTS)
+    assert [row["embedding"] for row in found] == [*map(vector_for, TEXTS), None]
+    assert again == found
+    assert {*found[0]} == {*found[-1]} == {*EVERY, "embedding"}
+    assert found[-1]["error"]
+
+
+async def test_options_of_each_task() -> None:
+    """The arguments that only a task has, and rows with further columns."""
+    scores = await rows_of(
+        TEXTS, task="score", task_options={"labels": [" yes", " no"], "softmax": True}, engine=INSTANT
+    )
+    assert all(sum(row["scores"]) == pytest.approx(1) for row in scores)
+    choices = await rows_of(TEXTS, task="score", task_options={"choices": [" a", " b"]}, engine=INSTANT)
+    assert {*choices[0]} == {*EVERY, "scores", "scores_per_token", "scores_per_byte"}
+    documents = [{"q": text, "d": [text, "x"], "id": n} for n, text in enumerate(TEXTS)]
+    ranked = await rows_of(
+        documents,
+        task="rerank",
+        task_options={"documents": "d"},
+        prompt="{{ q }}",
+        columns=["id"],
+        engine=INSTANT,
+    )
+    assert [(row["id"], len(row["scores"])) for row in ranked] == [(n, 2) for n in range(6)]
+    classes = await rows_of(TEXTS, task="classify", task_options={"softmax": True}, engine=INSTANT)
+    assert {row["label"] for row in classes} <= {"LABEL_0", "LABEL_1", "LABEL_2"}
+    rewards = await rows_of(TEXTS, task="reward", engine=INSTANT)
+    assert all(isinstance(row["score"], float) for row in rewards)
+
+
+async def test_an_open_engine() -> None:
+    """An engine that was opened for the task serves streams of it, and no others."""
+    with (
+        FakeSGLang(arguments={"is_generation": False}) as server,
+        batchrunner.open_engine(server.url, task="embed") as engine,
+    ):
+        found = await rows_of(TEXTS, task="embed", engine=engine)
+        assert [row["embedding"] for row in found] == [*map(vector_for, TEXTS)]
+        with pytest.raises(batchrunner.JobError, match="it was opened for task embed"):
+            await rows_of(TEXTS, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"task": "embedd"}, "task 'embedd': give one of generate, embed, score"),
+        ({"task": "embed", "task_options": {"labels": [1]}}, "'labels' is none of task: embed"),
+        ({"task": "reward", "task_options": {"dtype": "float16"}}, "'dtype' is none of task: reward"),
+        ({"task_options": {"dtype": "float16"}}, "task_options: they go with a task without decoding"),
+        (
+            {"task": "embed", "sampling": {"temperature": 0}},
+            "sampling.temperature: task: embed writes",
+        ),
+        ({"task": "embed", "answers": ["logprobs"]}, "output.columns: task: embed writes no text"),
+        ({"task": "embed", "explode": True}, "output.explode: task: embed writes no text"),
+        ({"task": "embed", "check": {"regex": "a"}}, "check.regex: task: embed writes no text"),
+        ({"task": "score"}, "takes either labels or prompt.choices"),
+    ],
+)
+async def test_calls_that_cannot_be(call: dict[str, Any], message: str) -> None:
+    """Each argument without effect is refused by its name."""
+    with pytest.raises(batchrunner.JobError, match=message):
+        await rows_of(TEXTS, engine=INSTANT, **call)
