@@ -46,6 +46,7 @@ test-fast: .venv/.dev ## Run the tests that need no engine, gateway, Slurm or br
 torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; fuzz; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture
 	.venv/bin/python -m benchmarks.torture_batch
+	.venv/bin/python -m benchmarks.torture_vectors
 	.venv/bin/python -m benchmarks.fuzz
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 
@@ -82,6 +83,7 @@ bench-cadence-simulated: .venv/.light ## Prefill seldom or at once on an H100, a
 bench-fields: .venv/.light ## Cache hits of a prompt's fields in the written and the chosen order
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
 bench-bundles: $(ENGINE) ## Many rows in one request beside one by one and Engine.generate, real engine
+bench-embed: $(ENGINE) data/docs.parquet data/all-minilm-l6-v2/config.json ## Embeddings beside Engine.encode and a bare loop, real engine
 bench-gateway: $(ENGINE) ## Cost of the Model Gateway, real engine
 bench-control: $(ENGINE) ## Adaptive concurrency beside fixed windows, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one

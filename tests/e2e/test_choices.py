@@ -127,6 +127,21 @@ def test_refused_and_odd_likelihoods(tmp_path: Path, scorer: FakeSGLang) -> None
     assert "the log likelihood of a choice is not a number" in errors[2]
 
 
+def test_rows_share_requests(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """The choices of several rows go in one list; a list with a bad one is sent in halves."""
+    texts = [f"{chr(97 + n)}" for n in range(24)]
+    expected = [[likelihood(text + choice, 2) for choice in CHOICES] for text in texts]
+    scorer.script = lambda sent: "too long" if sent.prompt == str(tokens_in("b Rome")) else "answer"
+    limits = {"max_failed_rows": 1, "abort_failed_share": 1}
+    job = choice_job(tmp_path, scorer, texts, limits=limits, bundle=8, window=24)
+    assert run(job, tmp_path).exit_code == 0
+    rows = results_of(job)
+    assert [row["row"] for row in rows if row["error"]] == [1]
+    for row, scores in zip(rows, expected, strict=True):
+        assert row["error"] or row["scores"] == pytest.approx(scores)
+    assert max(sent.together for sent in scorer.sent) > len(CHOICES)
+
+
 def test_resumed_joined_merged(tmp_path: Path) -> None:
     """The simulated engine: resume, join, equal rows, merge and export hold for the lists."""
     job = choice_job(tmp_path, INSTANT, [f"row {n % 8}" for n in range(12)], input={"limit": 6})

@@ -57,6 +57,17 @@ def test_documents_of_queries(tmp_path: Path, reranker: FakeSGLang) -> None:
         assert rows[number]["prompt_tokens"] == 5 * len(documents)
 
 
+def test_rows_with_several_documents_share_requests(tmp_path: Path, reranker: FakeSGLang) -> None:
+    """Lists of different lengths are one request, and each row has its own numbers."""
+    documents = [[f"d{n} {at}" for at in range(1 + n % 3)] for n in range(24)]
+    job = rerank_job(tmp_path, reranker, documents, bundle=8, window=24)
+    assert run(job, tmp_path).exit_code == 0
+    for n, (row, mine) in enumerate(zip(results_of(job), documents, strict=True)):
+        assert row["scores"] == pytest.approx([pair(f"q{n}", each) for each in mine])
+        assert row["prompt_tokens"] == 5 * len(mine)
+    assert reranker.requests < 24
+
+
 def test_pairs_as_rows(tmp_path: Path, reranker: FakeSGLang) -> None:
     """A column of texts has one document a row, and rows go in lists."""
     documents = [f"d{n}" for n in range(24)]

@@ -15,7 +15,12 @@ def prompt_tokens(request: Request) -> int:
     if isinstance(request.prompt, RequestBody):
         return len(request.prompt.content) // CHARACTERS_A_TOKEN
     length = len(request.prompt)
-    return length if request.kind == "input_ids" else length // CHARACTERS_A_TOKEN
+    tokens = length if request.kind == "input_ids" else length // CHARACTERS_A_TOKEN
+    if not request.items:
+        return tokens
+    if request.item_ids:  # choices: their prompt is computed once
+        return tokens + sum(map(len, request.item_ids))
+    return tokens * len(request.items) + sum(map(len, request.items)) // CHARACTERS_A_TOKEN
 
 
 class PassSize:

@@ -274,7 +274,7 @@ def bundle_senders(
 def why_alone(request: Request) -> str | None:
     """Say why a row is a request of its own; None where it can share one."""
     if request.task is not None:
-        return "its items are several prompts" if len(request.items) > 1 else None
+        return None
     if request.kind != "input_ids":
         return "the engine tokenizes their prompts"
     sampling = request.sampling
