@@ -82,11 +82,11 @@ class Peaks:
 class VectorRun:
     """One run: its job, its starts, and what came out."""
 
-    def __init__(self, folder: Path, rows: int, dtype: str, made: random.Random, peaks: Peaks) -> None:
+    def __init__(self, folder: Path, rows: int, dtype: str, made: random.Random) -> None:
         self._folder = folder
         self._rows = rows
         self._made = made
-        self._peaks = peaks
+        self.peaks = Peaks()
         self.kills = 0
         self.took_s: dict[str, float] = {}
         folder.mkdir()
@@ -111,7 +111,7 @@ class VectorRun:
             while any(process.poll() is None for process in running):
                 time.sleep(POLL_S)
                 for process in running:
-                    self._peaks.look("run", process.pid)
+                    self.peaks.look("run", process.pid)
                 if targets and self._parts() >= targets[0]:
                     targets.pop(0)
                     time.sleep(self._made.uniform(0, 0.5))
@@ -177,7 +177,7 @@ class VectorRun:
         return vector
 
     def _replace(self, process: subprocess.Popen[bytes], options: Sequence[str]) -> subprocess.Popen[bytes]:
-        self._peaks.look("run", process.pid)
+        self.peaks.look("run", process.pid)
         process.kill()
         self.kills += process.wait() < 0
         return self._start(*options)
@@ -190,7 +190,7 @@ class VectorRun:
 
     def _wait(self, kind: str, process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None:
-            self._peaks.look(kind, process.pid)
+            self.peaks.look(kind, process.pid)
             time.sleep(POLL_S)
         if process.returncode:
             raise SystemExit(f"exit {process.returncode} of {process.args!r}")
@@ -216,31 +216,33 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="for the files; they are deleted at the end")
     args = parser.parse_args()
-    made, peaks, began = random.Random(args.seed), Peaks(), time.monotonic()
+    made, began = random.Random(args.seed), time.monotonic()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="torture-vectors-", dir=args.folder) as scratch:
         for name, rows, starts in (("alone", args.rows, 1), ("joined", args.rows // JOINED_SHARE, TOGETHER)):
-            run = VectorRun(Path(scratch) / name, rows, args.dtype, made, peaks)
+            run = VectorRun(Path(scratch) / name, rows, args.dtype, made)
             run.go(args.kills, starts=starts)
-            found[name] = {"rows": rows, "kills": run.kills, **run.judge(), "took_s": run.took_s}
+            found[name] = {"rows": rows, "kills": run.kills, **run.judge()}
+            found[name] |= {"took_s": run.took_s, "peak_mib": run.peaks.of}
             run.clear()
     wrong = {
         what: sum(run[what] for run in found.values())
         for what in ("lost", "doubled", "out of order", "different")
     }
     rows = sum(run["rows"] for run in found.values())
+    peaks = {kind: max(run["peak_mib"][kind] for run in found.values()) for kind in ("run", "merge")}
     kills = sum(run["kills"] for run in found.values())
     line = (
         f"torture_vectors: {kills} kills, {rows:,} vectors of {NUMBERS} "
         f"numbers ({args.dtype}), {', '.join(f'{count} {what}' for what, count in wrong.items())}; "
-        f"peak memory {peaks.of['run']:.0f} MiB of a run, {peaks.of['merge']:.0f} MiB of merge"
+        f"peak memory {peaks['run']:.0f} MiB of a run, {peaks['merge']:.0f} MiB of merge"
     )
     figures = {
         "goal_met": not any(wrong.values()),
         "took_s": round(time.monotonic() - began, 1),
         "seed": args.seed,
         "dtype": args.dtype,
-        "peak_mib": peaks.of,
+        "peak_mib": peaks,
         "runs": found,
     }
     save("torture_vectors", line, figures, ("batchrunner", "pyarrow"))

@@ -10,6 +10,7 @@ import orjson
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
@@ -18,6 +19,7 @@ from batchrunner.engines.vector_facts import check_dimensions_of_launched
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
+from batchrunner.job.python_functions import IMAGES
 from batchrunner.output.failures import Failures
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import find_done, prepare
@@ -26,6 +28,9 @@ from batchrunner.runner.prepared_job import PreparedJob
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
 """Rows that are rendered at most, to count those that cannot be sent."""
+ROWS_WITH_IMAGES_OPENED = 100
+"""Rows whose images are opened at most, to see whether they are whole."""
+_FAR = ("http://", "https://")
 CHARACTERS_SHOWN = 2000
 _WITHOUT_JSON = {"inprocess", "simulated"}
 
@@ -53,7 +58,7 @@ class Check:
     rows_looked_at: int
     """Rows, the first ones to send, that were rendered to see whether they can be sent; 1,000 at most."""
     rows_not_sendable: int
-    """Rows of these that cannot be sent: a null or empty prompt, a template that fails."""
+    """Rows of these that cannot be sent: a null or empty prompt, a template that fails, a broken image."""
     not_sendable: list[dict[str, Any]]
     """Why they cannot be sent, largest group first: `rows`, `example_row`, `example`."""
 
@@ -115,6 +120,8 @@ def _check(prepared: PreparedJob) -> Check:
     for item in islice(items, ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
         looked_at += 1
+        if isinstance(item, Request) and prompt["error"] is None and looked_at <= ROWS_WITH_IMAGES_OPENED:
+            prompt = _with_images_opened(prompt, item, prepared.functions)
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
         if len(shown) < PROMPTS_SHOWN:
@@ -141,6 +148,16 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
         prompt = orjson.loads(item.prompt.content) if body else item.shown
         return {"row": item.ref.row, "kind": item.kind, "prompt": prompt, "error": None}
     return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
+
+
+def _with_images_opened(prompt: dict[str, Any], row: Request, functions: HookPool | None) -> dict[str, Any]:
+    """Open a row's images as a run does, but for those that must be downloaded; a bad one is the error."""
+    is_far = any(image.place.lower().startswith(_FAR) for image in row.images)
+    if functions is None or not row.images or is_far:
+        return prompt
+    (found,) = functions.call_many(IMAGES, [(row.images,)])
+    error = found.value if found.error is None else found.error
+    return {**prompt, "kind": None, "prompt": None, "error": error} if isinstance(error, str) else prompt
 
 
 def _refusal(request: Request, engine: str) -> str | None:

@@ -309,6 +309,21 @@ def test_check_shows_where_images_come_from(tmp_path: Path) -> None:
     assert "column 'image' (red.png)" in result.output
 
 
+def test_check_opens_images(tmp_path: Path) -> None:
+    """A broken image and a file that is missing are told before anything is sent; URLs are not loaded."""
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "half.png").write_bytes(RED[: len(RED) // 2])
+    images = {"columns": ["image"], "allow_urls": True}
+    places = ["red.png", "half.png", "nowhere.png", "https://example.invalid/a.png"]
+    job = _job(tmp_path, INSTANT, {"user": "What?", "images": images}, {"image": places})
+    result = batchrun("check", write_job(job, tmp_path))
+    assert result.exit_code == 0
+    assert "2 of the first 4 rows cannot be sent" in result.output
+    assert "No such file" in result.output
+    job = _job(tmp_path, INSTANT, {"user": "What?", "images": images}, {"image": places[1:3]})
+    assert batchrun("check", write_job(job, tmp_path)).exit_code == 3
+
+
 def test_large_images_are_made_smaller(tmp_path: Path, eyes: FakeSGLang) -> None:
     """`max_pixels` bounds what is sent, and a photo on its side is turned."""
     exif = Image.Exif()

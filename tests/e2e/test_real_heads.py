@@ -1,4 +1,4 @@
-"""Cross-encoders and classifiers of the real SGLang on the CPU, beside what transformers computes."""
+"""Cross-encoders, classifiers and reward models of the real SGLang on the CPU, beside transformers."""
 
 from __future__ import annotations
 
@@ -66,28 +66,51 @@ def test_cross_encoder(tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, wanted, rtol=1e-3, atol=1e-4)
 
 
-def test_classifier(tmp_path: Path) -> None:
-    """A random Llama with three classes: scores are its logits, and labels the names of its config."""
-    require_engine("sglang")
+def llama_with_head(**head: Any) -> tuple[Any, Any]:
+    """Return a tokenizer and a random Llama with a head of so many `num_labels`, or names of them."""
     import torch  # noqa: PLC0415
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification  # noqa: PLC0415
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
-    names = {0: "bad", 1: "fair", 2: "good"}
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
-        id2label=names, label2id={name: number for number, name in names.items()},
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id, initializer_range=0.2,
+        bos_token_id=tokenizer.bos_token_id, initializer_range=0.2, **head,
     )  # fmt: skip
-    model = LlamaForSequenceClassification(config).eval()
+    return tokenizer, LlamaForSequenceClassification(config).eval()
+
+
+def logits_of(tokenizer: Any, model: Any, texts: list[str]) -> list[list[float]]:
+    import torch  # noqa: PLC0415
+
+    with torch.no_grad():
+        return [model(**tokenizer(text, return_tensors="pt")).logits[0].tolist() for text in texts]
+
+
+def test_classifier(tmp_path: Path) -> None:
+    """A random Llama with three classes: scores are its logits, and labels the names of its config."""
+    require_engine("sglang")
+    names = {0: "bad", 1: "fair", 2: "good"}
+    head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    tokenizer, model = llama_with_head(**head)
     spec = {"kind": "server", "model": str(made(tmp_path / "model", model, SMALL_MODEL)), "device": "cpu"}
     texts = [f"{'word ' * (5 * n)}text {n}" for n in range(8)]
     with batchrunner.open_engine(spec, log_dir=tmp_path, task="classify") as engine:
         found = run(tmp_path, engine, {"text": texts}, task="classify", prompt={"text": "text"})
-    with torch.no_grad():
-        wanted = [model(**tokenizer(text, return_tensors="pt")).logits[0].tolist() for text in texts]
+    wanted = logits_of(tokenizer, model, texts)
     np.testing.assert_allclose(found["scores"].to_pylist(), wanted, rtol=1e-3, atol=1e-3)
     assert found["label"].to_pylist() == [names[int(np.argmax(logits))] for logits in wanted]
+
+
+def test_reward_model(tmp_path: Path) -> None:
+    """A random Llama with one number, as reward models have it: the score is its logit."""
+    require_engine("sglang")
+    tokenizer, model = llama_with_head(num_labels=1)
+    spec = {"kind": "server", "model": str(made(tmp_path / "model", model, SMALL_MODEL)), "device": "cpu"}
+    texts = [f"{'word ' * (5 * n)}text {n}" for n in range(8)]
+    with batchrunner.open_engine(spec, log_dir=tmp_path, task="reward") as engine:
+        found = run(tmp_path, engine, {"text": texts}, task="reward", prompt={"text": "text"})
+    wanted = [logit for (logit,) in logits_of(tokenizer, model, texts)]
+    np.testing.assert_allclose(found["score"].to_pylist(), wanted, rtol=1e-3, atol=1e-3)
