@@ -39,7 +39,9 @@ from tests.conftest import (
     job_of,
     results_of,
     write_job,
+    write_rows,
 )
+from tests.support.embeddings import vector_for
 from tests.support.fake_sglang import FakeSGLang, Sent
 
 if TYPE_CHECKING:
@@ -132,6 +134,30 @@ def test_rows_are_shared_out(
     assert report.engine["model"] == "fake/model"
     assert (report.engine["max_running"], report.engine["routes"]) == (16, ("gateway",))
     assert any("2 workers behind the gateway" in note for note in report.engine["notes"])
+
+
+@pytest.mark.gateway
+def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+    """The gateway passes on lists of prompts for embeddings; it has no endpoint for scores, which is said."""
+    model = {"is_generation": False}
+    with (
+        FakeSGLang(api_key=real_gateway.key, arguments=model) as one,
+        FakeSGLang(api_key=real_gateway.key, arguments=model) as two,
+    ):
+        engine = behind(one, two)
+        ids = [[n, n + 1, 7] for n in range(40)]
+        path = write_rows(tmp_path / "ids.parquet", 40, ids=ids)
+        changes = {"input": {"path": str(path)}, "prompt": {"input_ids": "ids"}, "bundle": 8, "window": 32}
+        job = job_of(tmp_path, engine, **{"task": "embed", **changes})
+        report = batchrunner.run(job)
+        assert (report.exit_code, report.rows_ok) == (0, 40)
+        assert report.bundles["most_rows"] > 1
+        assert [row["embedding"] for row in results_of(job)] == [vector_for(str(each)) for each in ids]
+        assert sum(sent.path == "/v1/embeddings" for fake in (one, two) for sent in fake.sent) == 40
+        refused = batchrun(write_job({**job, "task": "score", "labels": [3]}, tmp_path))
+    assert refused.exit_code == 2
+    assert len(refused.stderr.splitlines()) == 1
+    assert "does not pass on requests of task: score: name its workers" in refused.stderr
 
 
 @pytest.mark.gateway
