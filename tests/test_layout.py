@@ -19,7 +19,7 @@ from tests.support.scheduling import GROUPS, group_of
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
     "core", "job", "output", "input", "engines", "advise", "report", "dispatch",
-    "runner", "tune", "api", "cli",
+    "runner", "tune", "api", "ray", "cli",
 )  # fmt: skip
 """The package's folders and files, each of which imports only from those before it."""
 FILES = {
@@ -165,7 +165,7 @@ def test_test_files_are_short() -> None:
     assert {name: count for name, count in lines.items() if count > 600} == {}
 
 
-HEAVY = {"pyarrow", "aiohttp", "pydantic", "jinja2", "torch", "sglang", "transformers", "pandas"}
+HEAVY = {"pyarrow", "aiohttp", "pydantic", "jinja2", "torch", "sglang", "transformers", "pandas", "ray"}
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ class Handover:
         self._rows.append(row)
         self._came.set()
 
+    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
+        """Add the rows that an outcome becomes, as `plan` says, each once there is room."""
+        for row in rows_given(outcome, plan):
+            await self.put(row)
+
     async def take(self) -> list[dict[str, Any]]:
         """Take all rows that are there; waits for the first. Empty at the end."""
         while not self._rows and not self._ended:
@@ -72,6 +77,16 @@ class Handover:
         self._came.set()
 
 
+class Outlet(Protocol):
+    """Takes the outcomes of a stream, in the event loop of the run."""
+
+    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
+        """Take an outcome, which becomes what `plan` says; waits while the program is behind."""
+
+    def end(self) -> None:
+        """Record that no more outcomes come."""
+
+
 class OutcomeCount(Protocol):
     """Counts outcomes."""
 
@@ -82,17 +97,16 @@ class OutcomeCount(Protocol):
 class GivenResults:
     """Gives outcomes to the program, and stores them nowhere; what a stream has for a ResultWriter."""
 
-    def __init__(self, handover: Handover, counter: OutcomeCount, plan: AnswerPlan) -> None:
+    def __init__(self, outlet: Outlet, counter: OutcomeCount, plan: AnswerPlan) -> None:
         """Take the parts; `plan` says what an outcome becomes."""
-        self._handover = handover
+        self._outlet = outlet
         self._counter = counter
         self._plan = plan
 
     async def put(self, outcome: Outcome) -> None:
         """Count an outcome and give it to the program; waits while the program is behind."""
         self._counter.add(outcome)
-        for row in rows_given(outcome, self._plan):
-            await self._handover.put(row)
+        await self._outlet.give(outcome, self._plan)
 
     def check(self) -> None:
         """Do nothing: nothing happens in the background."""
@@ -110,8 +124,7 @@ class StoredAndGiven:
     async def put(self, outcome: Outcome) -> None:
         """Count, store and give an outcome; waits while disk or program are behind. Raises StorageError."""
         await self._writer.put(outcome)
-        for row in rows_given(outcome, self._plan):
-            await self._handover.put(row)
+        await self._handover.give(outcome, self._plan)
 
     def check(self) -> None:
         """Raise the StorageError of a background write that failed for good."""

@@ -21,7 +21,7 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.runner.control import Control
-from batchrunner.runner.handover import GivenResults, Handover
+from batchrunner.runner.handover import GivenResults, Outlet
 from batchrunner.runner.parsed_results import parsing
 from batchrunner.runner.progress import Display
 from batchrunner.runner.sending import Sending, build_sending, open_windows
@@ -35,7 +35,7 @@ async def send_stream(
     job: Job,
     kind: PromptKind | None,
     rows: StreamRows,
-    handover: Handover,
+    outlet: Outlet,
     display: Display,
     log_directory: Path,
     *,
@@ -43,7 +43,7 @@ async def send_stream(
     info: EngineInfo | None = None,
     functions: HookPool | None = None,
 ) -> None:
-    """Send all rows, with prompts of a kind, and give their outcomes to `handover`, which ends with them.
+    """Send all rows, with prompts of a kind, and give their outcomes to `outlet`, which ends with them.
 
     `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `functions`
     are the job's Python functions. Cancelled, it cancels the requests in flight. Raises BatchrunError where
@@ -68,7 +68,7 @@ async def send_stream(
             windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
             counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
             answers = plan_answers(job, functions=functions)
-            results = parsing(GivenResults(handover, counter, answers), functions)
+            results = parsing(GivenResults(outlet, counter, answers), functions)
             sending = build_sending(
                 job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
                 answers, rows.names, began=began, functions=functions,
@@ -78,7 +78,7 @@ async def send_stream(
             raise BatchrunError(f"{control.reason}: the stream ended after {counts.done} rows")
     finally:
         rows.stop()
-        handover.end()
+        outlet.end()
 
 
 async def _send(sending: Sending, rows: StreamRows, control: Control) -> None:
