@@ -30,6 +30,10 @@ demo: .venv/.light data/docs.parquet ## Show the display of a run, with a simula
 run-s3: .venv/.dev data/docs.parquet ## Do a job with input and results on a local S3 server, with a simulated engine
 	.venv/bin/python jobs/on_s3.py jobs/demo.yaml data/docs.parquet
 
+run-ray: .venv/.dev $(ENGINE) data/docs.parquet ## Summarise 200 documents on a Ray cluster of this machine, with a real engine
+	.venv/bin/batchrun ray jobs/summarize.yaml --workers 1 --address local --set output.path=out/ray
+	@.venv/bin/python jobs/show.py out/ray
+
 ##@ Develop
 
 check: .venv/.dev ## Lint, check the formatting, check the types
@@ -77,6 +81,7 @@ bench-functions: .venv/.light ## Rows a second through a trivial Python function
 bench-memory: .venv/.light ## Peak memory at 100,000 and at a million rows
 bench-planning: .venv/.light ## Time and memory to sort rows into prefix order
 bench-resume: .venv/.light ## Time to resume, report and merge a run of 10 million rows
+bench-ray-data: .venv/.dev ## Throughput of a stage of Ray Data beside batchrun, simulated engine
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
 bench-order-simulated: .venv/.light ## Cache hits of several sending orders, simulated
 bench-cadence-simulated: .venv/.light ## Prefill seldom or at once on an H100, a prediction of the simulated scheduler

@@ -129,7 +129,7 @@ def test_json_can_be_read() -> None:
 
 @pytest.mark.parametrize("block", of("python"), ids=str)
 def test_python_is_spelled_right(block: Block) -> None:
-    """A block of Python compiles, and uses only what `batchrunner` exports."""
+    """A block of Python compiles, and uses only what `batchrunner` and `batchrunner.ray` export."""
     tree = ast.parse(block.text)
     used = {
         node.attr
@@ -142,7 +142,14 @@ def test_python_is_spelled_right(block: Block) -> None:
         if isinstance(node, ast.ImportFrom) and node.module == "batchrunner"
         for name in node.names
     }
-    assert used | imported <= set(batchrunner.__all__)
+    on_ray = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "batchrunner.ray"
+    }
+    assert (used - {"ray"}) | imported <= set(batchrunner.__all__)
+    assert on_ray <= {"embed", "generate", "rerank", "score"}
+    assert ("ray" in used) == bool(on_ray)
 
 
 @pytest.mark.page

@@ -215,6 +215,7 @@ def test_the_commands_load_no_pandas(tmp_path: Path, samples: int) -> None:
         "run",
         "batch",
         "slurm",
+        "ray",
         "init",
         "check",
         "status",

@@ -10,6 +10,7 @@ import typer
 from batchrunner.cli.entry import start
 from batchrunner.cli.group import HELP_OPTIONS, CommandGroup
 from batchrunner.cli.jobs import check, init, schema, tune
+from batchrunner.cli.on_ray import ray
 from batchrunner.cli.options import EXIT_CODES
 from batchrunner.cli.results import advise, compare, export, merge, report, status
 from batchrunner.cli.running import batch, run, slurm
@@ -47,11 +48,11 @@ def _main(
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    run, batch, init, check, tune, slurm, status, merge, export, report, compare, advise, schema,
+    run, batch, init, check, tune, slurm, ray, status, merge, export, report, compare, advise, schema,
 )  # fmt: skip
 """The commands, in the order in which `--help` lists them."""
 for _each in _COMMANDS:
-    app.command(epilog=EXIT_CODES if _each in {run, batch, tune} else None)(_each)
+    app.command(epilog=EXIT_CODES if _each in {run, batch, tune, ray} else None)(_each)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from batchrunner.core.errors import BatchrunError
 
 
 @contextlib.contextmanager
-def _telling_report(*, quiet: bool) -> Iterator[None]:
+def telling_report(*, quiet: bool) -> Iterator[None]:
     """Print the report of a run that could not go on: it is worth knowing, whatever ended it."""
     try:
         yield
@@ -86,7 +86,7 @@ def run(
     from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet, details=verbose or as_json)
-    with _telling_report(quiet=quiet or as_json):
+    with telling_report(quiet=quiet or as_json):
         done = run_in_foreground(
             job,
             with_limit(overrides, limit),
@@ -174,7 +174,7 @@ def batch(
         overrides=with_limit(overrides, limit),
         fresh=fresh,
     )
-    with _telling_report(quiet=quiet or as_json):
+    with telling_report(quiet=quiet or as_json):
         done = run_batch(
             files, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json,
             metrics=_metrics(metrics_port, metrics_host),

@@ -12,6 +12,7 @@ from tests.conftest import batchrun
 from tests.support.blocks import ROOT, Block, commands_in, is_plain, logical_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 SAVED_AS = re.compile(r"# ([\w./-]+\.(?:yaml|py))\s*$", re.MULTILINE)
@@ -41,7 +42,9 @@ class PageReader:
             return
         if block.language in {"python", "yaml"} and (name := SAVED_AS.match(block.text)):
             (self._directory / name[1]).write_text(block.text)
-        if block.language == "python":
+        if block.language == "python" and "import ray" in block.text:
+            self._run(block, [sys.executable, "-c", block.text], os.environ)  # Ray stays in its process
+        elif block.language == "python":
             exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
         if block.language == "sh":
             plain = all(map(is_plain, logical_lines(block.text)))
@@ -61,11 +64,14 @@ class PageReader:
         script.parent.mkdir(exist_ok=True)
         script.write_text(f'#!/bin/sh\nexec {sys.executable} -m batchrunner "$@"\n')
         script.chmod(0o755)
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{script.parent}:{os.environ['PATH']}"}
+        environ = {**os.environ, "PATH": f"{script.parent}:{os.environ['PATH']}"}
+        return self._run(block, ["bash", "-euo", "pipefail", "-c", block.text], environ)
+
+    def _run(self, block: Block, command: Sequence[str], environ: Mapping[str, str]) -> str:
+        """Run a program, which must end well; return what it prints."""
         ended = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text],
-            cwd=self._directory, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=SHELL_S, check=False,
+            command, cwd=self._directory, env={**environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SHELL_S, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, f"{block}\n{ended.stdout}"
         return ended.stdout

@@ -24,7 +24,7 @@ GROUPS = {
     ),
     "deaths": ("test_real_engine_starts.py", "test_real_engine_out_of_memory.py"),
     "slurm": ("test_slurm.py",),
-    "ray": ("tests/ray/test_stages.py",),
+    "ray": ("tests/ray/test_stages.py", "tests/ray/test_whole_job.py"),
     "gateway": ("test_gateway.py",),
     "browser": ("test_page_in_browser.py",),
     "wheel": ("test_wheel.py",),

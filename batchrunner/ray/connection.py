@@ -1,0 +1,78 @@
+"""The connection of a command to a Ray cluster, which is tried before Ray itself tries for minutes."""
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+import ray
+
+from batchrunner.core.errors import JobError
+from batchrunner.core.timing import TIMING
+
+LOCAL = "local"
+"""Address that stands for a new cluster of this machine alone."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a client of HTTP/2 says first, with empty settings (RFC 9113, section 3.4)."""
+_HEAD, _SETTINGS = 9, 4
+"""Bytes of a frame's head, whose fourth is its type, and the type that the server's first frame has."""
+
+
+@contextlib.contextmanager
+def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
+    """Connect this process to a cluster; raises JobError where there is none.
+
+    Without an address it is that of RAY_ADDRESS, which a job of `ray job submit` has, or of a cluster on this
+    machine. `log_to_driver` shows what the cluster's processes log.
+    """
+    found = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if "://" in found:
+        raise JobError(
+            f"--address {found}: a Ray client cannot start a job",
+            hint="give host:port of the head node, or submit the command with `ray job submit`",
+        )
+    if found not in {LOCAL, "auto"}:
+        _try(found)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    try:
+        ray.init(address=found, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as failure:
+        said = " ".join(str(failure).split())[:300]
+        if found == "auto":
+            raise JobError(
+                "no Ray cluster runs on this machine",
+                hint="give --address host:port, or start one: `ray start --head` or --address local",
+            ) from None
+        raise JobError(f"--address {found}: Ray cannot connect: {said}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _try(address: str) -> None:
+    """Raise JobError where no server of gRPC, as which a head node answers, is at `host:port`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise JobError(f"--address {address}", hint="write it as host:port, such as 10.0.0.1:6379")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), TIMING.ray_answer) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return
+            connection.sendall(_PREFACE)
+            head = connection.recv(_HEAD, socket.MSG_WAITALL)
+    except (OSError, OverflowError) as failure:
+        raise JobError(
+            f"--address {address}: no Ray cluster answers there ({failure or 'no answer'})",
+            hint="give the address that `ray start --head` printed",
+            mark=";",
+        ) from None
+    if len(head) < _HEAD or head[3] != _SETTINGS:
+        raise JobError(
+            f"--address {address}: what answers there is no Ray cluster",
+            hint="give the port of the head node that `ray start --head` printed, 6379 by default",
+            mark=";",
+        )

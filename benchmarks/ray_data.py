@@ -1,0 +1,159 @@
+"""Does a stage of Ray Data keep an engine as busy as `batchrun` does, with blocks of 100 rows?
+
+A round runs both sides in turning order on the same rows and the same kind of engine: the command on a
+Parquet file, and `batchrunner.ray.generate` with one actor on a cluster of this machine, from `from_arrow` in
+blocks of 100 rows to `iter_batches`, whose rows are dropped. Each side runs with few and with many rows. The
+throughput is the difference in rows by the difference in seconds, so that starts, imports and the tail of the
+last rows count on no side. `start_s` is what is left of the small run: the start of the command or the actor,
+of the engine, and the tail.
+
+Memory is the largest resident size of the command, and of the actor's process, in MB.
+
+`--model DIR` takes a real SGLang server on that model in place of the simulated engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+
+import batchrunner.ray
+from benchmarks.measure import save
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCK_ROWS = 100
+GOAL = 0.95
+SAMPLING = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+
+def table_of(rows: int) -> pa.Table:
+    """Return rows whose prompts share a beginning of some 30 words."""
+    begin = "You are given a number and its use. " * 4
+    return pa.table({"id": list(range(rows)), "text": [f"{begin}Number {i}." for i in range(rows)]})
+
+
+def run_command(rows: int, engine: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds of `batchrun`, and its largest size in MB."""
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory) / "input.parquet"
+        pq.write_table(table_of(rows), source, row_group_size=BLOCK_ROWS)
+        job: dict[str, Any] = {
+            "input": {"path": str(source), "columns": ["id"]},
+            "prompt": {"user": "{{ text }}"},
+            "sampling": SAMPLING,
+            "output": {"path": str(Path(directory) / "run")},
+            "engine": engine,
+            "dedupe": False,
+        }
+        file = Path(directory) / "job.json"
+        file.write_text(json.dumps(job))
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "batchrunner", "run", str(file), "--quiet"]
+        process = subprocess.Popen(command)
+        _, status, usage = os.wait4(process.pid, 0)
+        assert status == 0, status
+        return time.perf_counter() - began, usage.ru_maxrss / 1024
+
+
+def run_stage(rows: int, engine: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds of the pipeline, and the largest size of its actor in MB."""
+    table = table_of(rows)
+    with largest_actor() as largest:
+        began = time.perf_counter()
+        ds = ray.data.from_arrow([table.slice(at, BLOCK_ROWS) for at in range(0, rows, BLOCK_ROWS)])
+        ds = batchrunner.ray.generate(ds, prompt="{{ text }}", sampling=SAMPLING, engine=engine)
+        done = sum(batch.num_rows for batch in ds.iter_batches(batch_size=None, batch_format="pyarrow"))
+        seconds = time.perf_counter() - began
+    assert done == rows
+    return seconds, max(largest)
+
+
+@contextlib.contextmanager
+def largest_actor() -> Iterator[list[float]]:
+    """Look for the actors of Ray Data four times a second; give their largest sizes so far, in MB."""
+    ended, sizes = threading.Event(), [0.0]
+
+    def look() -> None:
+        while not ended.wait(0.25):
+            for status in Path("/proc").glob("[0-9]*/status"):
+                with contextlib.suppress(OSError, StopIteration):
+                    if b"ray::MapWorker" in status.with_name("cmdline").read_bytes():
+                        lines = status.read_text().splitlines()
+                        sizes.append(int(next(x for x in lines if x.startswith("VmHWM")).split()[1]) / 1024)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield sizes
+    finally:
+        ended.set()
+        thread.join()
+
+
+def main() -> None:
+    """Run the rounds and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--few", type=int, default=1000)
+    parser.add_argument("--many", type=int, default=5000)
+    parser.add_argument("--model", help="directory of a model for a real server")
+    parser.add_argument("--device", default="auto")
+    given = parser.parse_args()
+    engine: dict[str, Any] = {"kind": "simulated", "max_running": 64, "step_s": 0.02}
+    if given.model:
+        engine = {"kind": "server", "model": str(Path(given.model).absolute()), "device": given.device}
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    sides = {"batchrun": run_command, "ray": run_stage}
+    rounds: list[dict[str, Any]] = []
+    for number in range(given.rounds):
+        found: dict[str, Any] = {}
+        for name in sorted(sides, reverse=bool(number % 2)):
+            few, _ = sides[name](given.few, engine)
+            many, memory = sides[name](given.many, engine)
+            rate = (given.many - given.few) / (many - few)
+            found[name] = {
+                "rows_per_s": round(rate, 2),
+                "start_s": round(few - given.few / rate, 2),
+                "memory_mb": round(memory),
+            }
+        found["ratio"] = round(found["ray"]["rows_per_s"] / found["batchrun"]["rows_per_s"], 4)
+        rounds.append(found)
+        print(json.dumps(found), flush=True)
+    ratio = median(each["ratio"] for each in rounds)
+    figures = {
+        "engine": {**engine, **({"model": Path(given.model).name} if given.model else {})},
+        "rows": [given.few, given.many],
+        "block_rows": BLOCK_ROWS,
+        "load_average": os.getloadavg(),
+        "rounds": rounds,
+        "ratio": ratio,
+        "goal": GOAL,
+        "miss": ratio < GOAL,
+    }
+    save(
+        "ray_data_real" if given.model else "ray_data",
+        f"ray: {ratio:.3f} x the throughput of batchrun (goal {GOAL}), blocks of {BLOCK_ROWS} rows",
+        figures,
+        ("ray", "pyarrow", "aiohttp"),
+    )
+
+
+if __name__ == "__main__":
+    main()

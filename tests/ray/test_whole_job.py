@@ -1,0 +1,146 @@
+"""`batchrun ray` does a job on a cluster: every row once, also when a node dies; a wrong call is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conftest import batchrun, job_of, results_of, started, write_job
+from tests.support.server_thread import PATIENCE_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fake_sglang import FakeSGLang
+    from tests.support.ray_cluster import RayNodes
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+WORKER = "JobWorker"
+
+
+def on_cluster(nodes: RayNodes, job: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command on the cluster to its end."""
+    command = [sys.executable, "-m", "batchrunner", "ray", job, "--address", nodes.address, *options]
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
+    nodes: RayNodes, server: FakeSGLang, tmp_path: Path
+) -> None:
+    """Workers share the rows of a run; a signal drains it; the same command does the rest, each row once."""
+    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 100 else "answer"
+    job = job_of(tmp_path, server, rows=400)
+    path = write_job(job, tmp_path)
+    with started("ray", path, "--workers", 2, "--address", nodes.address) as command:
+        server.wait_for(100)
+        nodes.kill_the_node_of(WORKER)
+        command.wait_for_line("a worker died, another one takes its place")
+        server.wait_for(110)
+        command.process.send_signal(signal.SIGINT)
+        command.wait_for_line("interrupted: waiting for the rows in flight")
+        server.answer_held()
+        assert command.end() == 130
+    assert any("interrupted: " in line and "of 400 rows ok" in line for line in command.lines)
+    server.script = lambda _: "answer"
+    done = on_cluster(nodes, path, "--workers", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["rows_total"], report["rows_ok"], report["rows_left"]) == (400, 400, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(400))
+    assert not list(tmp_path.glob(".*.ray"))
+
+
+def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Path) -> None:
+    """No worker is started that no node has room for."""
+    model = {"kind": "server", "model": "m", "device": "cuda", "tp": 2}
+    path = write_job(job_of(tmp_path, model), tmp_path)
+    done = on_cluster(nodes, path, "--workers", 2)
+    assert done.returncode == 2
+    assert last_line(done.stderr) == (
+        "batchrun: engine: it takes 2 GPUs, and no node of the Ray cluster has more than 0; "
+        "set engine.tp to fewer, or add a node with as many"
+    )
+    done = on_cluster(nodes, write_job(job_of(tmp_path), tmp_path), "--cpus", 64, "--json")
+    assert done.returncode == 2
+    assert "no node of the Ray cluster has more than 2 cores" in json.loads(done.stdout)["error"]["message"]
+
+
+def last_line(text: str) -> str:
+    """Return the last line of what a command said."""
+    return text.strip().splitlines()[-1]
+
+
+def refused(tmp_path: Path, *options: object) -> str:
+    """Return the one line with which a command is refused, before anything is sent."""
+    done = batchrun("ray", write_job(job_of(tmp_path), tmp_path), *options)
+    assert done.exit_code == 2
+    assert not (tmp_path / "run").exists()
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", 0], "--workers 0: give a number from 1 on"),
+        (["--cpus", 0], "--cpus 0: give a number above 0"),
+        (["--address", "nowhere"], "--address nowhere: write it as host:port"),
+        (
+            ["--address", "ray://localhost:10001"],
+            "a Ray client cannot start a job: give host:port",
+        ),
+        (["--address", "no-such-host.invalid:6379"], "no Ray cluster answers there .*; give the address"),
+        (["--address", "localhost:70000"], "no Ray cluster answers there .*; give the address"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[Any], said: str, tmp_path: Path) -> None:
+    """What is wrong, where, and what to do."""
+    assert re.search(said, refused(tmp_path, *options))
+
+
+def test_an_address_that_is_no_cluster(server: FakeSGLang, tmp_path: Path) -> None:
+    """A closed port, another kind of server, and one that says nothing: Ray itself would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert "no Ray cluster answers there" in refused(tmp_path, "--address", f"127.0.0.1:{port}")
+    other = server.url.removeprefix("http://")
+    assert "what answers there is no Ray cluster" in refused(tmp_path, "--address", other)
+
+
+def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line has the command that installs it; `import batchrunner.ray` says so too."""
+    for name in [name for name in sys.modules if name.startswith(("batchrunner.ray", "ray."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert refused(tmp_path) == "batchrun: Ray is not installed: pip install 'batchrunner[ray]'"
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'batchrunner\[ray\]'"):
+        __import__("batchrunner.ray")
+
+
+def test_a_path_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that does not see the command's directory, or the results, says which node and which path."""
+    from batchrunner.core.errors import JobError  # noqa: PLC0415
+    from batchrunner.ray.shared_path import SharedPath, shared_path  # noqa: PLC0415
+
+    monkeypatch.chdir(tmp_path)
+    with shared_path("out/run") as shared:
+        shared.enter()
+        os.chdir(tmp_path)
+    with pytest.raises(
+        JobError, match=f"output.path out/run: the node {socket.gethostname()} does not share"
+    ):
+        shared.enter()
+    with pytest.raises(JobError, match=r"the node .* has no such directory"):
+        SharedPath(str(tmp_path / "gone"), "run", None).enter()
+    with shared_path("s3://bucket/run") as shared:
+        assert shared.mark is None
