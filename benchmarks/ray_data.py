@@ -2,10 +2,10 @@
 
 A round runs both sides in turning order on the same rows and the same kind of engine: the command on a
 Parquet file, and `batchrunner.ray.generate` with one actor on a cluster of this machine, from `from_arrow` in
-blocks of 100 rows to `iter_batches`, whose rows are dropped. Each side runs with few and with many rows. The
-throughput is the difference in rows by the difference in seconds, so that starts, imports and the tail of the
-last rows count on no side. `start_s` is what is left of the small run: the start of the command or the actor,
-of the engine, and the tail.
+blocks of 100 rows to `iter_batches`, whose rows are dropped. The throughput is that of the rows after the
+first 512, from the moment when so many were done to the last row: by the samples in the command's event log,
+and by the batches that come out of the pipeline. So the start of the command, the actor and the engine counts
+on no side; it is `start_s`, the seconds until those rows were done.
 
 Memory is the largest resident size of the command, and of the actor's process, in MB.
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCK_ROWS = 100
+FIRST_ROWS = 512
+"""Rows that are done when the measurement begins: twice a batch."""
 GOAL = 0.95
 SAMPLING = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
 
@@ -48,40 +50,55 @@ def table_of(rows: int) -> pa.Table:
     return pa.table({"id": list(range(rows)), "text": [f"{begin}Number {i}." for i in range(rows)]})
 
 
-def run_command(rows: int, engine: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds of `batchrun`, and its largest size in MB."""
+def run_command(rows: int, engine: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of `batchrun`."""
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory) / "input.parquet"
         pq.write_table(table_of(rows), source, row_group_size=BLOCK_ROWS)
+        run = Path(directory) / "run"
         job: dict[str, Any] = {
             "input": {"path": str(source), "columns": ["id"]},
             "prompt": {"user": "{{ text }}"},
             "sampling": SAMPLING,
-            "output": {"path": str(Path(directory) / "run")},
+            "output": {"path": str(run)},
             "engine": engine,
-            "dedupe": False,
         }
         file = Path(directory) / "job.json"
         file.write_text(json.dumps(job))
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "batchrunner", "run", str(file), "--quiet"]
-        process = subprocess.Popen(command)
+        began = time.time()
+        process = subprocess.Popen([sys.executable, "-m", "batchrunner", "run", str(file), "--quiet"])
         _, status, usage = os.wait4(process.pid, 0)
         assert status == 0, status
-        return time.perf_counter() - began, usage.ru_maxrss / 1024
+        events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        samples = [event for event in events if event["event"] == "sample"]
+    done = [(sample["time"] - began, sample["rows_done"]) for sample in samples]
+    return figures_of(done, rows, usage.ru_maxrss / 1024)
 
 
-def run_stage(rows: int, engine: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds of the pipeline, and the largest size of its actor in MB."""
+def run_stage(rows: int, engine: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of the pipeline, with the memory of its actor."""
     table = table_of(rows)
+    done = [(0.0, 0)]
     with largest_actor() as largest:
-        began = time.perf_counter()
+        began = time.time()
         ds = ray.data.from_arrow([table.slice(at, BLOCK_ROWS) for at in range(0, rows, BLOCK_ROWS)])
         ds = batchrunner.ray.generate(ds, prompt="{{ text }}", sampling=SAMPLING, engine=engine)
-        done = sum(batch.num_rows for batch in ds.iter_batches(batch_size=None, batch_format="pyarrow"))
-        seconds = time.perf_counter() - began
-    assert done == rows
-    return seconds, max(largest)
+        for batch in ds.iter_batches(batch_size=None, batch_format="pyarrow"):
+            done.append((time.time() - began, done[-1][1] + batch.num_rows))
+    return figures_of(done, rows, max(largest))
+
+
+def figures_of(done: list[tuple[float, int]], rows: int, memory_mb: float) -> dict[str, float]:
+    """Return the figures of a side from pairs of a time in seconds and the rows that were done then."""
+    end_s, count = done[-1]
+    assert count == rows, (count, rows)
+    at = next(n for n, (_, count) in enumerate(done) if count >= FIRST_ROWS)
+    start_s, first = done[at]
+    return {
+        "rows_per_s": round((rows - first) / (end_s - start_s), 2),
+        "start_s": round(start_s, 2),
+        "memory_mb": round(memory_mb),
+    }
 
 
 @contextlib.contextmanager
@@ -110,12 +127,11 @@ def main() -> None:
     """Run the rounds and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--few", type=int, default=1000)
-    parser.add_argument("--many", type=int, default=5000)
+    parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--model", help="directory of a model for a real server")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
-    engine: dict[str, Any] = {"kind": "simulated", "max_running": 64, "step_s": 0.02}
+    engine: dict[str, Any] = {"kind": "simulated", "max_running": 32, "step_s": 0.05}
     if given.model:
         engine = {"kind": "server", "model": str(Path(given.model).absolute()), "device": given.device}
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -125,21 +141,14 @@ def main() -> None:
     for number in range(given.rounds):
         found: dict[str, Any] = {}
         for name in sorted(sides, reverse=bool(number % 2)):
-            few, _ = sides[name](given.few, engine)
-            many, memory = sides[name](given.many, engine)
-            rate = (given.many - given.few) / (many - few)
-            found[name] = {
-                "rows_per_s": round(rate, 2),
-                "start_s": round(few - given.few / rate, 2),
-                "memory_mb": round(memory),
-            }
+            found[name] = sides[name](given.rows, engine)
         found["ratio"] = round(found["ray"]["rows_per_s"] / found["batchrun"]["rows_per_s"], 4)
         rounds.append(found)
         print(json.dumps(found), flush=True)
     ratio = median(each["ratio"] for each in rounds)
     figures = {
         "engine": {**engine, **({"model": Path(given.model).name} if given.model else {})},
-        "rows": [given.few, given.many],
+        "rows": given.rows,
         "block_rows": BLOCK_ROWS,
         "load_average": os.getloadavg(),
         "rounds": rounds,

@@ -32,8 +32,8 @@ READ = {
     "The other variables of AWS's own tools (`AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, `AWS_REGION`, …) count too.",
     "AWS_ENDPOINT_URL": "The same, where the variable above is not set.",
     "AWS_ENDPOINT": "The same, where neither is set.",
-    "RAY_ADDRESS": "Address of the Ray cluster for `batchrun ray` without `--address`; jobs of `ray job submit` "
-    "have it.",
+    "RAY_ADDRESS": "Address of the Ray cluster for `batchrun ray` without `--address`; jobs of `ray job "
+    "submit` have it.",
     "RAY_USE_TLS": "`1` for a Ray cluster with TLS, as Ray reads it: its address is tried less strictly.",
     "RAY_COLOR_PREFIX": "`0`, as `batchrun ray` sets it where there is no terminal, shows log lines of the "
     "cluster without colours.",
