@@ -2,10 +2,10 @@
 
 A round runs both sides in turning order on the same rows and the same kind of engine: the command on a
 Parquet file, and `batchrunner.ray.generate` with one actor on a cluster of this machine, from `from_arrow` in
-blocks of 100 rows to `iter_batches`, whose rows are dropped. The throughput is that of the rows after the
-first 512, from the moment when so many were done to the last row: by the samples in the command's event log,
-and by the batches that come out of the pipeline. So the start of the command, the actor and the engine counts
-on no side; it is `start_s`, the seconds until those rows were done.
+blocks of 100 rows to `iter_batches`, whose rows are dropped. The throughput is that of
+all rows but the first 512, from the end of the first 512 to the end of the last one: a function for `parse`
+notes on both sides when each answer comes. So the start of the command, the actor and the engine counts on no
+side; it is `start_s`, the seconds until the first answer. `wall_s` is from the start to the last answer.
 
 Memory is the largest resident size of the command, and of the actor's process, in MB.
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 BLOCK_ROWS = 100
 FIRST_ROWS = 512
 """Rows that are done when the measurement begins: twice a batch."""
+PARSE = {"python": "benchmarks.finished_at:finished", "columns": {"at": "float64"}}
+ROOT = Path(__file__).parent.parent
 GOAL = 0.95
 SAMPLING = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
 
@@ -62,6 +64,7 @@ def run_command(rows: int, engine: dict[str, Any]) -> dict[str, float]:
             "sampling": SAMPLING,
             "output": {"path": str(run)},
             "engine": engine,
+            "parse": PARSE,
         }
         file = Path(directory) / "job.json"
         file.write_text(json.dumps(job))
@@ -69,34 +72,30 @@ def run_command(rows: int, engine: dict[str, Any]) -> dict[str, float]:
         process = subprocess.Popen([sys.executable, "-m", "batchrunner", "run", str(file), "--quiet"])
         _, status, usage = os.wait4(process.pid, 0)
         assert status == 0, status
-        events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-        samples = [event for event in events if event["event"] == "sample"]
-    done = [(sample["time"] - began, sample["rows_done"]) for sample in samples]
-    return figures_of(done, rows, usage.ru_maxrss / 1024)
+        parts = [pq.read_table(part, columns=["at"]) for part in sorted((run / "parts").glob("*.parquet"))]
+    return figures_of(pa.concat_tables(parts), rows, began, usage.ru_maxrss / 1024)
 
 
 def run_stage(rows: int, engine: dict[str, Any]) -> dict[str, float]:
     """Return the figures of the pipeline, with the memory of its actor."""
     table = table_of(rows)
-    done = [(0.0, 0)]
     with largest_actor() as largest:
         began = time.time()
         ds = ray.data.from_arrow([table.slice(at, BLOCK_ROWS) for at in range(0, rows, BLOCK_ROWS)])
-        ds = batchrunner.ray.generate(ds, prompt="{{ text }}", sampling=SAMPLING, engine=engine)
-        for batch in ds.iter_batches(batch_size=None, batch_format="pyarrow"):
-            done.append((time.time() - began, done[-1][1] + batch.num_rows))
-    return figures_of(done, rows, max(largest))
+        ds = batchrunner.ray.generate(ds, prompt="{{ text }}", parse=PARSE, sampling=SAMPLING, engine=engine)
+        batches = ds.iter_batches(batch_size=None, batch_format="pyarrow")
+        parts = [batch.select(["at"]) for batch in batches]
+    return figures_of(pa.concat_tables(parts), rows, began, max(largest))
 
 
-def figures_of(done: list[tuple[float, int]], rows: int, memory_mb: float) -> dict[str, float]:
-    """Return the figures of a side from pairs of a time in seconds and the rows that were done then."""
-    end_s, count = done[-1]
-    assert count == rows, (count, rows)
-    at = next(n for n, (_, count) in enumerate(done) if count >= FIRST_ROWS)
-    start_s, first = done[at]
+def figures_of(answers: pa.Table, rows: int, began: float, memory_mb: float) -> dict[str, float]:
+    """Return the figures of a side, from the times of its answers."""
+    times = sorted(answers.column("at").to_pylist())
+    assert len(times) == rows, (len(times), rows)
     return {
-        "rows_per_s": round((rows - first) / (end_s - start_s), 2),
-        "start_s": round(start_s, 2),
+        "rows_per_s": round((rows - FIRST_ROWS) / (times[-1] - times[FIRST_ROWS - 1]), 2),
+        "start_s": round(times[0] - began, 2),
+        "wall_s": round(times[-1] - began, 2),
         "memory_mb": round(memory_mb),
     }
 
@@ -134,6 +133,7 @@ def main() -> None:
     engine: dict[str, Any] = {"kind": "simulated", "max_running": 32, "step_s": 0.05}
     if given.model:
         engine = {"kind": "server", "model": str(Path(given.model).absolute()), "device": given.device}
+    os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of actors, for PARSE
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     ray.data.DataContext.get_current().enable_progress_bars = False
     sides = {"batchrun": run_command, "ray": run_stage}
