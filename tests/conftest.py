@@ -230,12 +230,16 @@ def events_of(job: Mapping[str, Any], what: str = "engine_") -> list[str]:
 def eventually(
     condition: Callable[[], object], patience_s: float = PATIENCE_S, every_s: float = 0.01
 ) -> None:
-    """Return when the condition holds; another process makes it true and cannot tell us."""
+    """Return when the condition holds; another process makes it true and cannot tell us.
+
+    Pauses grow from `every_s` to 0.1 s: a look at a run, such as `status`, costs more CPU than the run.
+    """
     ticks = threading.Event()
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         ticks.wait(every_s)
+        every_s = max(every_s, min(1.5 * every_s, 0.1))
 
 
 def write_job(job: Mapping[str, Any], directory: Path) -> Path:

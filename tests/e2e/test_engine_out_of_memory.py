@@ -215,19 +215,35 @@ DAMAGED: list[bytes | str] = [
 ]  # fmt: skip
 
 
+def damage(file: Path, damaged: bytes | str) -> None:
+    """Write to the file of a memory what is not ours, not whole, or holds what is no number."""
+    if isinstance(damaged, str):
+        told = json.loads(file.read_bytes()) | ({"model": "another"} if damaged == "foreign" else {})
+        told["args"] = {"chunked-prefill-size": {"foreign": 7, "text": "7", "true": True}[damaged]}
+        damaged = json.dumps(told).encode()
+    file.write_bytes(damaged)
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=repr)
+def test_a_damaged_memory_teaches_nothing(
+    tmp_path: Path, damaged: bytes | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that is not ours, or not whole, or holds what is no number, is named in a warning."""
+    memory = Remembered("model", "1 x H100", "0.5.23")
+    memory.keep(Lesson({"chunked-prefill-size": 2048}, "memory", "2026-11-22"))
+    (file,) = learned(tmp_path)
+    damage(file, damaged)
+    assert memory.recall() is None
+    assert f"{file}: not read" in caplog.text
+
+
 def test_a_damaged_memory_is_a_warning(tmp_path: Path) -> None:
-    """A file that is not ours, or not whole, or holds what is no number, changes nothing but a line."""
+    """A run begins without it, says so, and learns again."""
     job = job_of(tmp_path, hungry(tmp_path), rows=100)
     run(job, tmp_path)
     (file,) = learned(tmp_path)
-    whole_file = file.read_bytes()
-    for damaged in DAMAGED:
-        content = damaged
-        if isinstance(content, str):
-            told = json.loads(whole_file) | ({"model": "another"} if content == "foreign" else {})
-            told["args"] = {"chunked-prefill-size": {"foreign": 7, "text": "7", "true": True}[content]}
-            content = json.dumps(told).encode()
-        file.write_bytes(content)
+    for damaged in (b"{", "foreign"):
+        damage(file, damaged)
         result = run(job, tmp_path)
         assert result.exit_code == 0, (damaged, result.stderr)
         assert f"{file}: not read" in result.stderr, damaged
