@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchrunner.core.errors import JobError
+from batchrunner.job.fields import user_path
 from batchrunner.job.load import load_job, parse_engine, read_job_file
 from batchrunner.job.spec import Job
 
@@ -12,6 +13,8 @@ log = logging.getLogger(__name__)
 
 KEPT = {"engine", "limits", "order", "window", "queue", "dedupe", "bundle", "storage"}
 """Parts of a base job that hold for a batch file; of `output` those of OUTPUT_KEPT do."""
+CUSTOM_ID = "custom_id"
+"""The column that the results name their requests by."""
 OUTPUT_KEPT = {"part_rows", "durable"}
 
 
@@ -41,12 +44,29 @@ def job_of_batch(
         tree["engine"] = engine.model_dump(exclude_unset=True)
     output, limits = (_mapping(tree, name) for name in ("output", "limits"))
     tree |= {
-        "input": {"path": requests, "columns": ["custom_id"]},
+        "input": {"path": requests, "columns": [CUSTOM_ID]},
         "prompt": {"batch": "lenient" if lenient else "strict"},
         "output": {**output, "path": run},
         "limits": {"max_failed_rows": 1.0, "abort_failed_share": 1.0, **limits},
     }
-    return load_job(tree, overrides=overrides, name=_named(base) if base else "batch")
+    job = load_job(tree, overrides=overrides, name=_named(base) if base else "batch")
+    _refuse_other_files(job, requests, run)
+    return job
+
+
+def _refuse_other_files(job: Job, requests: str, run: str) -> None:
+    """Raise JobError for a job whose results could not be published, since it is not about these files."""
+    source = job.input
+    as_given = {
+        "input.path": source.path == user_path(requests),
+        "output.path": job.output.path == user_path(run),
+        "prompt": job.prompt.batch is not None,
+        "input.columns": CUSTOM_ID in source.columns,
+        "input.rename": CUSTOM_ID not in source.rename,
+    }
+    for name, holds in as_given.items():
+        if not holds:
+            raise JobError(f"{name}: the command sets it itself", hint="leave it out of --set")
 
 
 def _named(path: str) -> str:

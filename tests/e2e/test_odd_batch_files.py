@@ -177,3 +177,19 @@ def test_a_base_job_from_standard_input(tmp_path: Path) -> None:
     assert "standard input: prompt are left out" in done.stderr
     wrong = batchrun_with("limits: {max_failed_rows: 1}", *options, "--fresh", directory=tmp_path)
     assert (wrong.returncode, wrong.stderr) == (2, "batchrun: standard input: engine is missing\n")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["input.path=other.jsonl", "output.path=out", "prompt={text: body}", "input.columns=[]",
+     "input.rename={custom_id: name}"],
+)  # fmt: skip
+def test_settings_that_are_the_command_s(tmp_path: Path, setting: str) -> None:
+    """They are refused before anything is sent: the results could not be published."""
+    batch = Batch(tmp_path, [request_of(0)])
+    refused = batch.do("--set", setting)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(
+        f"batchrun: {setting.partition('=')[0]}: the command sets it itself: leave"
+    )
+    assert not batch.run.exists()
