@@ -147,8 +147,10 @@ def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behin
         engine = behind(one, two)
         ids = [[n, n + 1, 7] for n in range(40)]
         path = write_rows(tmp_path / "ids.parquet", 40, ids=ids)
-        changes = {"input": {"path": str(path)}, "prompt": {"input_ids": "ids"}, "bundle": 8, "window": 32}
-        job = job_of(tmp_path, engine, **{"task": "embed", **changes})
+        job = job_of(
+            tmp_path, engine, task="embed", input={"path": str(path)}, prompt={"input_ids": "ids"}, bundle=8,
+            window=32,
+        )  # fmt: skip
         report = batchrunner.run(job)
         assert (report.exit_code, report.rows_ok) == (0, 40)
         assert report.bundles["most_rows"] > 1
