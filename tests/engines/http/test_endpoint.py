@@ -17,7 +17,7 @@ async def wait_under(deadline: Deadline, seconds: float) -> str:
 
 async def test_only_what_is_late_ends() -> None:
     """Only those of many tasks that take too long are ended by their shared timer."""
-    deadline = Deadline(1)
+    deadline = Deadline(3)
     ended = await asyncio.gather(
         *(wait_under(deadline, seconds) for seconds in (0, 30, 0.01, 30)), return_exceptions=True
     )

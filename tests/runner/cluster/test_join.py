@@ -62,9 +62,9 @@ def test_few_rows_are_shared(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor() as pool:
         readers = [pool.submit(read, first)]
-        eventually(lambda: counts[first] >= 50)
+        eventually(lambda: counts[first] >= 60)  # half of them: alone it takes no more
         readers.append(pool.submit(read, second))
-        eventually(lambda: sum(counts.values()) >= 100)
+        eventually(lambda: sum(counts.values()) >= 110)  # the second has what it takes before others are done
         finished = True
         for task in (first, second):
             task.counts.ok = counts[task]
