@@ -45,6 +45,8 @@ POLL_S = 0.25
 LOST_POLLS = 0.05
 ROWS_SEEN = 256
 """Rows whose prompts are known before the run, as from the sample that the order is decided by."""
+SETTLED_S = 10.0
+"""Seconds after which the age of gauges counts: before, late ones are those of the beginning."""
 MAX_RUNNING, KV_TOKENS = 4096, 440_000
 """Limits on an 80 GB card: SGLang's own, and the tokens that 8B parameters in bf16 leave room for at 0.83."""
 WINDOWS = (256, 1024, 4096, 1_000_000)
@@ -160,6 +162,7 @@ class Fleet:
         self._next_poll = 0.0
         self.now, self.ended, self.tokens, self.uncached_tokens = 0.0, 0, 0, 0
         self.drained_at: float | None = None
+        self.oldest_gauge_s = 0.0
         self.seen = _Seen()
 
     def run(self) -> None:
@@ -185,6 +188,7 @@ class Fleet:
             "tokens_per_s": round(self.tokens / self.now, 1),
             "virtual_s": round(self.now, 1),
             "tail_share": round(1 - (self.drained_at or self.now) / self.now, 4),
+            "oldest_gauge_s": round(self.oldest_gauge_s, 2),
             "passes": sum(s.prefill_passes + s.decode_passes for s in schedulers),
             "retractions": sum(s.retractions for s in schedulers),
         }
@@ -227,6 +231,9 @@ class Fleet:
             if self._luck.random() >= LOST_POLLS:
                 signals.append(past[0])
         unsent = self._count - self._sent
+        if unsent and self.now > SETTLED_S:
+            ages = (self.now - signal.taken_at for signal in signals if signal.taken_at is not None)
+            self.oldest_gauge_s = max(self.oldest_gauge_s, max(ages, default=0.0))
         self._admission.observe(signals, self._gate.by_route, self.now, unsent=unsent)
         for route, window in self._admission.windows.items():
             self._gate.resize(route, window)

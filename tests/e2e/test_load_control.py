@@ -51,10 +51,10 @@ def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "order", "window"), [(8, "auto", 1024 + 100), (400, "auto", 49 + 100), (400, "input", 75 + 100)]
+    ("ids", "order", "window"), [(8, "auto", 1024 + 100), (8, "input", 75 + 100), (400, "auto", 75 + 100)]
 )
 def test_the_first_window_is_by_the_prompts(tmp_path: Path, ids: int, order: str, window: int) -> None:
-    """The sample that decides the order says how many rows the KV pool holds; without it prompts have 256."""
+    """The sample for the order says how many rows the KV pool holds; without it prompts have 256 tokens."""
     prompts = [[1000 * row + place for place in range(ids)] for row in range(20)]
     pq.write_table(pa.table({"ids": prompts}), tmp_path / "ids.parquet")
     with FakeSGLang(max_running=1024) as server:  # its pool has 20,000 tokens
