@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import ray
+from ray.exceptions import RayError
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
@@ -39,7 +40,7 @@ def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     try:
         ray.init(address=found, log_to_driver=log_to_driver, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as failure:
+    except (RayError, RuntimeError, ValueError, OSError) as failure:
         said = " ".join(str(failure).split())[:300]
         if found == "auto":
             raise JobError(

@@ -26,11 +26,14 @@ class RunProgress:
         self._next_look = 0.0
         self._next_line = 0.0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the last look is old enough for another one."""
+        return time.monotonic() >= self._next_look
+
     def update(self, workers: int) -> bool:
-        """Look at the run from time to time, and show it; return whether rows were done meanwhile."""
+        """Look at the run and show it, with so many workers; return whether rows were done meanwhile."""
         now = time.monotonic()
-        if now < self._next_look:
-            return False
         try:
             state = status(self._path)
         except BatchrunError:  # no worker has begun

@@ -120,7 +120,7 @@ class Supervision:
                 self._group.wait(TIMING.ray_poll)
             else:
                 time.sleep(TIMING.ray_poll)
-            if self._seen.update(self._group.placed):
+            if self._seen.is_due and self._seen.update(self._group.placed):
                 self._group.progressed()
                 self._rounds = 0
             self._stop_if_told()
