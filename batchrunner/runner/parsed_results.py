@@ -1,10 +1,12 @@
 """Answers on their way to the results: a Python function of the job makes columns of each."""
 
 import asyncio
+from typing import Any
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Completion, Outcome
+from batchrunner.dispatch.checks.checker import of_sample
 from batchrunner.input.row_values import carried_of
 from batchrunner.job.python_functions import PARSE
 from batchrunner.runner.sending import Results
@@ -41,10 +43,13 @@ class ParsedResults:
         """Return the answer with the values of the columns, or as it is with an error."""
         row = (carried_of(outcome.ref),) if self._takes_row else ()
         calls = (self._functions.call(PARSE, text, *row) for text in completion.texts)
-        try:
-            samples = await asyncio.gather(*calls)
-        except RowRefusedError as failure:
-            return completion, str(failure)
+        samples: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        failures = {number: each for number, each in enumerate(samples) if isinstance(each, BaseException)}
+        for failure in failures.values():
+            if not isinstance(failure, RowRefusedError):
+                raise failure
+        for number, failure in failures.items():
+            return completion, of_sample(str(failure), number, completion)
         made = {name: [sample[name] for sample in samples] for name in self._names}
         return completion._replace(columns={**completion.columns, **made}), None
 

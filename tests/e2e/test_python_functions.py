@@ -241,6 +241,17 @@ def test_samples_and_equal_rows(tmp_path: Path) -> None:
     assert report_of(job)["rows_deduplicated"] == 7
 
 
+def test_a_sample_that_cannot_be_parsed_is_named(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is the first of them, whichever failed first."""
+    write_module(tmp_path, "def parse(answer):\n    return 1 / (answer < 'answer 1') and {}\n")
+    parse = {"python": "hooks:parse", "columns": {"twice": "int64"}}
+    job = job_of(tmp_path, server, rows=1, parse=parse, sampling={"n": 3}, python_path=[str(tmp_path)])
+    assert batchrun(write_job(job, tmp_path)).exit_code == 3
+    (row,) = results_of(job)
+    assert row["error"] == "sample 1: parse: hooks.py:2: ZeroDivisionError: division by zero"
+    assert (len(row["output"]), row["twice"]) == (3, None)
+
+
 def test_what_functions_print_is_in_the_log(tmp_path: Path, server: FakeSGLang) -> None:
     """Standard output has the result of the command and nothing else."""
     write_module(
