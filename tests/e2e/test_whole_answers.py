@@ -147,6 +147,16 @@ def test_odd_tool_calls(tmp_path: Path, server: FakeSGLang, calls: Any) -> None:
     assert batchrunner.run(job, overrides=["output.columns=[]"], fresh=True).rows_failed == 0
 
 
+def test_arguments_that_are_no_text(tmp_path: Path, server: FakeSGLang) -> None:
+    """They become JSON text, with all digits of whole numbers."""
+    given = {"id": 10**30, "share": 0.5, "deep": [None, {"a": "\u00e9"}]}
+    server.script = lambda _: says("", tool_calls=[{"function": {"name": "f", "arguments": given}}])
+    job = asking(tmp_path, server, ["tool_calls"], rows=1, prompt=CHAT)
+    assert batchrunner.run(job).exit_code == 0
+    (call,) = results_of(job)[0]["tool_calls"]
+    assert call["function"]["arguments"] == f'{{"id":{10**30},"share":0.5,"deep":[null,{{"a":"\u00e9"}}]}}'
+
+
 THOUGHTS = [
     (says("It is 4.", reasoning_content="2 + 2"), "2 + 2", "It is 4."),
     (says("<think>\n2 + 2\n</think>\n\nIt is 4."), "2 + 2", "It is 4."),
