@@ -19,6 +19,8 @@ MOST_STEADY_S = 120.0
 GENERATIONS = 2
 """Generations that are measured, after one that warms up. A generation is as many rows as run at once; the
 first is not steady, since its rows began together."""
+WAVE = 0.5
+"""Generations by which the rows that ended may lag behind: rows that began together end together."""
 MOST_POINTS = 240
 """Points of a curve that are kept."""
 MOST_ROWS = 600
@@ -34,7 +36,7 @@ Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
 """How a trial ended, and why, in a sentence."""
 Curve = tuple[tuple[float, int], ...]
-"""Points (seconds of steady time, output tokens since it began, those of running rows included)."""
+"""Points (seconds of steady time, output tokens since it began)."""
 
 
 class PassSpan(NamedTuple):
@@ -134,15 +136,6 @@ class Incumbent:
     """Share by which a challenger is behind at the same time when it is stopped; above the noise."""
 
 
-class HeldTokens(NamedTuple):
-    """What the pool holds at one time."""
-
-    running: int = 0
-    """Requests that decode."""
-    tokens: int = 0
-    """Their prompts and outputs."""
-
-
 class TrialProgress(NamedTuple):
     """How far a trial had come at one time."""
 
@@ -162,8 +155,6 @@ class TrialWatch:
     rows: int = 0
     _warm: TrialProgress | None = None
     """Where steady time began."""
-    _held: HeldTokens = field(default_factory=HeldTokens)
-    """What the pool held then."""
     _busy: TrialProgress | None = None
     """The last reading in which a request waited."""
     _peak: int = 0
@@ -198,32 +189,33 @@ class TrialWatch:
         if not signals:
             return None
         now = TrialProgress(at_s, self.tokens, self.rows, log_bytes)
-        held = HeldTokens(sum(s.running for s in signals), sum(s.used_tokens or 0 for s in signals))
-        self._peak = max(self._peak, held.running)
+        self._peak = max(self._peak, sum(signal.running for signal in signals))
         if self._warm is None:
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
-                self._warm, self._held = now, held
+                self._warm = now
                 self._rows.clear()  # the first to end are the shortest
             return None
-        self._curve.append((at_s - self._warm.at_s, self._progress(self._warm, held)))
+        self._curve.append((at_s - self._warm.at_s, self._progress(self._warm)))
         self._readings += signals
         if any(signal.queue for signal in signals):
             self._busy = now
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
-    def _progress(self, warm: TrialProgress, held: HeldTokens) -> int:
-        """Return the output tokens of steady time so far; rows end in waves, tokens come evenly."""
-        prompt_tokens = (self._prompt_tokens - self._cached_tokens) / max(self.rows, 1)
-        more, tokens = held.running - self._held.running, held.tokens - self._held.tokens
-        return self.tokens - warm.tokens + tokens - round(prompt_tokens * more)
+    def _progress(self, warm: TrialProgress) -> int:
+        """Return the output tokens of steady time so far: of as many mean rows as ended in it.
+
+        The rows that end first are short, in any trial; how many end says more than what they put out.
+        """
+        return round((self.rows - warm.rows) * self.tokens / max(self.rows, 1))
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
         """Compare with the incumbent's steady time, of the same length; neither's beginning counts."""
-        steady_s = at_s - warm.at_s
-        if self.incumbent is None or steady_s < TIMING.trial_judged or self.rows - warm.rows < self._peak:
+        steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
+        if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
             return None
-        share = self._curve[-1][1] / max(tokens_at(self.incumbent.curve, steady_s), 1.0)
-        if share >= 1 - self.incumbent.margin:
+        theirs = max(tokens_at(self.incumbent.curve, steady_s), 1.0)
+        share = self._curve[-1][1] / theirs
+        if share * (1 + WAVE * self._peak / rows) >= 1 - self.incumbent.margin:
             return None
         return "behind", f"{share:.2f} x the best's output in {steady_s:.0f} s of steady time"
 
