@@ -98,6 +98,7 @@ bench-order-distance: $(ENGINE) ## Reuse distance at which a prefix is still cac
 bench-tokenize: $(ENGINE) ## CPU time of tokenization, client and server
 bench-advice: $(ENGINE) ## Throughput before and after following the advice
 bench-tune: $(ENGINE) ## batchrun tune beside a grid search
+bench-tune-corner: $(ENGINE) ## batchrun tune from starts with two wrong flags, real engine
 bench-tune-simulated: .venv/.dev ## batchrun tune from five bad starts beside 60 random settings, simulated
 bench-card: $(ENGINE) ## Default flags, advice and tuning on a GPU
 

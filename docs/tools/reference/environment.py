@@ -56,8 +56,8 @@ SET = {
     "PYTHONDONTWRITEBYTECODE": "Removed: without its bytecode SGLang starts twice as slowly.",
     "PYTHONPATH": "On a CPU: a directory of batchrunner, before what was there.",
     "PYTHONUNBUFFERED": "`1`, so that the engine's log is complete when it dies.",
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "Most output tokens that admission expects of a row, in trials of "
-    "`batchrun tune` that change it.",
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "Most output tokens that admission expects of a row, where a "
+    "trial of `batchrun tune` changes it.",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "`mean_pooling`, with `task: embed` where the model's files say that "
     "its vectors are means over all tokens.",
     "SGLANG_TIMEOUT_KEEP_ALIVE": "Seconds that a replica behind a gateway keeps an idle connection.",
