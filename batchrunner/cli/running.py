@@ -285,8 +285,6 @@ def slurm(
     submitted = to_slurm.submit(planned, merge=merge) if submit else []
     if as_json:
         logs = str(planned.logs)
-        show(
-            {"script": script, "file": output, "run": str(planned.run), "logs": logs, "submitted": submitted}
-        )
+        show({"script": script, "file": output, "run": planned.place, "logs": logs, "submitted": submitted})
     elif submit or output is None:
         show(submitted or [script])

@@ -43,6 +43,8 @@ def hold_task(
     try:
         make_directory(directory)
         lock.acquire(dead_owner)
+        if directory == run_dir.task_directory:
+            run_dir.store.bring_results([run_dir.task])  # the holder before may have written since
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
         why = getattr(failure, "strerror", None) or failure
         raise OutputError(f"output.path {run_dir.name}: cannot be written: {why}") from None

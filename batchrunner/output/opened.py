@@ -17,9 +17,9 @@ from batchrunner.core.errors import OutputError
 from batchrunner.core.jsonfile import read_json
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.files import make_directory
+from batchrunner.output.owner_object import parse_owner
 from batchrunner.output.run_dir import MAIN_TASK, OWNER, RunDir
 from batchrunner.output.run_json import RUN_ID
-from batchrunner.output.store_lock import parse_owner
 from batchrunner.output.stores.addresses import (
     NEEDS_EXTRA,
     StoreAddress,
@@ -27,6 +27,7 @@ from batchrunner.output.stores.addresses import (
     has_client,
     store_address,
 )
+from batchrunner.output.stores.copy_places import CopyPlaces
 from batchrunner.output.stores.store import ConditionalObjects
 from batchrunner.output.task_holder import this_process
 
@@ -45,8 +46,7 @@ def open_run(given: str | Path, task: str = MAIN_TASK, storage: StorageSpec | No
     if address is None:
         return RunDir(given, task)
     storage = storage or StorageSpec()
-    base = Path(storage.copies) if storage.copies else cache_directory()
-    return _with_copy(address, storage, base / "runs" / _name(address, storage), task)
+    return _with_copy(address, storage, _places(address, storage), task, _needed_by(task))
 
 
 def look_at_run(given: str | Path | RunDir) -> RunDir:
@@ -61,7 +61,22 @@ def look_at_run(given: str | Path | RunDir) -> RunDir:
         return RunDir(given)
     storage = _known_storage(address)
     copy = cache_directory() / "looked-at" / _name(address, storage)
-    return _with_copy(address, storage, copy, MAIN_TASK, is_looked_at=True)
+    return _with_copy(address, storage, _places(address, storage), MAIN_TASK, looked_at=copy)
+
+
+def _places(address: StoreAddress, storage: StorageSpec) -> CopyPlaces:
+    base = Path(storage.copies) if storage.copies else cache_directory()
+    return CopyPlaces(base / "runs", _name(address, storage))
+
+
+def _needed_by(task: str) -> re.Pattern[str]:
+    """Return the names of what a task needs from the beginning.
+
+    One that joins a run may come often, and asks for the results of others where it must know them.
+    """
+    if task.startswith("join-"):
+        return re.compile(r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl")
+    return re.compile(rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*", re.DOTALL)
 
 
 def _known_storage(address: StoreAddress) -> StorageSpec:
@@ -78,40 +93,48 @@ def _name(address: StoreAddress, storage: StorageSpec) -> str:
     """Return the name of the working copy of a run."""
     where = f"{address} {endpoint_of(address, storage) or ''}"
     digest = hashlib.sha256(where.encode()).hexdigest()[:16]
-    return f"{address.key.rpartition('/')[2] or address.bucket}-{digest}"
+    return f"{address.name}-{digest}"
 
 
 def _with_copy(
-    address: StoreAddress, storage: StorageSpec, root: Path, task: str, *, is_looked_at: bool = False
+    address: StoreAddress,
+    storage: StorageSpec,
+    places: CopyPlaces,
+    task: str,
+    wanted: re.Pattern[str] | None = None,
+    *,
+    looked_at: Path | None = None,
 ) -> RunDir:
     if not has_client():
         raise OutputError(f"{address}: object stores need a package", hint=NEEDS_EXTRA)
     from batchrunner.output.stores.objects import ObjectStore  # noqa: PLC0415 - an extra
     from batchrunner.output.stores.run_objects import RunObjects  # noqa: PLC0415 - an extra
-    from batchrunner.output.stores.working_copy import WorkingCopy  # noqa: PLC0415 - an extra
+    from batchrunner.output.stores.working_copy import EVERYTHING, WorkingCopy  # noqa: PLC0415 - an extra
 
     objects = RunObjects(address, storage)
-    copy = WorkingCopy(objects, root)
+    root = looked_at or places.of(task)
+    copy = WorkingCopy(objects, root, places)
     try:
         owner = objects.read(f"tasks/{task}/{OWNER}")
         holder = parse_owner(owner[0]) if owner is not None else None
-        if is_looked_at or holder is None or holder.is_dead(this_process()) is not False:
-            _drop_copy_of_another_run(root, objects.read("run.json"))
+        if looked_at or holder is None or holder.is_dead(this_process()) is not False:
+            _drop_copy_of_another_run(root, objects)
             make_directory(root)
             content = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
             (root / PLACE).write_bytes(orjson.dumps(content))
-            names = copy.fetch_all()
-            if is_looked_at:
+            names = copy.fetch_all(wanted or EVERYTHING)
+            if looked_at:
                 _copy_owners(objects, root, [name for name in names if _OWNER.fullmatch(name)])
     except OSError as failure:
-        what = f"{address}" if is_looked_at else f"output.path {address}"
+        what = f"{address}" if looked_at else f"output.path {address}"
         raise OutputError(f"{what}: cannot be used: {failure.strerror or failure}") from None
     return RunDir(root, task, ObjectStore(objects, copy))
 
 
-def _drop_copy_of_another_run(root: Path, stored: tuple[bytes, str] | None) -> None:
+def _drop_copy_of_another_run(root: Path, objects: ConditionalObjects) -> None:
     """Delete a working copy whose run is gone from the store, or was replaced by a fresh one."""
-    mine = read_json(root / "run.json")
+    mine = read_json(root / "run.json")  # before the store's: a run that has just begun writes that first
+    stored = objects.read("run.json") if mine else None
     theirs = _json_in(stored[0]) if stored is not None else None
     if mine and (theirs is None or theirs.get(RUN_ID) != mine.get(RUN_ID)):
         shutil.rmtree(root)

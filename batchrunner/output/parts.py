@@ -71,15 +71,35 @@ def _without(table: pa.Table, path: Path) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=existing)))
 
 
-def recover(run_dir: RunDir, lock: TaskLock) -> None:
+def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) -> None:
     """Finish what an interrupted attempt of this task left: delete torn parts, turn journals into parts.
 
-    The caller holds `lock`, the lock of the task. Raises OSError or TaskLockLostError.
+    The caller holds `lock`, the lock of the task; `schema` is that of results, where it is known. Raises
+    OSError or TaskLockLostError.
     """
+    next_number = 1 + max(map(number_of, run_dir.own_parts()), default=-1)
     for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)
     for path in run_dir.journals():
         if tables := list(read_journal(path)):
             make_directory(run_dir.parts)
             write_part(run_dir, number_of(path), tables, lock)
+            schema = schema or tables[0].schema
         run_dir.store.remove(path)
+    if lock.replaced_unclean and schema is not None:
+        _take_name(run_dir, next_number, schema, lock)
+        lock.replaced_unclean = False
+    lock.note_recovered()
+
+
+def _take_name(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:
+    """Give a part of no rows the name that the holder before may still be writing: so that write fails.
+
+    In an object store a write may arrive long after its process lost the task.
+    """
+    make_directory(run_dir.parts)
+    with (
+        contextlib.suppress(FileExistsError),  # it arrived before, and is here now; or the journal's rows did
+        whole_file(run_dir.part(number), lock.token, run_dir.store.add) as temporary,
+    ):
+        pq.write_table(schema.empty_table(), temporary)

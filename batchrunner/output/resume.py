@@ -75,6 +75,7 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
 
 def done_by_all(run_dir: RunDir) -> DoneRows:
     """Return the rows that all tasks of the run have done; raises ResumeError."""
+    run_dir.store.bring_results()
     return _done_by(run_dir.all_tasks())
 
 
@@ -83,6 +84,7 @@ def rows_of_others(run_dir: RunDir) -> BitMap64:
 
     They may lie in this task's shard, since shards change when the input grows.
     """
+    run_dir.store.bring_results()
     return _done_by(run_dir.other_tasks()).rows
 
 
@@ -119,7 +121,7 @@ def schema_of_results(run_dir: RunDir, wanted: Sequence[str] = ()) -> pa.Schema 
     It is that of the first part, or of the first one that has the columns `wanted`.
     """
     with contextlib.suppress(FileNotFoundError):  # it became a part, or was moved away, since it was listed
-        for path in run_dir.all_parts():
+        for path in run_dir.all_parts() or run_dir.parts_elsewhere():
             with open_part(path) as part:
                 if {*wanted} <= {*part.schema_arrow.names}:
                     return part.schema_arrow

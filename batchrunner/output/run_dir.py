@@ -81,6 +81,7 @@ class RunDir:
     def all_tasks(self) -> list[RunDir]:
         """Return this run as each of its tasks sees it: tasks with files in their directory or with parts."""
         names = {path.name for path in self.tasks.glob("*") if not _is_empty(path)}
+        names |= {*self.store.names(self.tasks)} if self.store.uri else set()
         names |= {task for part in self.all_parts() if (task := _task_of(part))}
         return [self.of_task(name) for name in sorted(names)]
 
@@ -95,6 +96,13 @@ class RunDir:
     def all_parts(self) -> list[Path]:
         """Return the parts of all tasks, by task and number; files with other names are left out."""
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
+
+    def parts_elsewhere(self) -> Iterator[Path]:
+        """Yield the parts in the run's store, each brought here before; none where there is no store."""
+        for name in self.store.names(self.parts) if self.store.uri else ():
+            if _task_of(self.parts / name):
+                self.store.bring(self.parts / name)
+                yield self.parts / name
 
     def part(self, number: int) -> Path:
         """Return the path of this task's part with this number."""

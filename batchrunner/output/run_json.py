@@ -17,7 +17,7 @@ from batchrunner.core.types import InputFile
 from batchrunner.job.answers import EarlierAnswers
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks.table import GENERATE, TASKS
-from batchrunner.output.files import write_json
+from batchrunner.output.files import create_file, write_json, writing
 from batchrunner.output.run_dir import OWNER, TUNE, RunDir
 from batchrunner.output.run_facts import RunFacts, problem_in
 
@@ -242,9 +242,20 @@ def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
     """
     content = {"format": FORMAT, "job": without_secrets(job), **values}
     if run_dir.store.objects is not None:
-        earlier = read_run_json(run_dir) or {}
-        content[RUN_ID] = earlier.get(RUN_ID) or secrets.token_hex(8)
+        content[RUN_ID] = _run_id(run_dir, content)
     write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
+
+
+def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
+    """Return the name of the run, which is that of the task that wrote run.json first."""
+    new = {**content, RUN_ID: secrets.token_hex(8)}
+    with writing(run_dir.run_json):
+        run_dir.store.bring(run_dir.run_json, again=True)
+        earlier = read_run_json(run_dir)
+        if earlier is None:
+            create_file(run_dir.run_json, orjson.dumps(new), run_dir.task, run_dir.store.add)
+            earlier = read_run_json(run_dir)
+    return str((earlier or new).get(RUN_ID) or new[RUN_ID])
 
 
 def holds_run(directory: Path) -> bool:
@@ -298,6 +309,8 @@ def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> Non
     So `merge` and `status` know them before the first of them is done. Without a run.json nothing is written:
     the first attempt that sends rows writes it. Raises StorageError or ResumeError.
     """
+    with writing(run_dir.run_json):
+        run_dir.store.bring(run_dir.run_json, again=True)
     old = read_run_json(run_dir)
     if old is not None:
         grown = {**old["fingerprint"], "files": new["files"], "limit": new["limit"]}

@@ -11,12 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import orjson
-
 from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.output.owner_object import OwnerObject, parse_owner
 from batchrunner.output.run_dir import OWNER
 from batchrunner.output.stores.store import ConditionalObjects
 from batchrunner.output.task_holder import ABANDONED_PID, DEAD_AFTER_S, POLL_S, LockHolder
@@ -49,6 +48,7 @@ class StoreTaskLock(TaskLock):
         super().__init__(directory, me, clock=clock, sleep=sleep)
         self._objects = objects
         self._name = (directory / OWNER).relative_to(root).as_posix()
+        self._object = OwnerObject(self._me)
         self._e_tag: str | None = None
         self._beaten_at = 0.0
         self._turn = threading.Lock()  # the thread of the heartbeat, and those that verify
@@ -58,19 +58,21 @@ class StoreTaskLock(TaskLock):
     def acquire(self, dead_owner: bytes | None = None) -> None:
         """Become the holder; waits for up to DEAD_AFTER_S where the holder is on another machine.
 
-        Raises TaskHeldError where a running process holds the lock, OSError where the store fails.
+        `dead_owner` is the content of the object where its holder is already known to be dead. Raises
+        TaskHeldError where a running process holds the lock, OSError where the store fails.
         """
-        del dead_owner
         while self._e_tag is None:
             found = self._objects.read(self._name)
             asked_at = self._clock()
             if found is None:
-                self._e_tag = self._objects.create(self._name, self._content())
+                self._object = OwnerObject(self._me)
+                self._e_tag = self._objects.create(self._name, self._object.content())
             else:
-                e_tag = self._e_tag_of_dead(*found)
+                known = found[0] == dead_owner
+                dead = found if known else self._once_dead(*found)
                 asked_at = self._clock()
-                if e_tag is not None:
-                    self._e_tag = self._objects.swap(self._name, self._content(), e_tag)
+                if dead is not None:
+                    self._e_tag = self._replace(*dead)
             self._beaten_at = asked_at
         _HELD_HERE.add(self.token)
         self._look_for_conditions()
@@ -78,11 +80,26 @@ class StoreTaskLock(TaskLock):
     def beat(self) -> None:
         """Rewrite the object; `verify` tells where another process holds the lock. Raises OSError."""
         with self._turn:
-            if self._e_tag is not None:
-                self._beats += 1
-                asked_at = self._clock()
-                self._e_tag = self._objects.swap(self._name, self._content(), self._e_tag)
-                self._beaten_at = asked_at
+            self._write(replace(self._object, beats=self._object.beats + 1))
+
+    def note_recovered(self) -> None:
+        """Note that earlier holders have left nothing to recover. Raises OSError."""
+        with self._turn:
+            if self._object.recovered < len(self._object.before):
+                self._write(self._object.all_recovered())
+
+    def _write(self, content: OwnerObject) -> None:
+        if self._e_tag is not None:
+            asked_at = self._clock()
+            self._e_tag = self._objects.swap(self._name, content.content(), self._e_tag)
+            self._object, self._beaten_at = content, asked_at
+
+    def _replace(self, earlier: bytes, e_tag: str) -> str | None:
+        """Become the holder in place of another one, whose object has this e_tag."""
+        before = OwnerObject.read(earlier)
+        self._object = before.succeeded_by(self._me)
+        self.replaced_unclean = not before.is_clean
+        return self._objects.swap(self._name, self._object.content(), e_tag)
 
     def verify(self) -> None:
         """Raise TaskLockLostError where another process holds the lock, OSError where the store fails."""
@@ -97,9 +114,11 @@ class StoreTaskLock(TaskLock):
         with self._turn:
             _HELD_HERE.discard(self.token)
             if self._e_tag is not None:
-                self._me = replace(self._me, pid=ABANDONED_PID)
+                given_up = replace(
+                    self._object, holder=replace(self._me, pid=ABANDONED_PID), is_clean=not self.is_abandoned
+                )
                 try:
-                    self._objects.swap(self._name, self._content(), self._e_tag)
+                    self._objects.swap(self._name, given_up.content(), self._e_tag)
                 except OSError as failure:
                     log.debug("%s: not given up: %s", self._name, failure)
                 self._e_tag = None
@@ -121,15 +140,12 @@ class StoreTaskLock(TaskLock):
             self._e_tag = written
             self.beat()
 
-    def _content(self) -> bytes:
-        return orjson.dumps({"holder": asdict(self._me), "beats": self._beats})
-
     def _holder(self) -> LockHolder | None:
         found = self._objects.read(self._name)
         return None if found is None else parse_owner(found[0])
 
-    def _e_tag_of_dead(self, content: bytes, e_tag: str) -> str | None:
-        """Return the e_tag of the object once its holder is dead; raises TaskHeldError if it runs.
+    def _once_dead(self, content: bytes, e_tag: str) -> tuple[bytes, str] | None:
+        """Return content and e_tag of the object once its holder is dead; raises TaskHeldError if it runs.
 
         None: the object is gone.
         """
@@ -143,7 +159,7 @@ class StoreTaskLock(TaskLock):
             if now is None:
                 return None
             if now[1] != e_tag:
-                e_tag, holder = now[1], parse_owner(now[0])
+                (content, e_tag), holder = now, parse_owner(now[0])
                 dead = holder is None or holder.pid == ABANDONED_PID
         if dead is False:
             raise TaskHeldError(
@@ -151,12 +167,4 @@ class StoreTaskLock(TaskLock):
                 hint="wait for it or use another path",
                 mark=";",
             )
-        return e_tag
-
-
-def parse_owner(content: bytes) -> LockHolder | None:
-    """Return the holder that the object names; None where the content names none."""
-    try:
-        return LockHolder(**orjson.loads(content)["holder"])
-    except (ValueError, TypeError, KeyError):
-        return None
+        return content, e_tag

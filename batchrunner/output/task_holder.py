@@ -111,13 +111,16 @@ class LivenessMonitor:
         """The holder at the last poll; None where there was none, or no whole name."""
         return parse_holder(self.owner_content)
 
+    fresh_s = FRESH_S
+    """Seconds after its last heartbeat during which a holder on another machine is known to run."""
+
     def poll(self) -> bool | None:
         """Read the files again and return whether the holder runs; None while that is not known yet.
 
         A holder that released the task, or whose name is not whole after UNNAMED_AFTER_S, does not run.
         """
         before, now = self._last_seen, self._clock()
-        self._last_seen = (read_bytes(self._owner), read_bytes(self._heartbeat))
+        self._last_seen = self._look()
         self.owner_content = self._last_seen[0]
         if self._last_seen != before:
             self._has_beaten = bool(before[0] and self.owner_content)  # a new `owner` is no heartbeat
@@ -127,8 +130,12 @@ class LivenessMonitor:
             return not dead
         if now - self._changed_at > (DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S):
             return False
-        # after FRESH_S without a heartbeat, and before DEAD_AFTER_S, nobody knows
-        return True if self._has_beaten and now - self._changed_at <= FRESH_S else None
+        # between its last heartbeat and the time when it counts as dead nobody knows
+        return True if self._has_beaten and now - self._changed_at <= self.fresh_s else None
+
+    def _look(self) -> tuple[bytes, bytes]:
+        """Return the content of `owner`, and what changes with each heartbeat."""
+        return read_bytes(self._owner), read_bytes(self._heartbeat)
 
 
 def read_holder(directory: Path) -> LockHolder | None:

@@ -58,6 +58,8 @@ class TaskLock:
         self._beats = 0
         self.is_abandoned = False
         """Whether `release` will leave the lock to a process that recovers the task."""
+        self.replaced_unclean = False
+        """Whether a write of the holder before may still be under way."""
 
     @property
     def token(self) -> str:
@@ -104,6 +106,9 @@ class TaskLock:
             self._sleep(SHORT_POLL_S)  # a late `_remove_owner` of another process restores our name
         winner = parse_holder(read_bytes(self._owner)) or "another process"
         raise TaskLockLostError(f"{self._directory}: {winner} took this task over: what is on disk is kept")
+
+    def note_recovered(self) -> None:
+        """Note that earlier holders have left nothing to recover. Raises OSError."""
 
     def abandon(self) -> None:
         """Make `release` keep `owner`, marked as dead: another process is to recover the task."""

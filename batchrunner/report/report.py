@@ -6,7 +6,7 @@ from typing import Any
 
 from batchrunner.core.exit_codes import EXIT_DONE
 from batchrunner.job.tasks.table import GENERATE
-from batchrunner.output.files import write_json
+from batchrunner.output.files import write_json, writing
 from batchrunner.output.run_dir import RunDir
 
 GO_ON = "run the same command again"
@@ -103,8 +103,10 @@ class Report:
         return f"{self.path}/parts"
 
     def save(self, run_dir: RunDir) -> None:
-        """Write report.json; raises StorageError."""
-        write_json(run_dir.report_json, self.as_dict(), publish=run_dir.store.replace)
+        """Write report.json, on this machine also where the store is away; raises StorageError."""
+        write_json(run_dir.report_json, self.as_dict())
+        with writing(run_dir.report_json):
+            run_dir.store.publish(run_dir.report_json)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as report.json has it."""

@@ -14,8 +14,9 @@ from batchrunner.output.holding import hold_task
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_holder import POLL_S, LivenessMonitor
+from batchrunner.output.task_holder import POLL_S
 from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.watching import watch
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Sleeper
@@ -69,7 +70,7 @@ def plan_attempt(
             done = find_done(prepared, model, without_failed=retry_failed)
             if isinstance(prepared.part, Shard):
                 _check_shares(prepared, sleeper)
-            recover(run_dir, lock)
+            recover(run_dir, lock, prepared.results_schema)
             by_others = rows_of_others(run_dir)
         selected = prepared.selected(sleeper.check)
         todo = prepared.share_of(selected) - by_others
@@ -100,11 +101,11 @@ def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
     other.
     """
     run_dir, rows = prepared.run_dir, prepared.dataset.total_rows
-    others = {task.task: LivenessMonitor(task.task_directory) for task in run_dir.other_tasks()}
+    others = {task.task: watch(task) for task in run_dir.other_tasks()}
     while others:
-        for task, watch in list(others.items()):
-            lives = watch.poll()
-            theirs = watch.holder.rows if watch.holder else 0
+        for task, monitor in list(others.items()):
+            lives = monitor.poll()
+            theirs = monitor.holder.rows if monitor.holder else 0
             if lives is False or theirs in {0, rows}:
                 del others[task]
             elif lives:

@@ -70,7 +70,7 @@ async def execute(
     control, display = control or Control(), display or NoDisplay()
     counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
-        at_last.callback(prepared.close)
+        at_last.callback(_leave, prepared)
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
         sleeper = Sleeper(control)
@@ -120,6 +120,13 @@ async def execute(
                 prepared, attempt, engine, info, lock, counts, events, control, display, handover
             )
             return await run.go()
+
+
+def _leave(prepared: PreparedJob) -> None:
+    """Close what is open, and delete the working copy of a task whose name no later start will have."""
+    prepared.close()
+    if isinstance(prepared.part, JoinTask):
+        prepared.run_dir.store.discard_copy(prepared.run_dir.task)
 
 
 async def _give_earlier(run_dir: RunDir, handover: Handover | None) -> None:

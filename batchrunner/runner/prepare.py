@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from batchrunner.core.errors import InputError, JobError, OutputError, ResumeError
+from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.checker import AnswerChecker
@@ -30,8 +30,7 @@ from batchrunner.output.run_json import (
     read_run_json,
     refuse_nesting,
 )
-from batchrunner.output.stores.addresses import store_address
-from batchrunner.output.task_holder import is_held
+from batchrunner.output.watching import is_task_held
 from batchrunner.runner.cluster.leases import Leases
 from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.runner.shard import JoinTask, Shard, split_option
@@ -50,17 +49,14 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
     Where it begins `fresh`, what an earlier run left there does not matter. The caller closes what is
     returned. Raises JobError, InputError or OutputError, each one clear line.
     """
-    if part and store_address(job.output.path):
-        raise JobError(
-            f"output.path {job.output.path}: --join and --shard need a file system that the tasks share",
-            hint="give a path on it, or run one task",
-        )
     run_dir = open_run(job.output.path, part.task if part else MAIN_TASK, job.storage)
     dataset = _open_dataset(job, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     run_dir.check_writable()
     refuse_nesting(run_dir)
+    if part:
+        run_dir.store.check_sharing()
     functions = open_functions(job)
     try:
         answers = plan_answers(job, None if fresh else earlier_answers(run_dir), functions)
@@ -116,7 +112,7 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
     old = read_run_json(run_dir)
     if old is not None:
         return cast("Mapping[str, Any]", old["fingerprint"])
-    leases = Leases(run_dir.leases)
+    leases = Leases(run_dir.leases, store=run_dir.store)
     leases.refresh()
     return leases.plan.fingerprint if leases.plan else None
 
@@ -168,7 +164,7 @@ def _check_split(run_dir: RunDir, *, begun: bool) -> None:
     mine = split_option(run_dir.task)
     for other in run_dir.all_tasks():
         theirs = split_option(other.task)
-        counts = is_held(other.task_directory) is not False or (
+        counts = is_task_held(other) is not False or (
             begun and (other.events.exists() or other.own_parts() or other.journals())
         )
         if theirs != mine and (theirs, mine) != ("", "--join") and counts:

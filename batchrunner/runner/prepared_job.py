@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.endpoints import EMBEDDINGS_PATH
@@ -12,6 +13,8 @@ from batchrunner.input.job_input import JobInput
 from batchrunner.input.row_values import rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.tasks.table import EMBED, GENERATE, TaskName
+from batchrunner.output.columns import RunSchema
+from batchrunner.output.resume import schema_of_results
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.shard import JoinTask, Shard
 
@@ -41,6 +44,17 @@ class PreparedJob(JobInput):
                 if row[URL] is not None:
                     return EMBED if row[URL] == EMBEDDINGS_PATH else GENERATE
         return GENERATE
+
+    @property
+    def results_schema(self) -> pa.Schema | None:
+        """Schema of the results of a run in an object store; None for one on a disk, which needs it nowhere.
+
+        Raises OSError.
+        """
+        if not self.run_dir.store.uri:
+            return None
+        new = RunSchema(self.renderer.carried_schema, self.answers, {})
+        return schema_of_results(self.run_dir, new.schema.names) or new.schema
 
     def close(self) -> None:
         """End the processes of the Python functions."""

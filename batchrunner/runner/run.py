@@ -232,7 +232,7 @@ class Run:
                 await self.writer.close()
             except BaseException as error:  # also a second cancellation: rows may be in a journal only
                 rows_on_disk = False
-                if isinstance(self.prepared.part, JoinTask):
+                if isinstance(self.prepared.part, JoinTask) or self.prepared.run_dir.store.uri:
                     self.lock.abandon()
                 if not isinstance(error, BatchrunError):
                     raise

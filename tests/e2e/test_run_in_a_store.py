@@ -179,13 +179,6 @@ def test_what_cannot_be_an_output_path(
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_several_tasks_need_a_file_system(tmp_path: Path, store_bucket: StoreBucket) -> None:
-    """`--join` and `--shard` are refused."""
-    job = job_of(tmp_path, output={"path": f"{store_bucket.uri}/run"})
-    for option in (["--join"], ["--shard", "0/2"]):
-        told(refusal(job, tmp_path, *option), "--join and --shard need a file system")
-
-
 def test_input_above_the_results(tmp_path: Path, store_bucket: StoreBucket) -> None:
     """Results in a directory of the input are not read as input by the next start."""
     store_bucket.put("in/a.parquet", write_rows(tmp_path / "a.parquet", 3))

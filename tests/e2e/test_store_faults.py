@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +15,9 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import StorageError
 from batchrunner.core.timing import TIMING
-from tests.conftest import INSTANT, job_of, write_rows
+from tests.conftest import INSTANT, batchrun, job_of, write_job, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang
-from tests.support.store_proxy import Fault, StoreProxy
+from tests.support.store_proxy import Fault, Refusal, StoreProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,3 +122,46 @@ def test_a_working_copy_that_is_lost_with_its_disk(
     shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert batchrunner.run(job).rows_resumed == 10
+
+
+MID_RUN: dict[str, Fault | Refusal] = {
+    "slow-down": "slow down",
+    "reset": "reset",
+    "no-rights": Refusal(403, "AccessDenied"),
+    "no-bucket": Refusal(404, "NoSuchBucket"),
+    "old-token": Refusal(400, "ExpiredToken"),
+}
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["alone", "join"])
+@pytest.mark.parametrize("fault", MID_RUN.values(), ids=list(MID_RUN))
+def test_a_store_that_fails_for_good(
+    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, fault: Fault | Refusal, join: bool
+) -> None:
+    """One line, exit code 1, a report on this machine; the next start sends no row again."""
+    options = ["--join"] if join else []
+    with FakeSGLang(lambda _: _fails(proxy, server, fault)) as server:
+        run = {"path": f"{store_bucket.uri}/run", "durable": 0.2}
+        job = job_of(tmp_path, server, rows=40, output=run, limits={"disk_wait": 0.5}, window=4)
+        failed = batchrun(write_job(job, tmp_path), *options)
+        assert failed.exit_code == 1, (failed.stderr, failed.exception)
+        (error,) = (line for line in failed.stderr.splitlines() if line.startswith("batchrun: "))
+        assert "what is stored is kept" in error
+        assert "Traceback" not in failed.stderr
+        (report,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("report.json")
+        assert json.loads(report.read_text())["exit_code"] == 1
+        sent = len(server.prompts)
+        proxy.faults = lambda *_: "none"
+        server.script = lambda _: "answer"
+        assert batchrun(tmp_path / "job.yaml", *options).exit_code == 0
+    assert rows_in(store_bucket) == list(range(40))
+    assert sent >= 20
+    assert len(server.prompts) - 40 <= 4  # in flight when it ended
+
+
+def _fails(proxy: StoreProxy, server: FakeSGLang, fault: Fault | Refusal) -> Behaviour:
+    """Let the store refuse everything from the 20th prompt on, and let the last rows wait until then."""
+    if len(server.prompts) > 20:
+        proxy.faults = lambda *_: fault
+        return "hold"
+    return "answer"

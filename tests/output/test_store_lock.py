@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchrunner.core.errors import TaskHeldError, TaskLockLostError
-from batchrunner.output.store_lock import BEAT_S, TRUSTED_S, StoreTaskLock, parse_owner
+from batchrunner.output.owner_object import parse_owner
+from batchrunner.output.store_lock import BEAT_S, TRUSTED_S, StoreTaskLock
 from batchrunner.output.task_holder import DEAD_AFTER_S, LockHolder, this_process
 
 if TYPE_CHECKING:
@@ -141,9 +142,7 @@ def test_two_that_replace_the_same_one(objects: Objects, clock: Clock, tmp_path:
     def be_faster() -> None:
         if clock.now - began > DEAD_AFTER_S - 2 and not done:
             done.append(True)
-            content, tag = objects.held["tasks/main/owner"]
-            del content
-            faster._e_tag = objects.swap("tasks/main/owner", faster._content(), tag)
+            faster._e_tag = faster._replace(*objects.held["tasks/main/owner"])
 
     clock.then = be_faster
     with pytest.raises(TaskHeldError, match="third"):

@@ -21,6 +21,7 @@ Fault: TypeAlias = Literal[
     "lost reply",  # the store does it, and the connection ends
     "half answer",  # half of the body comes
     "late",  # a second late
+    "held",  # the store gets it when `let_go` is called
     "no conditions",  # the store does not get what makes a write conditional
 ]
 
@@ -54,9 +55,18 @@ class StoreProxy(ServerThread):
         self.url = ""
         self.asked: Counter[tuple[str, str]] = Counter()
         """How often each request came, by method and path."""
+        self.held = 0
+        """Requests that were held back."""
+        self.passed = 0
+        """Those of them that the store has answered since."""
+
+    def let_go(self) -> None:
+        """Send what was held back to the store."""
+        self._loop.call_soon_threadsafe(self._let_go.set)
 
     async def _serve(self) -> None:
         self._begin()
+        self._let_go = asyncio.Event()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
@@ -81,16 +91,20 @@ class StoreProxy(ServerThread):
             return self._cut(request)
         if fault == "late":
             await asyncio.sleep(1)
+        body = await request.read()
+        if fault == "held":
+            self.held += 1
+            await self._let_go.wait()
         skipped = {"host", "content-length", "transfer-encoding"}
         if fault == "no conditions":
             skipped |= CONDITIONS
         headers = {name: value for name, value in request.headers.items() if name.lower() not in skipped}
-        body = await request.read()
         url = f"{self._address}{request.raw_path}"
         async with self._session.request(
             request.method, URL(url, encoded=True), headers=headers, data=body
         ) as reply:
             content = await reply.read()
+            self.passed += fault == "held"
             if fault == "lost reply":
                 return self._cut(request)
             dropped = {"content-length", "transfer-encoding", "connection", "server", "date"}

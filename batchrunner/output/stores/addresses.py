@@ -25,6 +25,11 @@ class StoreAddress:
     key: str
     """Key without a slash at its beginning or end; "" for the whole bucket."""
 
+    @property
+    def name(self) -> str:
+        """Last part of the key, or the bucket."""
+        return self.key.rpartition("/")[2] or self.bucket
+
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
 

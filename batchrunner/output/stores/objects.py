@@ -6,12 +6,16 @@ Each file is published by one request. A journal is published in segments, `jour
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import secrets
+import threading
+from collections.abc import Collection
 from pathlib import Path
 
-from batchrunner.core.errors import OutputError
+from batchrunner.core.errors import JobError, OutputError
 from batchrunner.output.stores.run_objects import RunObjects
 from batchrunner.output.stores.working_copy import WorkingCopy
 
@@ -27,6 +31,8 @@ class ObjectStore:
         self.objects = objects
         self.copy = copy
         self.uri = str(objects.address)
+        self._sizes: dict[str, int] = {}  # of objects that were listed
+        self._turn = threading.Lock()
 
     @property
     def input_place(self) -> Path:
@@ -51,6 +57,52 @@ class ObjectStore:
                 f"output.path {self.uri}: lies in the output path of another run, {outer or 'the bucket'}",
                 hint="give a URI outside of it",
             )
+
+    def check_sharing(self) -> None:
+        """Try what keeps tasks apart on an object of no other use."""
+        name = f"probe-{secrets.token_hex(8)}"
+        try:
+            created = self.objects.create(name, b"1")
+            is_kept = self.objects.create(name, b"2") is None
+            is_same = self.objects.swap(name, b"3", '"0"') is None
+            swapped = self.objects.swap(name, b"4", created or "")
+        except OSError as failure:
+            raise OutputError(f"output.path {self.uri}: cannot be written: {failure.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                self.objects.delete([name])
+        if not (created and is_kept and is_same and swapped):
+            raise JobError(
+                f"output.path {self.uri}: the store has no conditional writes, which --join and --shard need",
+                hint="run one task, or take another store",
+            )
+
+    def names(self, directory: Path) -> list[str]:
+        """List the objects: files, and directories at any depth above files."""
+        top = f"{self._name(directory)}/"
+        found = self.objects.below(top)
+        with self._turn:
+            self._sizes.update((each.name, each.size) for each in found)
+        return sorted({each.name.removeprefix(top).partition("/")[0] for each in found})
+
+    def size(self, path: Path) -> int:
+        """Return the size in the last listing, or of the file that is brought here."""
+        with self._turn:
+            known = self._sizes.get(self._name(path))
+        if known is None:
+            self.bring(path)
+            known = path.stat().st_size
+        return known
+
+    def bring(self, path: Path, *, again: bool = False) -> None:
+        """Fetch the object."""
+        if again or not path.exists():
+            self.copy.fetch(self._name(path))
+
+    def bring_results(self, tasks: Collection[str] | None = None) -> None:
+        """Fetch what changed."""
+        of = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
+        self.copy.fetch_all(re.compile(rf"run\.json|parts/part-{of}-\d+\.parquet|tasks/{of}/journal-[^/]+"))
 
     def add(self, temporary: Path, path: Path) -> None:
         """Create the object; where another one has the name, that one comes into the working copy."""
@@ -108,6 +160,11 @@ class ObjectStore:
         self.objects.delete(found)
         for name in found:
             self.copy.forget(name)
+
+    def discard_copy(self, task: str) -> None:
+        """Delete the directory."""
+        if not self.copy.places.journals(task):
+            self.copy.places.discard(task)
 
     def _above(self) -> list[str]:
         """Return the keys of which this one may be a part; "" is the bucket."""

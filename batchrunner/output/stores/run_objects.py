@@ -27,6 +27,7 @@ class StoredObject:
     name: str
     """Its key below the run's URI."""
     e_tag: str
+    size: int = 0
 
 
 class RunObjects:
@@ -108,7 +109,9 @@ class RunObjects:
         except STORE_ERRORS as failure:
             raise as_os_error(failure, str(self.address)) from None
         every = [
-            StoredObject(found["path"][begin:], found["e_tag"] or "") for page in pages for found in page
+            StoredObject(found["path"][begin:], found["e_tag"] or "", found["size"])
+            for page in pages
+            for found in page
         ]
         return [each for each in every if each.name and each.name.startswith(prefix)]
 

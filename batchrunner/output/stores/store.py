@@ -5,7 +5,9 @@ All paths are those of files in the run's directory on this machine.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +48,24 @@ class Store(Protocol):
     def check(self) -> None:
         """Raise OutputError where results cannot be written; changes nothing."""
 
+    def check_sharing(self) -> None:
+        """Raise JobError where several tasks cannot write at once; leaves nothing behind."""
+
+    def names(self, directory: Path) -> list[str]:
+        """Return the sorted names in a directory, whoever published the files; none where there is none."""
+
+    def size(self, path: Path) -> int:
+        """Return the bytes of a file that was published; raises FileNotFoundError."""
+
+    def bring(self, path: Path, *, again: bool = False) -> None:
+        """Bring a file here that was published, unless it is here; with `again` as it is now.
+
+        Where there is none, nothing is done.
+        """
+
+    def bring_results(self, tasks: Collection[str] | None = None) -> None:
+        """Bring run.json, and the parts and journals of these tasks or of all, here as they are now."""
+
     def add(self, temporary: Path, path: Path) -> None:
         """Give a file a name that no file has; raises FileExistsError. No other task uses this name."""
 
@@ -73,6 +93,9 @@ class Store(Protocol):
         What is on this machine is deleted by the caller.
         """
 
+    def discard_copy(self, task: str) -> None:
+        """Delete the working copy of a task that will not come back, if no rows are in its journals."""
+
 
 class LocalStore:
     """The local file system, or one that is mounted: names are given by links and renames."""
@@ -83,6 +106,26 @@ class LocalStore:
 
     def check(self) -> None:
         """Do nothing: the run directory is looked at by its owner."""
+
+    def check_sharing(self) -> None:
+        """Do nothing: links and renames are enough."""
+
+    def names(self, directory: Path) -> list[str]:
+        """List the directory."""
+        try:
+            return sorted(entry.name for entry in os.scandir(directory))
+        except FileNotFoundError:
+            return []
+
+    def size(self, path: Path) -> int:
+        """Return the size of the file."""
+        return path.stat().st_size
+
+    def bring(self, path: Path, *, again: bool = False) -> None:
+        """Do nothing: each file is visible, as in the next method."""
+
+    def bring_results(self, tasks: Collection[str] | None = None) -> None:
+        """Do nothing."""
 
     def add(self, temporary: Path, path: Path) -> None:
         """Link the file, or rename it where the file system has no hard links."""
@@ -111,6 +154,9 @@ class LocalStore:
 
     def clear(self, names: re.Pattern[str]) -> None:
         """Do nothing: all of it is on this machine."""
+
+    def discard_copy(self, task: str) -> None:
+        """Do nothing: there is no copy."""
 
 
 LOCAL = LocalStore()

@@ -57,8 +57,10 @@ def write_page(run_dir: RunDir) -> Path:
     """
     text = make_page(run_dir)
     path = run_dir.report_html
-    with writing(path), whole_file(path, run_dir.task, run_dir.store.replace) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
+    with writing(path):
+        with whole_file(path, run_dir.task) as temporary:
+            temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
+        run_dir.store.publish(path)
     return path
 
 

@@ -22,8 +22,9 @@ from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
-from batchrunner.output.task_holder import POLL_S, is_held
+from batchrunner.output.task_holder import POLL_S
 from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.watching import is_task_held
 from batchrunner.runner.cluster.lease_files import LeasePlan
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.cluster.leases import Leases
@@ -94,15 +95,16 @@ def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleepe
     """
     main = prepared.run_dir.of_task()
     # a task that makes a plan holds this lock for a moment
-    if main.journals() or is_held(main.task_directory) is not False:
-        _in_turn(prepared, leases, sleeper, partial(_recover, main, sleeper))
+    if main.journals() or is_task_held(main) is not False:
+        _in_turn(prepared, leases, sleeper, partial(_recover, prepared, sleeper))
     leases.leave_out(read_done(main).rows)
 
 
-def _recover(task: RunDir, sleeper: Sleeper) -> None:
-    """Recover what a task left half done; raises TaskHeldError if it is at work."""
-    with hold_task(task, sleeper.sleep) as lock:
-        recover(task, lock)
+def _recover(prepared: PreparedJob, sleeper: Sleeper) -> None:
+    """Recover what the task of a run that nobody joined left half done; raises TaskHeldError if it works."""
+    main = prepared.run_dir.of_task()
+    with hold_task(main, sleeper.sleep) as lock:
+        recover(main, lock, prepared.results_schema)
 
 
 def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
@@ -131,7 +133,7 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
         return
     main = prepared.run_dir.of_task()
     with hold_task(main, sleeper.sleep) as lock:  # no attempt without --join may be at work
-        recover(main, lock)
+        recover(main, lock, prepared.results_schema)
         done = _done_by_all(main, leases if is_done else None, sleeper)
         if retry_failed:
             for task in main.all_tasks():
@@ -144,7 +146,7 @@ def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_fail
         if rows or _is_behind(leases, prepared):
             _add_plan(prepared, leases, rows, selected, lock, sleeper, is_first=is_done)
         else:
-            remove_sorted_copies(leases.directory)
+            leases.remove_copies()
 
 
 def _add_plan(
@@ -160,10 +162,11 @@ def _add_plan(
     """Write a plan of these rows, of all that are `selected`; `is_first` says that no other is at work."""
     run_dir = prepared.run_dir
     remove_sorted_copies(run_dir.of_task().task_directory)
-    path, choice = prepare_order(
-        prepared, rows, leases.directory, lock.token, sleeper.check, replace=is_first
-    )
+    if is_first:
+        leases.remove_copies()
+    path, choice = prepare_order(prepared, rows, leases.directory, lock.token, sleeper.check, replace=False)
     if path:
+        leases.store.publish(path)
         cuts, name = SortedCopy(path).group_starts, path.name
     else:
         cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None

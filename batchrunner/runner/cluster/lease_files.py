@@ -10,7 +10,6 @@ lost reply of a file server gives two tasks the same rows:
     000012.1         it was taken again
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,10 +61,7 @@ class LeaseFiles:
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted; none before the first plan."""
-        try:
-            return sorted(entry.name for entry in os.scandir(self.directory))
-        except FileNotFoundError:
-            return []
+        return self._store.names(self.directory)
 
     def write_plan(self, number: int, plan: LeasePlan) -> None:
         """Write a plan, unless another task has written one with this number."""
@@ -82,7 +78,7 @@ class LeaseFiles:
 
     def read_plan(self, number: int) -> LeasePlan:
         """Read a plan."""
-        found = orjson.loads(self._plan_path(number).read_bytes())
+        found = orjson.loads(self._read(self._plan_path(number)))
         return LeasePlan(**{**found, "rows": from_text(found["rows"])})
 
     def take(self, number: int, turn: int) -> bool:
@@ -101,7 +97,7 @@ class LeaseFiles:
         """Return the task that took a lease."""
         key = number, turn
         if key not in self._holders:
-            self._holders[key] = orjson.loads(self._path(number, turn).read_bytes())["task"]
+            self._holders[key] = orjson.loads(self._read(self._path(number, turn)))["task"]
         return self._holders[key]
 
     def left_by(self, number: int, turn: int) -> BitMap64:
@@ -109,15 +105,24 @@ class LeaseFiles:
         key = number, turn
         if key not in self._lefts:
             end = self._end_path(number, turn)
-            has_rows = end.stat().st_size > 0
-            self._lefts[key] = from_text(orjson.loads(end.read_bytes())["left"]) if has_rows else BitMap64()
+            has_rows = self._store.size(end) > 0
+            self._lefts[key] = from_text(orjson.loads(self._read(end))["left"]) if has_rows else BitMap64()
         return self._lefts[key]
 
     def sorted_copy(self, name: str) -> SortedCopy:
         """Open a sorted copy; raises InputError if it is gone."""
         if name not in self._copies:
-            self._copies[name] = SortedCopy(self.directory / name, leased=True)
+            self._copies[name] = SortedCopy(self.copy_of(name), leased=True)
         return self._copies[name]
+
+    def copy_of(self, name: str) -> Path:
+        """Return the path of a sorted copy, which is there unless nobody has it any more."""
+        self._store.bring(self.directory / name)
+        return self.directory / name
+
+    def _read(self, path: Path) -> bytes:
+        self._store.bring(path)
+        return path.read_bytes()
 
     def _path(self, number: int, turn: int) -> Path:
         return self.directory / f"{number:06d}.{turn}"

@@ -56,7 +56,7 @@ class LeasedRows(TaskRows):
         super().__init__(prepared)
         self._leases = leases
         self._held = _HeldLeases(leases, events)
-        self._takeover = Takeover(prepared.run_dir, leases, events)
+        self._takeover = Takeover(prepared, leases, events)
         self._counts = counts
         self._clock = clock
         self._refreshed_at = -REFRESH_S
@@ -109,7 +109,7 @@ class LeasedRows(TaskRows):
             self._leases.refresh()
             if self._leases.is_done():
                 for copy in copies:
-                    copy.unlink(missing_ok=True)
+                    self._leases.store.remove(copy)
 
     def newest_plan(self) -> LeasePlan:
         """Return the run's newest plan, which another task may have added. Raises OSError."""

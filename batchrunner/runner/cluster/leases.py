@@ -3,15 +3,20 @@
 A task holds its leases as long as it holds its task lock.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Lease
+from batchrunner.input.sort.plan import remove_sorted_copies
 from batchrunner.output.stores.store import LOCAL, Store
 from batchrunner.runner.cluster.lease_files import LeaseFiles, LeasePlan, plans_in, turns_in
 from batchrunner.runner.cluster.planned_leases import PlannedLeases
+
+SORTED = re.compile(r"leases/order-.*")
+"""Names of sorted copies in a run's store."""
 
 
 class Leases:
@@ -78,6 +83,12 @@ class Leases:
             number: (task, self.planned.count_at(number, self._turns[number][0]))
             for number, task in self.held().items()
         }
+
+    def remove_copies(self) -> None:
+        """Delete the sorted copies of all plans, finished or not."""
+        if self.directory.exists():
+            remove_sorted_copies(self.directory)
+        self.store.clear(SORTED)
 
     def held_by(self, task: str) -> list[Lease]:
         """Return the leases that a task holds."""

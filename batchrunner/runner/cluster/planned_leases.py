@@ -40,7 +40,7 @@ class PlannedLeases:
     def lease(self, number: int, turn: int) -> Lease:
         """Return a lease with the rows that it has at a turn."""
         plan, positions = self._planned[number]
-        copy = self._files.directory / plan.order if plan.order else None
+        copy = self._files.copy_of(plan.order) if plan.order else None
         return Lease(number, turn, self.rows_at(number, turn), positions, copy)
 
     def count_at(self, number: int, turn: int) -> int:

@@ -14,6 +14,7 @@ from batchrunner.core.errors import JobError, OutputError, SubmitError
 from batchrunner.core.exit_codes import EXIT_TIME_UP
 from batchrunner.job.load import load_job
 from batchrunner.output.files import refuse_uri
+from batchrunner.output.stores.addresses import store_address
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
@@ -79,6 +80,8 @@ class SlurmArray:
     """Whether the tasks refuse a job that runs Python functions, since the file may change."""
     static: bool = False
     """Whether each task has a fixed shard (`--shard slurm`) instead of leases (`--join`)."""
+    uri: str = ""
+    """URI of a run in an object store; `run` is then a directory here, beside which the logs are."""
 
     def __post_init__(self) -> None:
         """Refuse arguments that sbatch accepts or refuses without a clear reason; raises JobError."""
@@ -90,6 +93,11 @@ class SlurmArray:
         for name, value, _ in (("time", self.time, ""), *_more(self.sbatch)):
             if name in {"time", "t"} and value:
                 _check_time(value, self.grace_s)
+
+    @property
+    def place(self) -> str:
+        """The run as commands take it: its directory, or its URI."""
+        return self.uri or str(self.run)
 
     @property
     def logs(self) -> Path:
@@ -127,7 +135,7 @@ class SlurmArray:
             ("dependency", f"afterany:{array_id}", "however the tasks ended"),
             ("kill-on-invalid-dep", "yes", ""),
         ]
-        run = shlex.quote(str(self.run))
+        run = shlex.quote(self.place)
         return self._head(directives) + f'\n"${{batchrun[@]}}" status {run}\n"${{batchrun[@]}}" merge {run}\n'
 
     def _gpus(self) -> int:
@@ -181,9 +189,11 @@ def plan_array(
     if job == "-":
         raise JobError("-: each task of an array reads the job", hint="write it into a file")
     loaded = load_job(job, overrides=overrides, no_python=no_python)
+    store = store_address(loaded.output.path)
     return SlurmArray(
         job=Path(job).absolute(),
-        run=Path(loaded.output.path).expanduser().absolute(),
+        run=Path(store.name if store else loaded.output.path).expanduser().absolute(),
+        uri=str(store or ""),
         directory=Path.cwd(),
         overrides=overrides,
         preamble=_text_or_file(preamble),
@@ -213,7 +223,7 @@ def make_logs(array: SlurmArray) -> None:
 def submit(array: SlurmArray, *, merge: bool) -> list[str]:
     """Submit the array and, with `merge`, a job after it; return lines for the user. Raises SubmitError."""
     array_id = _sbatch(array.script())
-    lines = [f"array {array_id} submitted; logs: {array.logs}; see `batchrun status {array.run}`"]
+    lines = [f"array {array_id} submitted; logs: {array.logs}; see `batchrun status {array.place}`"]
     if merge:
         lines.append(f"job {_sbatch(array.merge_script(array_id))} will report and merge when it has ended")
     return lines

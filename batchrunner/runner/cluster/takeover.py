@@ -7,9 +7,10 @@ from batchrunner.output.events import EventLog
 from batchrunner.output.holding import hold_task
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import read_done
-from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_holder import LivenessMonitor
+from batchrunner.output.watching import watch
 from batchrunner.runner.cluster.leases import Leases
+from batchrunner.runner.prepared_job import PreparedJob
 
 log = logging.getLogger(__name__)
 
@@ -17,9 +18,10 @@ log = logging.getLogger(__name__)
 class Takeover:
     """Watches the tasks that hold leases, and takes over from those that have died."""
 
-    def __init__(self, run_dir: RunDir, leases: Leases, events: EventLog) -> None:
-        """`run_dir` is this task's."""
-        self._run_dir = run_dir
+    def __init__(self, prepared: PreparedJob, leases: Leases, events: EventLog) -> None:
+        """Watch the other tasks of this task's run."""
+        self._prepared = prepared
+        self._run_dir = prepared.run_dir
         self._leases = leases
         self._events = events
         self._watches: dict[str, LivenessMonitor] = {}
@@ -54,13 +56,13 @@ class Takeover:
         return None if dead or None in self._lives.values() else False
 
     def _watch(self, task: str) -> LivenessMonitor:
-        return LivenessMonitor(self._run_dir.of_task(task).task_directory)
+        return watch(self._run_dir.of_task(task))
 
     def _take_over(self, task: str) -> bool:
         dead = self._run_dir.of_task(task)
         try:
             with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
-                recover(dead, lock)
+                recover(dead, lock, self._prepared.results_schema)
                 self._leases.refresh()  # it may have ended its leases, or another task took over
                 # an attempt without --join may have done rows since the plan, see `join`
                 done = read_done(dead).rows | read_done(dead.of_task()).rows
@@ -70,6 +72,7 @@ class Takeover:
                     self._leases.end(lease, rows)
         except (TaskHeldError, TaskLockLostError):  # another task takes over
             return False
+        dead.store.discard_copy(task)
         if left:
             rows_left = sum(len(rows) for _, rows in left)
             log.warning("took over from %s, which died: %d rows were left", task, rows_left)

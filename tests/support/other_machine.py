@@ -1,0 +1,32 @@
+"""The command as on a machine of its own, which needs three seconds to see that another one is gone.
+
+`python other_machine.py NAME ARGUMENTS...`; the process has its own host name and cache.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from batchrunner.cli import main
+from batchrunner.output import store_lock, task_holder, watching
+
+GONE_AFTER_S = 3.0
+
+
+def be_another_machine(name: str) -> None:
+    """Give this process a host name, a disk for its working copies, and short waits."""
+    socket.gethostname = lambda: name
+    os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["XDG_CACHE_HOME"]) / name)
+    for module in (store_lock, task_holder):
+        vars(module)["DEAD_AFTER_S"] = GONE_AFTER_S
+    store_lock.StoreTaskLock.beat_s = 0.5
+    vars(store_lock)["TRUSTED_S"] = 1.5
+    vars(watching)["LOOK_S"] = 0.5
+
+
+if __name__ == "__main__":
+    be_another_machine(sys.argv.pop(1))
+    main()
