@@ -136,7 +136,7 @@ class StoreRound:
                     raise SystemExit(f"exit {status} in {self._folder}")
                 if status == -signal.SIGKILL:
                     kills -= 1
-                    self._note(each)
+                    self._note(each, running)
                 if status:  # 1: others died, and their rows are left; 2: another machine still seems to write
                     running.append(self._spawn(join=join, kill=kills > 0))
         last = self._spawn(join=join, kill=False).process.wait(LONGEST_S)
@@ -175,10 +175,15 @@ class StoreRound:
             return
         start.process.kill()
 
-    def _note(self, start: _Start) -> None:
+    def _note(self, start: _Start, others: list[_Start]) -> None:
+        """Count a start that was killed, and lose its machine or not, with all that it does."""
         self._totals.kills += 1
         self._totals.by_moment[start.where] += 1
         if self._made.random() < 1 / 3:
+            for each in others:
+                if each.machine == start.machine:
+                    each.process.kill()
+                    each.process.wait()
             shutil.rmtree(self._folder / "disks" / start.machine, ignore_errors=True)
             self._totals.lost_disks += 1
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.input.object_state import ObjectState
-from batchrunner.input.read_ahead import BlockFile
+from batchrunner.input.read_ahead import BLOCK_BYTES, BlockFile
+from batchrunner.input.spool import Spool
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
 from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket, read_whole
@@ -33,6 +34,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         self._states: dict[str, ObjectState] = {}  # as they were seen last
         self._fresh: set[str] = set()  # of these, those that a listing has just shown
         self._lock = threading.Lock()
+        self._spool = Spool()
         self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="store")
 
     def __eq__(self, other: object) -> bool:
@@ -84,6 +86,8 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open an object to be read at any place; raises OSError."""
         state = self._states.get(path) or self.state(path)
+        if (content := self._small(path, state)) is not None:
+            return pa.BufferReader(content)
         bucket, key = self._find(path)
         return pa.PythonFile(BlockFile(_ObjectRanges(bucket, key, path, state), self._pool), mode="r")
 
@@ -93,6 +97,10 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
 
     def read_samples(self, path: str, starts: Sequence[int], size: int) -> list[bytes]:
         """Return `size` bytes from each of these places, fetched at once; raises OSError."""
+        small = self._small(path, self._states.get(path) or self.state(path))
+        if small is not None:
+            whole = memoryview(small)
+            return [bytes(whole[at : at + size]) for at in starts]
         bucket, key = self._find(path)
         try:
             data = read_whole(
@@ -106,6 +114,18 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         except STORE_ERRORS as failure:
             raise as_os_error(failure, path) from None
         return [data[at : at + size] for at in range(0, len(data), size)]
+
+    def _small(self, path: str, state: ObjectState) -> bytes | obstore.Bytes | None:
+        """Return the content of a small object, which is fetched once; None for another. Raises OSError."""
+        if not (state.e_tag and state.size <= BLOCK_BYTES):
+            return None
+        kept = self._spool.find(path, state.e_tag)
+        if kept is not None:
+            return kept
+        bucket, key = self._find(path)
+        content = _ObjectRanges(bucket, key, path, state).fetch_all()
+        self._spool.keep(path, state.e_tag, memoryview(content))
+        return content
 
     def _info(self, path: str) -> pafs.FileInfo:
         _, key = self._find(path)
@@ -166,15 +186,20 @@ class _ObjectRanges:
         self.size = state.size
 
     def fetch(self, begin: int, end: int) -> bytes:
-        options: obstore.GetOptions = {"range": (begin, end)}
+        return bytes(self._get({"range": (begin, end)}, end - begin))
+
+    def fetch_all(self) -> obstore.Bytes:
+        return self._get({}, self.size)
+
+    def _get(self, options: obstore.GetOptions, size: int) -> obstore.Bytes:
         if self._state.e_tag:
             options["if_match"] = self._state.e_tag
         try:
-            data = read_whole(lambda: bytes(obstore.get(self._bucket, self._key, options=options).bytes()))
+            data = read_whole(lambda: obstore.get(self._bucket, self._key, options=options).bytes())
         except STORE_ERRORS as failure:
             raise as_os_error(failure, self._path) from None
-        if len(data) != end - begin:
-            raise OSError(f"{self._path}: {len(data)} bytes came, not {end - begin}")
+        if len(data) != size:
+            raise OSError(f"{self._path}: {len(data)} bytes came, not {size}")
         return data
 
 

@@ -66,7 +66,7 @@ def look_at_run(given: str | Path | RunDir) -> RunDir:
 
 def _places(address: StoreAddress, storage: StorageSpec) -> CopyPlaces:
     base = Path(storage.copies) if storage.copies else cache_directory()
-    return CopyPlaces(base / "runs", _name(address, storage))
+    return CopyPlaces(base / "runs", _name(address, storage), MAIN_TASK)
 
 
 def _needed_by(task: str) -> re.Pattern[str]:

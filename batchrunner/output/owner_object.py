@@ -42,11 +42,6 @@ class OwnerObject:
         """Return the bytes of the object."""
         return orjson.dumps(asdict(self))
 
-    @property
-    def over(self) -> frozenset[str]:
-        """Tokens of holders whose journals do not count any more."""
-        return frozenset(self.before[: self.recovered])
-
     def succeeded_by(self, holder: LockHolder) -> OwnerObject:
         """Return the object as the next holder writes it."""
         before = self.before if self.holder is None else (*self.before, self.holder.token)

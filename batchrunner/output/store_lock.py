@@ -31,6 +31,15 @@ TRUSTED_S = 45.0
 """Seconds after a heartbeat during which the lock is held for sure, less than DEAD_AFTER_S."""
 
 
+def has_ended(holder: LockHolder, observer: LockHolder) -> bool | None:
+    """Return whether a holder is gone, or is this process, which could not give up as the store was away.
+
+    None where the process `observer` cannot tell.
+    """
+    is_ours = replace(holder, token="", rows=0) == replace(observer, token="", rows=0)
+    return True if is_ours and holder.token not in _HELD_HERE else holder.is_dead(observer)
+
+
 class StoreTaskLock(TaskLock):
     """The lock of one task in an object store, before and while this process holds it."""
 
@@ -123,12 +132,6 @@ class StoreTaskLock(TaskLock):
                     log.debug("%s: not given up: %s", self._name, failure)
                 self._e_tag = None
 
-    def _is_left_by_us(self, holder: LockHolder) -> bool:
-        """Tell whether this process held the lock, and could not give it up as the store was away."""
-        return replace(holder, token="", rows=0) == replace(self._me, token="", rows=0) and (
-            holder.token not in _HELD_HERE
-        )
-
     def _look_for_conditions(self) -> None:
         """Log a warning where the store writes whatever the condition."""
         written = self._objects.create(self._name, b"{}")
@@ -150,7 +153,7 @@ class StoreTaskLock(TaskLock):
         None: the object is gone.
         """
         began, holder = self._clock(), parse_owner(content)
-        dead = True if holder is None or self._is_left_by_us(holder) else holder.is_dead(self._me)
+        dead = True if holder is None else has_ended(holder, self._me)
         if dead is None:
             log.warning("%s: waiting %.0f s to see whether %s still lives", self._name, DEAD_AFTER_S, holder)
         while dead is None and self._clock() - began <= DEAD_AFTER_S:

@@ -125,13 +125,16 @@ class LivenessMonitor:
         if self._last_seen != before:
             self._has_beaten = bool(before[0] and self.owner_content)  # a new `owner` is no heartbeat
             self._changed_at = now
-        dead = self.holder.is_dead(self._me) if self.holder else None
+        dead = self._has_ended(self.holder) if self.holder else None
         if dead is not None:
             return not dead
         if now - self._changed_at > (DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S):
             return False
         # between its last heartbeat and the time when it counts as dead nobody knows
         return True if self._has_beaten and now - self._changed_at <= self.fresh_s else None
+
+    def _has_ended(self, holder: LockHolder) -> bool | None:
+        return holder.is_dead(self._me)
 
     def _look(self) -> tuple[bytes, bytes]:
         """Return the content of `owner`, and what changes with each heartbeat."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from batchrunner.output.owner_object import parse_owner
 from batchrunner.output.run_dir import OWNER, RunDir
+from batchrunner.output.store_lock import has_ended
 from batchrunner.output.stores.store import ConditionalObjects
 from batchrunner.output.task_holder import LivenessMonitor, LockHolder, is_held, this_process
 
@@ -38,6 +39,9 @@ class StoreLivenessMonitor(LivenessMonitor):
         """The holder at the last poll; None where there was none."""
         return parse_owner(self.owner_content)
 
+    def _has_ended(self, holder: LockHolder) -> bool | None:
+        return has_ended(holder, self._me)
+
     def _look(self) -> tuple[bytes, bytes]:
         """Return the object's content and e_tag, which changes with each heartbeat; raises OSError."""
         if self._looked_at is not None and self._clock() - self._looked_at < LOOK_S:
@@ -65,7 +69,7 @@ def is_task_held(run_dir: RunDir) -> bool | None:
         return is_held(run_dir.task_directory)
     found = objects.read(_owner_of(run_dir))
     holder = parse_owner(found[0]) if found is not None else None
-    dead = True if holder is None else holder.is_dead(this_process())
+    dead = True if holder is None else has_ended(holder, this_process())
     return None if dead is None else not dead
 
 

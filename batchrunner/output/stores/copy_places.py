@@ -6,8 +6,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchrunner.output.run_dir import MAIN_TASK
-
 
 @dataclass(frozen=True, slots=True)
 class CopyPlaces:
@@ -16,10 +14,12 @@ class CopyPlaces:
     directory: Path
     name: str
     """Name of the run's copies, other than those of other runs."""
+    main: str
+    """Name of the task of a run that is not divided, whose copy has no other name."""
 
     def of(self, task: str) -> Path:
         """Return the working copy of a task, which may not exist."""
-        return self.directory / (self.name if task == MAIN_TASK else f"{self.name}-{task}")
+        return self.directory / (self.name if task == self.main else f"{self.name}-{task}")
 
     def journals(self, task: str) -> list[Path]:
         """Return the journals that a task of this machine has left, oldest first."""

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from batchrunner.core.jsonfile import read_json
 from batchrunner.output.files import make_directory, whole_file, write_json
-from batchrunner.output.owner_object import OwnerObject
-from batchrunner.output.run_dir import OWNER
 from batchrunner.output.stores.copy_places import CopyPlaces
 from batchrunner.output.stores.run_objects import RunObjects, StoredObject
+from batchrunner.output.stores.tokens import recovered_tokens
 
 TRANSFERS = 8
 """Objects that are fetched at once."""
@@ -112,8 +111,8 @@ class WorkingCopy:
 
     def _over(self, task: str) -> frozenset[str]:
         """Return the tokens of a task's holders whose rows are all in parts."""
-        found = self._objects.read(f"tasks/{task}/{OWNER}")
-        return frozenset() if found is None else OwnerObject.read(found[0]).over
+        found = self._objects.read(f"tasks/{task}/owner")
+        return frozenset() if found is None else recovered_tokens(found[0])
 
     def _copy_journal(self, journal: Path, path: Path) -> None:
         if journal != path:
