@@ -205,7 +205,8 @@ class StoreRound:
             str(self._folder / "job.yaml"),
         ]
         command += ["--machine", machine, "--at", request, moment, str(number), *["--join"] * join]
-        process = subprocess.Popen(command, env=self._environ, stderr=subprocess.DEVNULL)
+        with (self._folder / "stderr").open("ab") as said:
+            process = subprocess.Popen(command, env=self._environ, stderr=said)
         return _Start(process, machine, where, strikes_at)
 
 

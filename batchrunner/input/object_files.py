@@ -97,7 +97,8 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
 
     def read_samples(self, path: str, starts: Sequence[int], size: int) -> list[bytes]:
         """Return `size` bytes from each of these places, fetched at once; raises OSError."""
-        small = self._small(path, self._states.get(path) or self.state(path))
+        e_tag = (self._states.get(path) or self.state(path)).e_tag
+        small = self._spool.find(path, e_tag) if e_tag else None
         if small is not None:
             whole = memoryview(small)
             return [bytes(whole[at : at + size]) for at in starts]
@@ -119,11 +120,13 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         """Return the content of a small object, which is fetched once; None for another. Raises OSError."""
         if not (state.e_tag and state.size <= BLOCK_BYTES):
             return None
+        bucket, key = self._find(path)
+        ranges = _ObjectRanges(bucket, key, path, state)
         kept = self._spool.find(path, state.e_tag)
         if kept is not None:
+            ranges.check()
             return kept
-        bucket, key = self._find(path)
-        content = _ObjectRanges(bucket, key, path, state).fetch_all()
+        content = ranges.fetch_all()
         self._spool.keep(path, state.e_tag, memoryview(content))
         return content
 
@@ -190,6 +193,15 @@ class _ObjectRanges:
 
     def fetch_all(self) -> obstore.Bytes:
         return self._get({}, self.size)
+
+    def check(self) -> None:
+        """Raise OSError where the object has changed, or is gone."""
+        try:
+            is_same = obstore.head(self._bucket, self._key)["e_tag"] == self._state.e_tag
+        except STORE_ERRORS as failure:
+            raise as_os_error(failure, self._path) from None
+        if not is_same:
+            raise OSError(f"{self._path}: it changed since it was opened")
 
     def _get(self, options: obstore.GetOptions, size: int) -> obstore.Bytes:
         if self._state.e_tag:

@@ -43,8 +43,7 @@ def hold_task(
     try:
         make_directory(directory)
         lock.acquire(dead_owner)
-        if directory == run_dir.task_directory:
-            run_dir.store.bring_results([run_dir.task])  # the holder before may have written since
+        _bring_what_was_written(run_dir, directory, lock)
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
         why = getattr(failure, "strerror", None) or failure
         raise OutputError(f"output.path {run_dir.name}: cannot be written: {why}") from None
@@ -60,6 +59,16 @@ def hold_task(
         for path in created:
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
+
+
+def _bring_what_was_written(run_dir: RunDir, directory: Path, lock: TaskLock) -> None:
+    """Bring the results of a task here: the holder before may have written since the run was opened."""
+    if directory == run_dir.task_directory:
+        try:
+            run_dir.store.bring_results([run_dir.task])
+        except OSError:
+            lock.release()
+            raise
 
 
 def _keep_beating(lock: TaskLock, ended: threading.Event) -> None:

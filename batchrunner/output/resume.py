@@ -75,7 +75,7 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
 
 def done_by_all(run_dir: RunDir) -> DoneRows:
     """Return the rows that all tasks of the run have done; raises ResumeError."""
-    run_dir.store.bring_results()
+    run_dir.bring_results()
     return _done_by(run_dir.all_tasks())
 
 
@@ -84,7 +84,7 @@ def rows_of_others(run_dir: RunDir) -> BitMap64:
 
     They may lie in this task's shard, since shards change when the input grows.
     """
-    run_dir.store.bring_results()
+    run_dir.bring_results()
     return _done_by(run_dir.other_tasks()).rows
 
 

@@ -81,7 +81,7 @@ class RunDir:
     def all_tasks(self) -> list[RunDir]:
         """Return this run as each of its tasks sees it: tasks with files in their directory or with parts."""
         names = {path.name for path in self.tasks.glob("*") if not _is_empty(path)}
-        names |= {*self.store.names(self.tasks)} if self.store.uri else set()
+        names |= {*self._published(self.tasks)}
         names |= {task for part in self.all_parts() if (task := _task_of(part))}
         return [self.of_task(name) for name in sorted(names)]
 
@@ -99,10 +99,29 @@ class RunDir:
 
     def parts_elsewhere(self) -> Iterator[Path]:
         """Yield the parts in the run's store, each brought here before; none where there is no store."""
-        for name in self.store.names(self.parts) if self.store.uri else ():
+        for name in self._published(self.parts):
             if _task_of(self.parts / name):
                 self.store.bring(self.parts / name)
                 yield self.parts / name
+
+    def bring_results(self) -> None:
+        """Bring what any task has published here, as it is now; raises OutputError."""
+        with self._asking_store():
+            self.store.bring_results()
+
+    def _published(self, directory: Path) -> list[str]:
+        """Return the names in a directory of the run's store; none where there is no store."""
+        if not self.store.uri:
+            return []
+        with self._asking_store():
+            return self.store.names(directory)
+
+    @contextlib.contextmanager
+    def _asking_store(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as failure:
+            raise OutputError(f"{self.name}: cannot be used: {failure.strerror or failure}") from None
 
     def part(self, number: int) -> Path:
         """Return the path of this task's part with this number."""

@@ -125,7 +125,7 @@ async def execute(
 def _leave(prepared: PreparedJob) -> None:
     """Close what is open, and delete the working copy of a task whose name no later start will have."""
     prepared.close()
-    if isinstance(prepared.part, JoinTask):
+    if isinstance(prepared.part, JoinTask) and not prepared.run_dir.journals():
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
 
 

@@ -174,3 +174,16 @@ def test_no_credentials(
     job: dict[str, Any] = job_of(tmp_path, server, output={"path": f"{store_bucket.uri}/run"})
     told(refusal(job, tmp_path), "AWS credentials: none were found", "AWS_PROFILE")
     assert not server.sent
+
+
+def test_slurm(tmp_path: Path, store_bucket: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks of an array join a run in a store; their logs lie where they are submitted."""
+    monkeypatch.chdir(tmp_path)
+    uri = f"{store_bucket.uri}/runs/mine"
+    job = write_job(job_of(tmp_path, output={"path": uri}), tmp_path)
+    made = batchrun("slurm", job, "--array", "0-3", "--json")
+    assert made.exit_code == 0, made.stderr
+    planned = json.loads(made.stdout)
+    assert (planned["run"], planned["logs"]) == (uri, str(tmp_path / "mine.slurm"))
+    assert "--join" in planned["script"]
+    assert "s3:/" not in planned["script"]

@@ -133,6 +133,7 @@ def test_a_task_dies(tmp_path: Path, store_bucket: StoreBucket, cache: Path, is_
             assert second.end() == 0
         twice = sum(count > 1 for count in sent_rows(server).values())
     assert rows_in(store_bucket) == list(range(60))
+    assert not [*cache.glob("*/batchrunner/runs/*")]
     assert twice == 15 if not is_lost else 15 <= twice < 60
 
 

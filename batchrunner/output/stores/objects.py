@@ -163,8 +163,7 @@ class ObjectStore:
 
     def discard_copy(self, task: str) -> None:
         """Delete the directory."""
-        if not self.copy.places.journals(task):
-            self.copy.places.discard(task)
+        self.copy.places.discard(task)
 
     def _above(self) -> list[str]:
         """Return the keys of which this one may be a part; "" is the bucket."""

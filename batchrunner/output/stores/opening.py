@@ -49,7 +49,7 @@ _WORDS = {
     "169.254.169.254": "no credentials were found",
     "metadata.google.internal": "no credentials were found",
     "incorrectly configured region": _HINTS["PermanentRedirect"],
-    "Account must be specified": "no account was given: give storage.account",
+    "Account must be specified": "Account must be specified: give storage.account",
     "body error": "its answers are cut short",
     "error sending request": "the store does not answer",
 }

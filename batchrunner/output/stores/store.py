@@ -94,7 +94,7 @@ class Store(Protocol):
         """
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a task that will not come back, if no rows are in its journals."""
+        """Delete the working copy of a task that will not come back, with its journals."""
 
 
 class LocalStore:
