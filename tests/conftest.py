@@ -116,6 +116,14 @@ def _quick_imports() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _full_parts() -> Iterator[None]:
+    """Let parts be written when they are full, and not because a machine is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TIMING, "part", 3600.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process leave no report.html, which costs 0.1 s of CPU, but for tests marked `page`."""
