@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         self._fresh: set[str] = set()  # of these, those that a listing has just shown
         self._lock = threading.Lock()
         self._spool = Spool()
+        self._checks: dict[str, Future[None]] = {}  # of small objects that will soon be read
         self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="store")
 
     def __eq__(self, other: object) -> bool:
@@ -124,11 +125,23 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         ranges = _ObjectRanges(bucket, key, path, state)
         kept = self._spool.find(path, state.e_tag)
         if kept is not None:
-            ranges.check()
+            self._check_kept(path)
             return kept
         content = ranges.fetch_all()
         self._spool.keep(path, state.e_tag, memoryview(content))
         return content
+
+    def _check_kept(self, path: str) -> None:
+        """Raise OSError where a small object is another one now; the next ones are asked for meanwhile."""
+        with self._lock:
+            asked = self._checks.pop(path, None)
+            for later in (path, *self._spool.after(path, FETCHERS)):
+                if later not in self._checks and not (later == path and asked):
+                    state = self._states[later]
+                    ranges = _ObjectRanges(*self._bucket_of(later), later, state)
+                    self._checks[later] = self._pool.submit(ranges.check)
+            asked = asked or self._checks.pop(path)
+        asked.result()
 
     def _info(self, path: str) -> pafs.FileInfo:
         _, key = self._find(path)
@@ -164,11 +177,14 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
 
     def _find(self, path: str) -> tuple[Any, str]:
         """Return the bucket of a path, and the key in it."""
-        name, _, key = path.partition("/")
         with self._lock:
-            if name not in self._buckets:
-                self._buckets[name] = open_bucket(StoreAddress(self._scheme, name, ""), self._storage)
-            return self._buckets[name], key
+            return self._bucket_of(path)
+
+    def _bucket_of(self, path: str) -> tuple[Any, str]:
+        name, _, key = path.partition("/")
+        if name not in self._buckets:
+            self._buckets[name] = open_bucket(StoreAddress(self._scheme, name, ""), self._storage)
+        return self._buckets[name], key
 
     def _key(self) -> tuple[str, str]:
         return self._scheme, self._storage.model_dump_json()
