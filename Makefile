@@ -50,6 +50,7 @@ test-fast: .venv/.dev ## Run the tests that need no engine, gateway, Slurm or br
 torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; fuzz; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture
 	.venv/bin/python -m benchmarks.torture_batch
+	.venv/bin/python -m benchmarks.torture_store
 	.venv/bin/python -m benchmarks.torture_vectors
 	.venv/bin/python -m benchmarks.fuzz
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
@@ -79,6 +80,7 @@ bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop, one
 bench-journal: .venv/.light ## Cost of durability: runs with and without the journal
 bench-functions: .venv/.light ## Rows a second through a trivial Python function
 bench-memory: .venv/.light ## Peak memory at 100,000 and at a million rows
+bench-read-store: .venv/.dev ## Reading input from an object store beside obstore alone
 bench-planning: .venv/.light ## Time and memory to sort rows into prefix order
 bench-resume: .venv/.light ## Time to resume, report and merge a run of 10 million rows
 bench-ray-data: .venv/.dev ## Throughput of a stage of Ray Data beside batchrun, simulated engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ import pyarrow.fs as pafs
 
 from batchrunner.input.object_state import ObjectState
 from batchrunner.input.read_ahead import BLOCK_BYTES, BlockFile
-from batchrunner.input.spool import Spool
+from batchrunner.input.small_objects import SmallObjects
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
 from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket, read_whole
@@ -34,9 +34,8 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         self._states: dict[str, ObjectState] = {}  # as they were seen last
         self._fresh: set[str] = set()  # of these, those that a listing has just shown
         self._lock = threading.Lock()
-        self._spool = Spool()
-        self._checks: dict[str, Future[None]] = {}  # of small objects that will soon be read
         self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="store")
+        self._small = SmallObjects(self._pool)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectFiles) and self._key() == other._key()
@@ -87,10 +86,11 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open an object to be read at any place; raises OSError."""
         state = self._states.get(path) or self.state(path)
-        if (content := self._small(path, state)) is not None:
-            return pa.BufferReader(content)
         bucket, key = self._find(path)
-        return pa.PythonFile(BlockFile(_ObjectRanges(bucket, key, path, state), self._pool), mode="r")
+        ranges = _ObjectRanges(bucket, key, path, state)
+        if state.e_tag and state.size <= BLOCK_BYTES:
+            return pa.BufferReader(self._small.read(path, ranges))
+        return pa.PythonFile(BlockFile(ranges, self._pool), mode="r")
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
         """Open an object to be read from its beginning; raises OSError."""
@@ -99,7 +99,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def read_samples(self, path: str, starts: Sequence[int], size: int) -> list[bytes]:
         """Return `size` bytes from each of these places, fetched at once; raises OSError."""
         e_tag = (self._states.get(path) or self.state(path)).e_tag
-        small = self._spool.find(path, e_tag) if e_tag else None
+        small = self._small.find(path, e_tag) if e_tag else None
         if small is not None:
             whole = memoryview(small)
             return [bytes(whole[at : at + size]) for at in starts]
@@ -116,32 +116,6 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         except STORE_ERRORS as failure:
             raise as_os_error(failure, path) from None
         return [data[at : at + size] for at in range(0, len(data), size)]
-
-    def _small(self, path: str, state: ObjectState) -> bytes | obstore.Bytes | None:
-        """Return the content of a small object, which is fetched once; None for another. Raises OSError."""
-        if not (state.e_tag and state.size <= BLOCK_BYTES):
-            return None
-        bucket, key = self._find(path)
-        ranges = _ObjectRanges(bucket, key, path, state)
-        kept = self._spool.find(path, state.e_tag)
-        if kept is not None:
-            self._check_kept(path)
-            return kept
-        content = ranges.fetch_all()
-        self._spool.keep(path, state.e_tag, memoryview(content))
-        return content
-
-    def _check_kept(self, path: str) -> None:
-        """Raise OSError where a small object is another one now; the next ones are asked for meanwhile."""
-        with self._lock:
-            asked = self._checks.pop(path, None)
-            for later in (path, *self._spool.after(path, FETCHERS)):
-                if later not in self._checks and not (later == path and asked):
-                    state = self._states[later]
-                    ranges = _ObjectRanges(*self._bucket_of(later), later, state)
-                    self._checks[later] = self._pool.submit(ranges.check)
-            asked = asked or self._checks.pop(path)
-        asked.result()
 
     def _info(self, path: str) -> pafs.FileInfo:
         _, key = self._find(path)
@@ -177,14 +151,11 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
 
     def _find(self, path: str) -> tuple[Any, str]:
         """Return the bucket of a path, and the key in it."""
-        with self._lock:
-            return self._bucket_of(path)
-
-    def _bucket_of(self, path: str) -> tuple[Any, str]:
         name, _, key = path.partition("/")
-        if name not in self._buckets:
-            self._buckets[name] = open_bucket(StoreAddress(self._scheme, name, ""), self._storage)
-        return self._buckets[name], key
+        with self._lock:
+            if name not in self._buckets:
+                self._buckets[name] = open_bucket(StoreAddress(self._scheme, name, ""), self._storage)
+            return self._buckets[name], key
 
     def _key(self) -> tuple[str, str]:
         return self._scheme, self._storage.model_dump_json()
@@ -207,8 +178,12 @@ class _ObjectRanges:
     def fetch(self, begin: int, end: int) -> bytes:
         return bytes(self._get({"range": (begin, end)}, end - begin))
 
-    def fetch_all(self) -> obstore.Bytes:
-        return self._get({}, self.size)
+    @property
+    def e_tag(self) -> str:
+        return self._state.e_tag or ""
+
+    def fetch_all(self) -> memoryview:
+        return memoryview(self._get({}, self.size))
 
     def check(self) -> None:
         """Raise OSError where the object has changed, or is gone."""

@@ -163,7 +163,7 @@ class SourceFile:
 
     def _digest_of(self, source: pa.NativeFile, size: int) -> str:
         if self.format.kind != "Parquet" or size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
-            return _digest(size, iter(lambda: source.read(READ_BUFFER_BYTES), b""))
+            return _digest(size, iter(lambda: source.read_buffer(READ_BUFFER_BYTES), b""))
         # evenly spread; the last block is the end of the file, with the footer
         starts = [(size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1) for block in range(SAMPLE_BLOCKS)]
         if self._objects is not None:

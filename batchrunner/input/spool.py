@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import threading
-from bisect import bisect_right
 
 from batchrunner.core.cache import cache_directory
 
@@ -21,7 +20,6 @@ class Spool:
     def __init__(self) -> None:
         """Open nothing yet."""
         self._places: dict[tuple[str, str], tuple[int, int]] = {}
-        self._sorted: list[str] = []
         self._file: int | None = None
         self._end = self._most = 0
         self._lock = threading.Lock()
@@ -45,14 +43,6 @@ class Spool:
         begin, size = place
         content = os.pread(self._file, size, begin)
         return content if len(content) == size else None
-
-    def after(self, path: str, most: int) -> list[str]:
-        """Return the paths that come after this one in the order of their names."""
-        with self._lock:
-            if len(self._sorted) != len(self._places):
-                self._sorted = sorted(kept for kept, _ in self._places)
-            at = bisect_right(self._sorted, path)
-            return self._sorted[at : at + most]
 
     def _take(self, size: int) -> int | None:
         """Return the place for so many bytes; None where there is no room. Raises OSError."""

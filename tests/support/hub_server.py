@@ -46,17 +46,20 @@ class HubServer(ServerThread):
     async def _tree(self, request: web.Request) -> web.Response:
         directory = request.match_info.get("path", "")
         beginning = f"{directory}/" if directory else ""
-        found = [path for path in self._files if path.startswith(beginning)]
+        below = [path for path in self._files if path.startswith(beginning)]
+        found = {beginning + path.removeprefix(beginning).partition("/")[0] for path in below}
+        if request.query.get("recursive", "").lower() == "true":
+            found |= {*below}
         if not found:
             return web.json_response(
                 {"error": "Entry not found"}, status=404, headers=_error("EntryNotFound")
             )
         await asyncio.sleep(0)
-        return web.json_response([self._entry(path) for path in found])
+        return web.json_response([self._entry(path) for path in sorted(found)])
 
     async def _paths(self, request: web.Request) -> web.Response:
         asked = [str(path) for path in (await request.post()).getall("paths", [])]
-        return web.json_response([self._entry(path) for path in asked if path in self._files])
+        return web.json_response([self._entry(path) for path in asked if self._is_there(path)])
 
     async def _file(self, request: web.Request) -> web.Response:
         content = self._files.get(request.match_info["path"])
@@ -72,8 +75,13 @@ class HubServer(ServerThread):
         status = 206 if request.headers.get("Range") else 200
         return web.Response(body=content[begin:end], status=status, headers=headers)
 
+    def _is_there(self, path: str) -> bool:
+        return path in self._files or any(file.startswith(f"{path}/") for file in self._files)
+
     def _entry(self, path: str) -> dict[str, object]:
-        content = self._files[path]
+        content = self._files.get(path)
+        if content is None:
+            return {"type": "directory", "path": path, "size": 0, "oid": _oid(path.encode())}
         return {"type": "file", "path": path, "size": len(content), "oid": _oid(content)}
 
 
