@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import SchedulerLoad
@@ -15,7 +16,7 @@ from batchrunner.engines.simulation.replica import Replica
 from batchrunner.engines.simulation.sample import SimulatedRequest
 from batchrunner.engines.simulation.steady import PassWork
 from batchrunner.tune.machine import Machine
-from batchrunner.tune.measurement import PassSpan, TrialResult, TrialWatch
+from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.variables import CLIP
 
 if TYPE_CHECKING:
@@ -55,8 +56,17 @@ class LoggedCost(CostModel):
 
     def step_s(self, step: StepResult) -> float:
         seconds = super().step_s(step)
-        self.steps.append((PassWork().plus(step, 0), seconds))
+        tokens = step.decoded if step.kind == "prefill" else step.steps * step.running
+        self.steps.append((PassWork().plus(step, tokens), seconds))
         return seconds
+
+    def rate(self, begin_s: float, until_s: float) -> float:
+        """Return output tokens a second between two times, as the server's log has it."""
+        ends = accumulate(seconds for _, seconds in self.steps)
+        tokens = sum(
+            work.tokens for (work, _), at_s in zip(self.steps, ends, strict=True) if begin_s < at_s <= until_s
+        )
+        return tokens / (until_s - begin_s)
 
     def spans(self, slow: float) -> tuple[PassSpan, ...]:
         """Return the second half of the steps as 40 stretches."""
@@ -144,7 +154,9 @@ class Lab:
         if self.logs:
             per_pass = scheduler.prefilled_tokens / scheduler.prefill_passes
             signs = replace(signs, prefill_per_pass=per_pass)
-            result = replace(result, spans=cost.spans(slow))
+            begin, until = watch.measured_span(TrialProgress(now * slow, watch.tokens, watch.rows))
+            rate = cost.rate(begin.at_s / slow, until.at_s / slow) / slow
+            result = replace(result, spans=cost.spans(slow), tokens_per_s=rate)
         if self.card is not None:
             fraction = self._fraction(request.args)
             signs = replace(signs, spare_gb=self.card.spare_gb(fraction), mem_fraction=fraction)
