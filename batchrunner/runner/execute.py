@@ -15,6 +15,7 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.engines.vector_facts import check_dimensions, check_dimensions_of_launched
 from batchrunner.job.spec import Job
+from batchrunner.job.tasks.table import TaskName
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempts_in
 from batchrunner.output.files import writing
@@ -53,13 +54,14 @@ async def execute(
     control: Control | None = None,
     page: bool = True,
     handover: Handover | None = None,
+    opened_for: TaskName | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json, and report.html (`page`).
 
-    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `part` says
-    which rows this task does of a run that several tasks do; without it, all. `handover` gets every
-    row, those that earlier attempts ended first. Raises BatchrunError if the run could not start or go on;
-    finished rows are kept.
+    `engine` is an open engine, with its `info`, and the task that it was `opened_for` (None for any); without
+    one the job's own is opened and closed. `part` says which rows this task does of a run that several tasks
+    do; without it, all. `handover` gets every row, those that earlier attempts ended first. Raises
+    BatchrunError if the run could not start or go on; finished rows are kept.
     """
     if part and fresh:
         raise JobError(
@@ -71,6 +73,7 @@ async def execute(
     counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
         at_last.callback(_leave, prepared)
+        await asyncio.to_thread(prepared.check_engine_task, opened_for)
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
         sleeper = Sleeper(control)

@@ -11,7 +11,7 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.core.errors import BatchrunError
 from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.core.standard_streams import open_missing_descriptors
 from batchrunner.engines.base import Engine
@@ -20,6 +20,7 @@ from batchrunner.job.spec import Job
 from batchrunner.job.tasks.table import GENERATE, TaskName
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
+from batchrunner.runner.prepared_job import other_task
 
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
@@ -158,24 +159,27 @@ class OpenEngine:
 
         Raises JobError for a job of another task.
         """
-        self.refuse_other_task(job.task)
-        return self.loop.start(functools.partial(execute, job, **options)).wait()
+        run = functools.partial(execute, job, opened_for=self._opened_for(job), **options)
+        return self.loop.start(run).wait()
 
     async def acall(self, job: Job, **options: Any) -> Report:
         """Run a job on this engine; cancelling it ends the run, whose finished rows are kept.
 
         Raises JobError for a job of another task.
         """
-        self.refuse_other_task(job.task)
-        return await self.loop.start(functools.partial(execute, job, **options)).wait_async()
+        run = functools.partial(execute, job, opened_for=self._opened_for(job), **options)
+        return await self.loop.start(run).wait_async()
 
     def refuse_other_task(self, task: TaskName) -> None:
         """Raise JobError for a task that it was not opened for; a simulated engine does them all."""
         if task != self.task and not self.info.simulated:
-            raise JobError(
-                f"engine: it was opened for task {self.task}, and the job's is {task}",
-                hint=f'open it with open_engine(…, task="{task}")',
-            )
+            raise other_task(self.task, task)
+
+    def _opened_for(self, job: Job) -> TaskName | None:
+        """Return the task that the requests of a batch file must have; raises JobError for another job."""
+        if job.prompt.batch is None:
+            self.refuse_other_task(job.task)
+        return None if self.info.simulated else self.task
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.endpoints import EMBEDDINGS_PATH
+from batchrunner.core.errors import JobError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.dispatch.checks.python_check import judges_by_row
 from batchrunner.input.formats.batch_lines import URL
@@ -17,6 +18,14 @@ from batchrunner.output.columns import RunSchema
 from batchrunner.output.resume import schema_of_results
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.shard import JoinTask, Shard
+
+
+def other_task(opened_for: TaskName, task: TaskName) -> JobError:
+    """Return the error for a job whose task is not that which an engine was opened for."""
+    return JobError(
+        f"engine: it was opened for task {opened_for}, and the job's is {task}",
+        hint=f'open it with open_engine(…, task="{task}")',
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,11 @@ class PreparedJob(JobInput):
             return None
         new = RunSchema(self.renderer.carried_schema, self.answers, {})
         return schema_of_results(self.run_dir, new.schema.names) or new.schema
+
+    def check_engine_task(self, opened_for: TaskName | None) -> None:
+        """Raise JobError where the model must do another task than that which its engine was opened for."""
+        if opened_for is not None and (task := self.model_task) != opened_for:
+            raise other_task(opened_for, task)
 
     def close(self) -> None:
         """End the processes of the Python functions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import subprocess
@@ -453,6 +454,35 @@ def test_the_job_that_we_ship_and_its_neighbours(tmp_path: Path) -> None:
     unknown = shown("json.dumps")
     assert unknown.returncode == 1
     assert unknown.stderr == f"{tmp_path / 'run'}: no row with a vector has the title 'json.dumps'\n"
+
+
+def test_a_batch_file_on_an_open_engine(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """Its requests say which task they are of: they must be those that the engine was opened for."""
+    lines = [
+        {
+            "custom_id": f"r{n}",
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"model": "m", "input": f"{n}"},
+        }
+        for n in range(4)
+    ]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = {
+        "input": {"path": str(tmp_path / "requests.jsonl")},
+        "prompt": {"batch": "strict"},
+        "output": {"path": str(tmp_path / "run")},
+        "engine": {"kind": "attach", "urls": [embedder.url]},
+    }
+    with batchrunner.open_engine(embedder.url, task="embed") as engine:
+        assert batchrunner.run(job, engine=engine).rows_ok == 4
+        chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        lines = [{**line, "url": "/v1/chat/completions", "body": chat} for line in lines]
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        job |= {"input": {"path": str(tmp_path / "chats.jsonl")}, "output": {"path": str(tmp_path / "other")}}
+        with pytest.raises(batchrunner.JobError, match="opened for task embed, and the job's is generate"):
+            batchrunner.run(job, engine=engine)
+    assert len(embedder.sent) == 4
 
 
 def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:

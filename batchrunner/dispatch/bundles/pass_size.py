@@ -11,7 +11,7 @@ CHARACTERS_A_TOKEN = 4
 
 
 def prompt_tokens(request: Request) -> int:
-    """Return the tokens of a prompt, a guess where it is a text."""
+    """Return the tokens of a row that are computed, a guess where they are texts."""
     if isinstance(request.prompt, RequestBody):
         return len(request.prompt.content) // CHARACTERS_A_TOKEN
     length = len(request.prompt)
