@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -198,7 +198,7 @@ class TrialHistory:
     def add(self, args: Args, result: TrialResult) -> None:
         """Write a result; raises StorageError."""
         own = changes(args, self._base)
-        record = {"about": self._about, "args": own, "result": asdict(result)}
+        record = {"about": self._about, "args": own, "result": msgspec.to_builtins(result)}
         with writing(self._path), self._path.open("ab") as file:
             file.write(b"\n" * self._is_torn() + orjson.dumps(record, default=str) + b"\n")
         self._found[key_of(own)].append(result)
