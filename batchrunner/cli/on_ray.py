@@ -43,8 +43,9 @@ def ray(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a job on a Ray cluster, or resume it: workers share the rows, and one that dies is replaced.
+    """Run or resume a job on a Ray cluster.
 
+    Workers share the rows, and one that dies is replaced.
     The nodes share input and output, by a file system or an object store.
 
     Example: batchrun ray jobs/summarize.yaml --workers 8 --address 10.0.0.1:6379

@@ -187,12 +187,12 @@ def _stage(
     """Add the stage to a data set, after a look at what is known already."""
     if not isinstance(ds, Dataset):
         raise JobError(
-            f"ds: give a data set of Ray Data (got {type(ds).__name__})",
+            f"ds is no data set of Ray Data (got {type(ds).__name__})",
             hint="make one with ray.data.from_arrow, from_pandas, from_items or read_parquet",
         )
     for name, number in (("batch_size", batch_size), ("tasks", tasks)):
         if not isinstance(number, int) or number < 1:
-            raise JobError(f"{name}: give a number from 1 on (got {number!r})")
+            raise JobError(f"{name}: {number!r}", hint="give a number from 1 on")
     if isinstance(columns, str):
         raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
     least, most = _sizes(replicas)

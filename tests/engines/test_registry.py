@@ -70,7 +70,8 @@ def test_a_server_for_embeddings(
     spec = {"kind": "server", "model": str(tmp_path), "device": "cpu", "args": own}
     given = parse_engine(spec)
     made = for_task(given, "embed").model_dump()
-    assert made["args"] == {"is-embedding": True, "context-length": None, **args, **own}
+    on_a_cpu = {"context-length": None, "max-running-requests": 256}
+    assert made["args"] == {"is-embedding": True, **on_a_cpu, **args, **own}
     assert set(made["env"].values()) == env
     assert for_task(given, "generate") == given
 

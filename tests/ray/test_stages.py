@@ -86,7 +86,7 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
     engine: dict[str, Any] = {"engine": server.url, "prompt": TEXT}
     with batchrunner.open_engine("simulated") as opened, pytest.raises(JobError, match="open engine"):
         batchrunner.ray.generate(ds, prompt=TEXT, engine=opened)  # type: ignore[arg-type]
-    with pytest.raises(JobError, match=r"ds: give a data set of Ray Data \(got list\)"):
+    with pytest.raises(JobError, match=r"ds is no data set of Ray Data \(got list\)"):
         batchrunner.ray.generate(["a"], **engine)
     with pytest.raises(InputError, match="nothing"):
         batchrunner.ray.generate(ds, engine=server.url, prompt={"text": "nothing"})

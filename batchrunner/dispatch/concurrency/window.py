@@ -9,6 +9,9 @@ TYPICAL_PROMPT_TOKENS = 256
 window made jobs of a minute up to 2 % slower in virtual time, and a long queue at the start costs nothing."""
 TYPICAL_MAX_NEW_TOKENS = 512
 """Assumed if the job sets no `max_new_tokens`, or takes it from a column."""
+SHORT_OUTPUT_TOKENS = 256
+"""Most `max_new_tokens` with which prompts that are known to be short count as such. Rows with longer outputs
+grow together: a larger first window had five times as many of them retracted, at the same throughput."""
 BYTES_A_TOKEN, BYTES_AN_ID = 3, 4
 """Bytes of a prompt that stand for a token, of a text and of token ids. Of a text few: too many rows at the
 start cost more than too few."""
@@ -19,9 +22,10 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
 
     `prompt_tokens` are the prompt's on average, without those that the prefix cache holds; None if unknown.
     """
-    known = TYPICAL_PROMPT_TOKENS if prompt_tokens is None else max(1, round(prompt_tokens))
-    prompt = min(TYPICAL_PROMPT_TOKENS, known)
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    prompt = TYPICAL_PROMPT_TOKENS
+    if prompt_tokens is not None and output <= SHORT_OUTPUT_TOKENS:
+        prompt = min(prompt, max(1, round(prompt_tokens)))
     return prompt + output // 2
 
 
