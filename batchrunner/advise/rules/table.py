@@ -47,8 +47,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "running-capped",
-        f"running ≥ 95% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, the pool full "
-        "in < 10%",
+        f"running ≥ 95% of max_running_requests, or one less; `#queue-req` > 0, token usage < 0.9 "
+        f"{OFTEN}, the pool full in < 10%",
         "`--max-running-requests` up to what the pool holds",
         "G1 (running close to its maximum)",
         load_rules.running_capped,

@@ -48,7 +48,9 @@ def _no_graph(sample: LoadSample, most: float) -> bool | None:
 
 
 def _at_cap(sample: LoadSample, limit: Thresholds) -> bool:
-    return bool(sample.max_running) and sample.running >= limit.at_cap * (sample.max_running or 0)
+    """Tell whether as many requests run as may, or one less: the place of one that ended is being filled."""
+    most = sample.max_running or 0
+    return most > 0 and sample.running >= max(1, min(limit.at_cap * most, most - 1))
 
 
 SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {

@@ -168,6 +168,10 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(most=64).decode(30, r=64, u=0.3),
         {"running-capped": "--max-running-requests 192"},
     ),
+    "few places, one of which is being filled": (
+        LogWriter().started(most=8).decode(20, r=7, u=0.3).decode(10, r=6, u=0.3),
+        {"running-capped": "--max-running-requests 24"},
+    ),
     "capped, and no ready line": (
         LogWriter().say("server_args={'max_running_requests': 8, 'schedule_conservativeness': 1.0}")
         .decode(30, r=8, u=0.6),
