@@ -17,6 +17,8 @@ from batchrunner.job.storage import StorageSpec
 from batchrunner.output.files import is_special
 from batchrunner.output.stores.addresses import NEEDS_EXTRA, StoreAddress, has_client, store_address
 
+_SCHEMES = "give a path on this machine, or one that begins with s3://, gs://, az://, hdfs:// or hf://"
+
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""
 
@@ -74,7 +76,10 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
     try:
         fs, path = pafs.FileSystem.from_uri(given)
     except Exception as failure:  # noqa: BLE001 - hf:// and others are opened by packages with their own errors
-        raise InputError(f"{given}: cannot be opened: {first_line(failure)}") from None
+        said = first_line(failure)
+        unknown = said.startswith("Unrecognized filesystem type")
+        said = "no scheme that can be read" if unknown else said
+        raise InputError(f"{given}: cannot be opened: {said}", hint=_SCHEMES if unknown else None) from None
     return fs, path
 
 

@@ -26,9 +26,8 @@ class ItemSource:
             kind = dataset.field(self._column, where=self._where).type
             is_one = is_text(kind) and not self._unlike
             if not is_one and not (is_list(kind) and is_text(kind.value_type)):
-                raise InputError(
-                    f"{self._where}: column {self._column!r} must be a list of strings (got {kind})"
-                )
+                allowed = "a list of strings" if self._unlike else "a string or a list of strings"
+                raise InputError(f"{self._where}: column {self._column!r} must be {allowed} (got {kind})")
             self.columns = (self._column,)
 
     def of(self, row: Row) -> tuple[str, ...]:

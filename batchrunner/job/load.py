@@ -233,7 +233,8 @@ def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> 
     # pydantic reports every branch of a union: the one that got furthest is the one that the user meant
     problem = max(problems, key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
     path = _path_in(tree, problem)
-    others = len({tuple(_path_in(tree, p)) for p in problems}) - 1
+    paths = {tuple(_path_in(tree, p)) for p in problems}
+    others = sum(tuple(path[: len(other)]) != other for other in paths)
     more = f" (and {others} more)" if others else ""
     where = ".".join(path)
     if problem["type"] == "extra_forbidden":
@@ -248,6 +249,8 @@ def _explain(failure: ValidationError, schema: dict[str, Any], tree: object) -> 
     shown = "" if "(got " in message or isinstance(got, (Mapping, BaseModel)) else f" (got {_brief(got)})"
     refused = problem.get("ctx", {}).get("error")
     hint = refused.hint if isinstance(refused, WrongValueError) else None
+    if isinstance(got, bool) and any(p["type"] == "string_type" and p["input"] is got for p in problems):
+        hint = hint or "YAML reads yes, no, on and off as true and false: put quotes around a text"
     return f"{where + ': ' if where else ''}{message}{shown}{more}", hint
 
 
@@ -265,6 +268,7 @@ def _message(problem: ErrorDetails) -> str:
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     message = message.replace("a valid dictionary or instance of FromColumn", "{column: NAME}")
     message = re.sub(r"a valid dictionary( or .*)?$", "a mapping", message)
+    message = re.sub(r", unable to .*| after validation, not \d+", "", message)
     return message[0].lower() + message[1:]
 
 
@@ -285,6 +289,8 @@ def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
 
 def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str | None:
     known = _known_keys(path[:-1], schema, tree)
+    if elsewhere := _sections_with(path[-1], schema, tree) if len(path) == 1 else ():
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
     if path[:1] == ["engine"] and path[-1] in _SGLANG_NAMES:
@@ -293,6 +299,12 @@ def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str | Non
     if not near and path[:1] == ["engine"] and isinstance(tree, Mapping):
         hint = f"{_argument_hint(path, known, tree)}{hint} {_engine_hint(tree)}"
     return hint.strip() or None
+
+
+def _sections_with(key: str, schema: dict[str, Any], tree: object) -> list[str]:
+    """Return the fields of this name that the sections of a job have, such as `prompt.choices`."""
+    sections = _known_keys([], schema, tree)
+    return [f"{name}.{key}" for name in sections if key in _known_keys([name], schema, tree)]
 
 
 def _argument_hint(path: list[str], known: list[str], tree: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from batchrunner.job.fields import Spec, UserPath
 Secret: TypeAlias = Literal[
     "access_key_id", "secret_access_key", "session_token", "account_key", "sas_token", "service_account_key"
 ]
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _ENDPOINT = re.compile(r"https?://[^/\s]+.*")
 
 
@@ -48,6 +49,11 @@ class StorageSpec(Spec):
         """Return the credentials; raises JobError where a variable is not set."""
         found: dict[str, str] = {}
         for name, variable in self.secrets.items():
+            if not _VARIABLE.fullmatch(variable):  # most likely the secret itself, which no message shows
+                raise JobError(
+                    f"storage.secrets.{name}: this is no name of an environment variable",
+                    hint="export the secret as a variable, and give the variable's name",
+                )
             value = os.environ.get(variable)
             if not value:
                 raise JobError(f"storage.secrets.{name}: the environment variable {variable} is not set")

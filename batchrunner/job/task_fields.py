@@ -71,7 +71,9 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
     for field in given:
         if field in OF_TASKS and (kind is None or field not in kind.takes):
             names = " or ".join(name for name, other in TASKS.items() if field in other.takes)
-            raise WrongValueError(f"{field}: goes with task: {names}", hint="leave it out, or name the task")
+            raise WrongValueError(
+                f"{field}: goes with task: {names}", hint=f"leave it out, or set task (it is {task})"
+            )
     if kind is None:
         return
     for field in given:

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from batchrunner.core.errors import JobError
-from batchrunner.core.uris import is_uri
+from batchrunner.core.uris import is_uri, uri_of
 
 MOST_BYTES = 2 << 20
 """Bytes of a job file at most: tens of thousands of times a common one, and read in some seconds."""
@@ -70,7 +70,7 @@ def read_text(path: Path) -> str:
             return _decoded(file, str(path))
     except FileNotFoundError:
         if is_uri(str(path)):
-            raise JobError(f"{path}: is a URI", hint="give a job file on this machine") from None
+            raise JobError(f"{uri_of(path)}: is a URI", hint="give a job file on this machine") from None
         raise JobError(f"{path}: no such job file") from None
     except IsADirectoryError:
         raise JobError(f"{path}: is a directory", hint="give the job file in it") from None

@@ -163,8 +163,9 @@ class RunDir:
         """Raise OutputError where the path is a URI, of an object store for example."""
         if self.store.objects is None and is_uri(self._given):
             raise OutputError(
-                f"output.path {self._given}: results are written to a directory, not to a URI",
-                hint="give a directory, and copy its parts when the run has ended",
+                f"output.path {self._given}: "
+                "results go to a directory or an object store, not to a URI of this kind",
+                hint="give a directory, or s3://, gs:// or az:// with bucket and path, without options",
             )
 
     def refuse_links(self) -> None:

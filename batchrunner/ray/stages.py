@@ -1,5 +1,6 @@
 """The stages of a Ray Data pipeline: a data set in, the same rows with their answers out."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,10 @@ def _stage(
     for name, number in (("batch_size", batch_size), ("tasks", tasks)):
         if not isinstance(number, int) or number < 1:
             raise JobError(f"{name}: {number!r}", hint="give a number from 1 on")
+    if not isinstance(num_cpus, (int, float)) or not 0 <= num_cpus < math.inf:
+        raise JobError(f"num_cpus: {num_cpus!r}", hint="give the cores of an actor, a number from 0 on")
+    if not isinstance(prefix, str):
+        raise JobError(f"prefix: {prefix!r}", hint='give a text, such as prefix="answer_"')
     if isinstance(columns, str):
         raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
     least, most = _sizes(replicas)
@@ -219,7 +224,8 @@ def _stage(
 
 def _sizes(replicas: int | tuple[int, int]) -> tuple[int, int]:
     """Return the least and the most actors; raises JobError."""
-    least, most = (replicas, replicas) if isinstance(replicas, int) else tuple(replicas)
-    if not 1 <= least <= most:
-        raise JobError(f"replicas: {replicas}", hint="give a number from 1 on, or (least, most)")
-    return least, most
+    sizes: object = (replicas, replicas) if isinstance(replicas, int) else replicas
+    match sizes:
+        case (int(least), int(most)) if 1 <= least <= most:
+            return least, most
+    raise JobError(f"replicas: {replicas!r}", hint="give a number from 1 on, or (least, most)")

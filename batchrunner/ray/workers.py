@@ -124,13 +124,13 @@ class Workers:
         """Start another worker, which Ray places on another node where that of the group is gone."""
         self._deaths += 1
         if not self._stopping and self._deaths <= MOST_DEATHS:
-            log.warning("a worker died, another one takes its place: %s", _first_line(failure))
+            log.warning("a worker died, another one takes its place: %s", _reason(failure))
             self._start_in(group)
             return
         remove_placement_group(group)
         if not self._stopping and self.error is None:
             self.error = BatchrunError(
-                f"{self._deaths} workers died one after the other: {_first_line(failure)}",
+                f"{self._deaths} workers died one after the other: {_reason(failure)}",
                 hint="look at their logs (`ray logs`), and run the same command again: it resumes",
                 mark=";",
             )
@@ -147,3 +147,8 @@ def _end(actor: Any, group: PlacementGroup) -> None:
 
 def _first_line(failure: Any) -> str:
     return " ".join(str(failure).split())[:200]
+
+
+def _reason(failure: RayError) -> str:
+    """Return what Ray says of a death, without the lines of the actor's IDs, which begin with a tab."""
+    return _first_line("\n".join(line for line in str(failure).splitlines() if not line.startswith("\t")))

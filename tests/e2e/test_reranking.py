@@ -162,6 +162,14 @@ def test_jobs_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: s
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_documents_of_a_wrong_type(tmp_path: Path) -> None:
+    """The line names both types that a column may have."""
+    job = rerank_job(tmp_path, INSTANT)
+    pq.write_table(pa.table({"query": ["q"], "documents": [1.5]}), tmp_path / "input.parquet")
+    told = batchrun("check", write_job(job, tmp_path)).stderr
+    assert "column 'documents' must be a string or a list of strings (got double)" in told
+
+
 def test_resumed_joined_merged(tmp_path: Path) -> None:
     """The simulated engine: resume, join, merge and export hold for the lists."""
     job = rerank_job(tmp_path, INSTANT, DOCUMENTS * 4, input={"limit": 5})

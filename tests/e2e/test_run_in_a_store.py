@@ -162,7 +162,7 @@ def test_another_run_in_its_place(tmp_path: Path, store_bucket: StoreBucket, cac
         ("{uri}/run/inner", {}, "lies in the output path of another run, run"),
         ("{uri}", {}, "holds the output path of another run, run"),
         ("{uri}/run?endpoint_override=x", {}, "not to a URI"),
-        ("hdfs://host/run", {}, "not to a URI"),
+        ("hdfs://host/run", {}, "not to a URI of this kind: give a directory, or s3://, gs:// or az://"),
     ],
 )
 def test_what_cannot_be_an_output_path(

@@ -164,7 +164,7 @@ def test_a_server_that_does_not_tell_its_tokens(tmp_path: Path, scorer: FakeSGLa
         ({"labels": [-1]}, "labels"),
         ({"labels": [True]}, "labels"),
         ({"sampling": {"temperature": 0}}, "sampling.temperature: task: score writes no text"),
-        ({"task": "generate"}, "labels: goes with task: score"),
+        ({"task": "generate"}, "labels: goes with task: score: leave it out, or set task (it is generate)"),
         ({"task": "embed"}, "labels: goes with task: score"),
         ({"output": {"dtype": "float16"}}, "output.dtype: goes with task: embed"),
         ({"prompt": {"user": "{{ text }}"}}, "prompt.user: task: score takes no chat"),

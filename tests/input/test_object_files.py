@@ -119,6 +119,10 @@ def test_storage_in_the_job(
     assert "of-mine" not in run
     monkeypatch.delenv("MY_SECRET")
     told(refusal(job, tmp_path), "storage.secrets.secret_access_key", "MY_SECRET is not set")
+    secret["secret_access_key"] = "wJalr/the+secret="
+    message = refusal(job, tmp_path)
+    told(message, "storage.secrets.secret_access_key", "this is no name of an environment variable")
+    assert "wJalr" not in message
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,11 @@ def test_storage_in_the_job(
         ("{uri}/in", {"endpoint": "127.0.0.1:9"}, "an address starts with http:// or https://"),
         ("{uri}/in", {"secrets": {"password": "X"}}, "storage.secrets"),
         ("az://container/in", {}, "Account must be specified"),
+        (
+            "http://host/in",
+            {},
+            "http://host/in: cannot be opened: no scheme that can be read: give a path on",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_store(

@@ -189,6 +189,34 @@ def test_unknown_keys_name_the_nearest(key: str, near: str) -> None:
     assert f"did you mean {near!r}?" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("choices", "'prompt.choices'"), ("dtype", "'output.dtype'"), ("path", "'input.path' or 'output.path'")],
+)
+def test_a_key_of_a_section_at_the_top_is_told_its_section(key: str, near: str) -> None:
+    """The field is there, one level below."""
+    assert refusal(f"{key}=1").endswith(f"unknown key '{key}'; did you mean {near}?")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("labels=[]", "labels: list should have at least 1 item (got [])"),
+        ("output.dimensions=ten", "output.dimensions: should be a valid integer (got 'ten')"),
+        ("prompt.choices=[1, 2]", "prompt.choices.0: should be a valid string (got 1) (and 1 more)"),
+    ],
+)
+def test_what_pydantic_says_twice_is_said_once(override: str, message: str) -> None:
+    """Nor are the branches of a union counted as values of their own."""
+    assert refusal(override).endswith(message)
+
+
+@pytest.mark.parametrize("override", ["labels=[yes]", "prompt.choices=[yes]", "prompt.user=on"])
+def test_a_word_that_yaml_takes_for_a_boolean_wants_quotes(override: str) -> None:
+    """Who writes `yes` means the word."""
+    assert "YAML reads yes, no, on and off as true and false: put quotes around a text" in refusal(override)
+
+
 def test_unknown_keys_name_all_where_none_is_near() -> None:
     """A key that is like no other is answered with those that exist, of the engine's own kind."""
     message = refusal("engine={kind: simulated, zzz: 1}")

@@ -96,7 +96,13 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
         batchrunner.ray.generate(ds.rename_columns({"id": "output"}), **engine)
     with pytest.raises(JobError, match="replicas: 0"):
         batchrunner.ray.generate(ds, replicas=0, **engine)
-    with pytest.raises(JobError, match="tasks: give a number"):
+    with pytest.raises(JobError, match=r"replicas: 'two': give a number from 1 on, or \(least, most\)"):
+        batchrunner.ray.generate(ds, replicas="two", **engine)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="num_cpus: -1: give the cores of an actor"):
+        batchrunner.ray.generate(ds, num_cpus=-1, **engine)
+    with pytest.raises(JobError, match="prefix: 3: give a text"):
+        batchrunner.ray.generate(ds, prefix=3, **engine)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="tasks: 0: give a number"):
         batchrunner.ray.generate(ds, tasks=0, **engine)
     with pytest.raises(JobError, match="sampling"):
         batchrunner.ray.generate(ds, sampling={"temprature": 0}, **engine)

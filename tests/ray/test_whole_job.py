@@ -54,6 +54,8 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
         server.answer_held()
         assert command.end() == 130
     assert any("interrupted: " in line and "of 400 rows ok" in line for line in command.lines)
+    (died,) = (line for line in command.lines if "a worker died" in line)
+    assert "actor_id" not in died
     server.script = lambda _: "answer"
     done = on_cluster(nodes, path, "--workers", 3, "--cpus", 2, "--json")  # one of them finds no room
     assert done.returncode == 0, done.stderr
