@@ -1,6 +1,7 @@
 """The last line of a run: the one change that would gain most, as a person types it."""
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,18 @@ def closing_line(run: Path) -> str | None:
     client = report.situation.client
     launched = client is not None and client.kind in LAUNCHED
     change = _typed(found[0], launched=launched) + _gain(found[0])
-    return f"to gain more: {change}: {found[0].sign} (batchrun advise {run})"
+    return f"to gain more: {change}: {found[0].sign} (batchrun advise {shlex.quote(str(run))})"
 
 
 def _typed(advice: Advice, *, launched: bool) -> str:
     """Return the change as options of `batchrun`, or as flags of a server that somebody else starts."""
-    if not advice.args or not launched or None in advice.args.values():
+    if advice.args and not launched:
+        return f"start the server {'' if advice.change.startswith('without ') else 'with '}{advice.change}"
+    if not advice.args or None in advice.args.values():
         return advice.change
-    return " ".join(f"--set engine.args.{name}={_value(value)}" for name, value in advice.args.items())
+    return " ".join(
+        f"--set {shlex.quote(f'engine.args.{name}={_value(value)}')}" for name, value in advice.args.items()
+    )
 
 
 def _value(value: Any) -> str:

@@ -27,7 +27,7 @@ def own(server: FakeSGLang, tmp_path: Path) -> Path:
     [
         ("server", "--set engine.args.max-running-requests=192"),
         ("gateway", "--set engine.args.max-running-requests=192"),
-        ("attach", "--max-running-requests 192"),
+        ("attach", "start the server with --max-running-requests 192"),
     ],
 )
 def test_the_change_is_typed_where_the_flags_are(kind: str, typed: str, own: Path) -> None:
@@ -47,6 +47,15 @@ def test_a_flag_to_remove_is_said_in_words(own: Path) -> None:
     LogWriter().started(disable_cuda_graph=True).decode(30, g=False).write(own, "engine-server.log")
     tell(own / "events.jsonl")
     assert (closing_line(own) or "").startswith("to gain more: without --disable-cuda-graph: ")
+
+
+def test_a_path_with_a_space_is_typed_in_quotes(own: Path) -> None:
+    """The command can be copied as it stands."""
+    moved = own.rename(own.with_name("my run"))
+    with_job(moved, engine={"kind": "attach"})
+    LogWriter().started(most=64).decode(30, r=64, u=0.3).write(moved, "engine-server.log")
+    tell(moved / "events.jsonl", running=64, max_running=64, token_usage=0.3)
+    assert (closing_line(moved) or "").endswith(f"(batchrun advise '{moved}')")
 
 
 def test_nothing_is_said_where_nothing_is_wrong(own: Path) -> None:
