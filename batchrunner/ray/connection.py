@@ -42,6 +42,11 @@ def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
         ray.init(address=found, log_to_driver=log_to_driver, logging_level=logging.ERROR)
     except (RayError, RuntimeError, ValueError, OSError) as failure:
         said = " ".join(str(failure).split())[:300]
+        if "Failed to connect" in said:  # it is there, but refuses this process
+            raise JobError(
+                f"--address {found}: Ray cannot connect: {said}",
+                hint="if the cluster wants a token, Ray's default, export RAY_AUTH_MODE=token here too",
+            ) from None
         if found == "auto":
             raise JobError(
                 "no Ray cluster runs on this machine",

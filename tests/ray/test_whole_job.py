@@ -122,6 +122,19 @@ def test_an_address_that_is_no_cluster(server: FakeSGLang, tmp_path: Path) -> No
     assert "what answers there is no Ray cluster" in refused(tmp_path, "--address", other)
 
 
+@pytest.mark.parametrize("address", ["auto", "local"])
+def test_a_cluster_that_wants_a_token(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says only that it failed to connect, after many lines of its own; the line says what to set."""
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+
+    monkeypatch.setattr("ray.init", refuse)
+    line = refused(tmp_path, "--address", address)
+    assert f"--address {address}: Ray cannot connect: Failed to connect to Ray cluster at" in line
+    assert "export RAY_AUTH_MODE=token" in line
+
+
 def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line has the command that installs it; `import batchrunner.ray` says so too."""
     for name in [name for name in sys.modules if name.startswith(("batchrunner.ray", "ray."))]:
