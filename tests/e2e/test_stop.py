@@ -155,7 +155,8 @@ def test_a_signal_while_the_engine_starts(
     fifo = tmp_path / "python-is-running"
     os.mkfifo(fifo)
     slow = tmp_path / "slow-python"
-    slow.write_text(f'#!/bin/sh\necho up > "{fifo}"\ncat > /dev/null\n')
+    asked = '[ "$1" = -c ] && exit'  # for its version of SGLang, before it is to run a server
+    slow.write_text(f'#!/bin/sh\n{asked}\necho up > "{fifo}"\ncat > /dev/null\n')
     slow.chmod(0o755)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
