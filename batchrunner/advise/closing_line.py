@@ -30,7 +30,7 @@ def closing_line(run: Path) -> str | None:
         return None
     client = report.situation.client
     launched = client is not None and client.kind in LAUNCHED
-    change = _typed(found[0], launched=launched) + _gain(found[0])
+    change = ", ".join(filter(None, [_typed(found[0], launched=launched), found[0].gain_in_words]))
     return f"to gain more: {change}: {found[0].sign} (batchrun advise {shlex.quote(str(run))})"
 
 
@@ -47,7 +47,3 @@ def _typed(advice: Advice, *, launched: bool) -> str:
 
 def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _gain(advice: Advice) -> str:
-    return f", about {advice.estimated_gain:.2f} times the throughput" if advice.estimated_gain else ""

@@ -45,13 +45,17 @@ class Advice:
         notes = [("gain", self.effect), ("cost", self.tradeoff)]
         return [
             f"{self.sign}",
-            f"  -> {self.change} ({self.certainty} certainty{self._gain()})",
+            f"  -> {self.change} ({self.certainty} certainty{self._source_of_gain()})",
             *(f"     {name}: {text}" for name, text in notes if text),
         ]
 
-    def _gain(self) -> str:
-        gain = self.estimated_gain
-        return f"; about {gain:.2f} times the throughput, by the log's own pass times" if gain else ""
+    @property
+    def gain_in_words(self) -> str:
+        """The estimated gain in words, empty where it is not known."""
+        return f"about {self.estimated_gain:.2f} times the throughput" if self.estimated_gain else ""
+
+    def _source_of_gain(self) -> str:
+        return f"; {self.gain_in_words}, by the log's own pass times" if self.gain_in_words else ""
 
 
 @dataclass(frozen=True, slots=True)
