@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.engines.device import cpu_environment, server_args
-from benchmarks.measure import front_cpu_s, interval, save
+from benchmarks.measure import interval, measured_run, save
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
@@ -61,16 +61,8 @@ def by_runner(engine: batchrunner.OpenEngine, source: Path, bundle: str) -> dict
         "order": "input",
         "bundle": bundle,
     }
-    front_s, own_s = front_cpu_s(MARK), time.process_time()
-    report = batchrunner.run(job, engine=engine, fresh=True)
-    own_s, front_s = time.process_time() - own_s, front_cpu_s(MARK) - front_s
-    assert report.rows_ok == report.rows_total, report.reason
-    return {
-        "rows_s": report.rows_ok / report.wall_s,
-        "front_ms": 1000 * front_s / report.rows_ok,
-        "own_ms": 1000 * own_s / report.rows_ok,
-        "rows_a_request": report.bundles["rows_per_request"],
-    }
+    _, figures = measured_run(job, engine, MARK)
+    return figures
 
 
 def serve_generate(model: str, source: str) -> None:

@@ -43,7 +43,7 @@ from batchrunner.engines.device import MEAN_POOLING, cpu_environment, server_arg
 from batchrunner.engines.model_files import read_config, takes_mean
 from batchrunner.job.tasks.embed import EmbedTask
 from benchmarks.engine import KEY_VARIABLE, SERVER_ENVIRONMENT, Server, serve
-from benchmarks.measure import front_cpu_s, interval, save
+from benchmarks.measure import front_cpu_s, interval, measured_run, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,17 +105,8 @@ def by_runner(engine: batchrunner.OpenEngine, source: Path) -> dict[str, float]:
         "engine": engine.spec,
         "dedupe": False,
     }
-    front_s, own_s = front_cpu_s(MARK), time.process_time()
-    report = batchrunner.run(job, engine=engine, fresh=True)
-    own_s, front_s = time.process_time() - own_s, front_cpu_s(MARK) - front_s
-    assert report.rows_ok == report.rows_total, report.reason
-    return {
-        "rows_s": report.rows_ok / report.wall_s,
-        "front_ms": 1000 * front_s / report.rows_ok,
-        "own_ms": 1000 * own_s / report.rows_ok,
-        "rows_a_request": report.bundles["rows_per_request"],
-        "prompt_tokens": report.prompt_tokens,
-    }
+    report, figures = measured_run(job, engine, MARK)
+    return {**figures, "prompt_tokens": report.prompt_tokens}
 
 
 def by_bare_loop(server: Server, texts: list[str]) -> dict[str, float]:

@@ -312,10 +312,16 @@ main()
 @contextlib.contextmanager
 def started(*args: object) -> Iterator[Started]:
     """Run the command in another process, which is gone afterwards."""
-    command = [sys.executable, "-c", _COMMAND, *map(str, args)]
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with started_python("-c", _COMMAND, *args, PYTHONUNBUFFERED="1") as running:
+        yield running
+
+
+@contextlib.contextmanager
+def started_python(*args: object, **environ: str) -> Iterator[Started]:
+    """Run Python with these arguments and variables in another process, which is gone afterwards."""
+    command = [sys.executable, *map(str, args)]
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ}
     ) as process:
         running = Started(process)
         try:

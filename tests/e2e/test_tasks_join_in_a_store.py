@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrunner.output.journal import read_journal
-from tests.conftest import ROOT, Started, batchrun, eventually, job_of, write_job, write_rows
+from tests.conftest import (
+    ROOT,
+    Started,
+    batchrun,
+    eventually,
+    job_of,
+    started_python,
+    write_job,
+    write_rows,
+)
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
 from tests.support.store_proxy import Fault, StoreProxy
@@ -42,18 +48,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def machine(name: str, *arguments: object, **environ: str) -> Iterator[Started]:
     """Run the command on a machine."""
     script = ROOT / "tests" / "support" / "other_machine.py"
-    command = [sys.executable, str(script), name, *map(str, arguments)]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ}
-    ) as process:
-        running = Started(process)
-        try:
-            yield running
-        except BaseException as failure:
-            failure.add_note("standard error of the command:\n" + "".join(running.lines[-40:]))
-            raise
-        finally:
-            process.kill()
+    with started_python(script, name, *arguments, **environ) as running:
+        yield running
 
 
 def rows_in(bucket: StoreBucket) -> list[int]:
