@@ -37,12 +37,15 @@ class RayNodes:
         """Address of the cluster."""
         return str(self._cluster.address)
 
-    def kill_the_node_of(self, actor: str) -> None:
-        """Kill a node where an actor runs whose class name has this text, at once; another node comes."""
+    def kill_the_node_of(self, actor: str, pid: int | None = None) -> None:
+        """Kill a node where an actor runs whose class name has this text, at once; another node comes.
+
+        With `pid`, the actor is the one in that process.
+        """
         nodes = {
             each["Address"]["NodeID"]
             for each in ray._private.state.actors().values()
-            if actor in each["ActorClassName"] and each["State"] == "ALIVE"
+            if actor in each["ActorClassName"] and each["State"] == "ALIVE" and pid in {None, each["Pid"]}
         }
         node = next(node for node in self._workers if node.node_id in nodes)
         self._workers.remove(node)
