@@ -95,7 +95,9 @@ class Dispatcher:
         error: RequestError | None = None
         self._in_flight[row] = None
         try:
-            completion = await self._senders[route].send(request, alone=row.attempts > 1)
+            completion = await self._senders[route].send(
+                request, alone=row.attempts > 1, group=request.affinity if row.group is not None else None
+            )
         except RequestError as failure:
             error = failure
         finally:

@@ -185,7 +185,7 @@ def build_sending(
     totals = RouteTotals(info.routes, began)
     feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
     bundles = BundleTotals()
-    senders = bundle_senders(job, engine, info, windows.passes, bundles, events)
+    senders = bundle_senders(job, engine, info, windows.passes, bundles, events, schedulers=reorderer.caches)
     examiner = None
     if answers.checks:
         checker = AnswerChecker(job, answers, columns)

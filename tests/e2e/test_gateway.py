@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -42,7 +43,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.embeddings import vector_for
-from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -176,6 +177,112 @@ def test_rows_that_begin_alike_stay_together(tmp_path: Path, real_gateway: RealG
     assert at[0] | at[1] == set(documents)
     assert at[0].isdisjoint(at[1])
     assert min(map(len, at)) >= 3
+
+
+BUNDLED = {"stream_interval": 1 << 30}
+"""Argument of workers whose rows may share requests through a gateway."""
+
+
+@contextlib.contextmanager
+def two_bundling_workers(key: str) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
+    with FakeSGLang(api_key=key, arguments=BUNDLED) as one, FakeSGLang(api_key=key, arguments=BUNDLED) as two:
+        yield one, two
+
+
+def bundled_job(directory: Path, engine: Any, ids: list[list[int]], **changes: Any) -> dict[str, Any]:
+    """Return a job of token ids with 8 rows in a request; by row, `tokens` are the most of its output."""
+    tokens = [16 + row % 2 for row in range(len(ids))]
+    path = write_rows(directory / "ids.parquet", len(ids), ids=ids, tokens=tokens)
+    return job_of(
+        directory,
+        engine,
+        **{
+            "input": {"path": str(path)},
+            "prompt": {"input_ids": "ids"},
+            "window": 64,
+            "bundle": 8,
+            "sampling": {"max_new_tokens": 16},
+            **changes,
+        },
+    )
+
+
+@pytest.mark.gateway
+def test_rows_share_requests(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+    """Each row has its own answer, and both workers have some of the requests."""
+    with two_bundling_workers(real_gateway.key) as (one, two):
+        job = bundled_job(tmp_path, behind(one, two), [[row] for row in range(200)])
+        report = batchrunner.run(job)
+        sent = [*one.sent, *two.sent]
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 200, 0)
+    assert [row["output"] for row in results_of(job)] == [f"answer 0 to [{row}]" for row in range(200)]
+    assert max(each.together for each in sent) == report.bundles["most_rows"] == 8
+    assert report.bundles["requests"] < 100
+    assert report.bundles["rows_resent"] == 0
+    assert min(len(one.sent), len(two.sent)) >= 20
+
+
+@pytest.mark.gateway
+def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any
+) -> None:
+    """A request goes to one worker whole, and the gateway refuses one with several sets."""
+    ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
+    with two_bundling_workers(real_gateway.key) as (one, two):
+        job = bundled_job(
+            tmp_path,
+            behind(one, two),
+            ids,
+            sampling={"max_new_tokens": {"column": "tokens"}},
+        )
+        report = batchrunner.run(job)
+        at = [{sent.body["input_ids"][0] for sent in worker.sent} for worker in (one, two)]
+        sent = [*one.sent, *two.sent]
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 240, 0)
+    assert report.bundles["most_rows"] > 1
+    assert report.bundles["rows_resent"] == 0
+    assert at[0] | at[1] == set(range(12))
+    assert at[0].isdisjoint(at[1])
+    # 1 is that of rows that compute a prefix beforehand
+    assert {each.body["sampling_params"]["max_new_tokens"] for each in sent} - {1} == {16, 17}
+
+
+@pytest.mark.gateway
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("fate", ["die", "disconnect"])
+def test_a_worker_that_cuts_off_a_request_with_several_rows(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any, fate: Behaviour
+) -> None:
+    """Rows that had ended keep their answers, and the others are sent again."""
+    with two_bundling_workers(real_gateway.key) as (one, two):
+        struck: list[Sent] = []
+
+        def once(sent: Sent) -> Behaviour:
+            if sent.prompt == "[40]" and not struck:
+                struck.append(sent)
+                return fate
+            return "answer"
+
+        one.script = two.script = once
+        job = bundled_job(tmp_path, behind(one, two), [[row] for row in range(200)])
+        report = batchrunner.run(job)
+        tries = Counter(sent.prompt for worker in (one, two) for sent in worker.sent)
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(200))
+    assert tries["[40]"] > 1
+    assert sum(tries.values()) < 300
+
+
+@pytest.mark.gateway
+def test_workers_that_send_each_token(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows go one by one, and the log says once with which argument they would not."""
+    with two_workers(real_gateway.key) as (one, two), caplog.at_level(logging.INFO):
+        report = batchrunner.run(bundled_job(tmp_path, behind(one, two), [[row] for row in range(40)]))
+    assert (report.rows_ok, report.bundles["most_rows"]) == (40, 1)
+    (line,) = (line for line in caplog.messages if "rows are sent one by one" in line)
+    assert "start it with --stream-interval" in line
 
 
 @pytest.mark.gateway
@@ -407,7 +514,7 @@ async def test_images_pass_the_gateway(real_gateway: RealGateway, chat: bool) ->
 
 
 @pytest.mark.gateway
-async def test_why_rows_go_through_the_gateway_one_by_one(real_gateway: RealGateway) -> None:
+async def test_what_the_gateway_makes_of_several_rows(real_gateway: RealGateway) -> None:
     """It refuses several sets of sampling parameters, and drops the interval that keeps a stream short."""
     reference = RowRef(0, pa.RecordBatch.from_pylist([{}]), 0)
     rows = [Request(reference, "input_ids", [n, 2], {"max_new_tokens": 1}) for n in (1, 2)]

@@ -81,6 +81,20 @@ class Bundle:
             row.answer.set_exception(error)
 
 
+class _Filling:
+    """Rows that wait until their request is full."""
+
+    def __init__(self) -> None:
+        self.rows: list[BundledRow] = []
+        self.tokens = 0
+        """Prompt tokens of all rows."""
+
+    def add(self, row: BundledRow, tokens: int) -> None:
+        """Add a row with so many prompt tokens."""
+        self.rows.append(row)
+        self.tokens += tokens
+
+
 class RequestSize(Protocol):
     """Says how many rows share a request."""
 
@@ -109,8 +123,14 @@ class BundleSender:
         totals: BundleTotals,
         events: EventLog,
         one_by_one: str | None,
+        *,
+        one_replica: bool = False,
     ) -> None:
-        """`one_by_one` is the reason why each row is a request of its own; None where there is none."""
+        """`one_by_one` is the reason why each row is a request of its own; None where there is none.
+
+        `one_replica` says that a gateway gives a whole request to one replica, with one set of sampling
+        parameters for all of its rows.
+        """
         self._engine = engine
         self._route = route
         self._size = size
@@ -121,18 +141,23 @@ class BundleSender:
         self._works = False  # the engine has answered a bundle
         self._refused = 0
         self._outstanding = 0
-        self._filling: list[BundledRow] = []
-        self._filling_tokens = 0
+        self._one_replica = one_replica
+        self._filling: dict[str | None, _Filling] = {}
+        """By the key of the rows that may share a request; None is that of rows that go anywhere."""
+        self._in_fillings = 0
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def send(self, request: Request, *, alone: bool) -> Completion:
-        """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
+    async def send(self, request: Request, *, alone: bool, group: str | None = None) -> Completion:
+        """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`.
+
+        `group` names rows that belong on one replica behind a gateway, for the prefix that they share.
+        """
         self._outstanding += 1
         try:
             self._size.taken(request)
             most = self._size.rows(self._outstanding)
             if most > 1 and not alone and self._may_share(request):
-                completion = await self._share(request, most)
+                completion = await self._share(request, most, group if self._one_replica else None)
                 if completion is not None:
                     return completion
             self._totals.add(1)
@@ -149,40 +174,51 @@ class BundleSender:
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _may_share(self, request: Request) -> bool:
-        why = self._one_by_one or why_alone(request)
+        why = self._one_by_one or why_alone(request, one_replica=self._one_replica)
         if why is not None and not self._told:
             self._told = True
             log.info("rows are sent one by one: %s", why)
             self._events.write("bundles_off", route=self._route, why=why)
         return why is None
 
-    async def _share(self, request: Request, most: int) -> Completion | None:
+    async def _share(self, request: Request, most: int, key: str | None) -> Completion | None:
         loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
         most_tokens = self._size.most_tokens
-        if self._filling and self._filling_tokens + tokens > most_tokens:
-            self._send_filled()
-        self._filling.append(row)
-        self._filling_tokens += tokens
-        if len(self._filling) >= most or self._filling_tokens >= most_tokens:
-            self._send_filled()
-        elif len(self._filling) == 1:
-            loop.call_later(TIMING.bundle_fill, self._send_late, row)
+        filling = self._filling.get(key)
+        if filling is not None and not self._takes(filling, request, tokens):
+            self._send_filled(key)
+            filling = None
+        if filling is None:
+            filling = self._filling[key] = _Filling()
+            loop.call_later(TIMING.bundle_fill, self._send_late, key, filling)
+        filling.add(row, tokens)
+        self._in_fillings += 1
+        if len(filling.rows) >= most or filling.tokens >= most_tokens:
+            self._send_filled(key)
         self._send_if_nothing_else_comes()
         return await row.answer
 
-    def _send_late(self, first: BundledRow) -> None:
-        """Send the bundle that began with a row, if it is not sent yet."""
-        if self._filling and self._filling[0] is first:
-            self._send_filled()
+    def _takes(self, filling: _Filling, request: Request, tokens: int) -> bool:
+        """Tell whether a request has room for a row, and can hold its parameters."""
+        if filling.tokens + tokens > self._size.most_tokens:
+            return False
+        return not self._one_replica or filling.rows[0].request.sampling == request.sampling
+
+    def _send_late(self, key: str | None, filling: _Filling) -> None:
+        """Send a bundle that was begun, if it is not sent yet."""
+        if self._filling.get(key) is filling:
+            self._send_filled(key)
 
     def _send_if_nothing_else_comes(self) -> None:
-        """Send the bundle soon where all rows wait for it: those that are taken at once still join it."""
-        if self._filling and len(self._filling) == self._outstanding:
-            asyncio.get_running_loop().call_soon(self._send_late, self._filling[0])
+        """Send bundles soon where all rows wait for them: those that are taken at once still join them."""
+        if self._filling and self._in_fillings == self._outstanding:
+            for key, filling in self._filling.items():
+                asyncio.get_running_loop().call_soon(self._send_late, key, filling)
 
-    def _send_filled(self) -> None:
-        rows, self._filling, self._filling_tokens = self._filling, [], 0
+    def _send_filled(self, key: str | None) -> None:
+        rows = self._filling.pop(key).rows
+        self._in_fillings -= len(rows)
         self._start([row for row in rows if not row.answer.done()])
 
     def _start(self, rows: Sequence[BundledRow]) -> None:
@@ -249,10 +285,12 @@ def bundle_senders(
     passes: ForwardPasses | None,
     totals: BundleTotals,
     events: EventLog,
+    *,
+    schedulers: int,
 ) -> dict[str, BundleSender]:
     """Return what sends the rows of each route of an open engine, as the job's `bundle` says.
 
-    `passes` are those of a task without decoding.
+    `passes` are those of a task without decoding; a gateway's one route leads to so many `schedulers`.
     """
     fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
     if info.simulated:  # it has no front process
@@ -261,18 +299,21 @@ def bundle_senders(
     short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
     # a list of rows without decoding has one reply: what keeps texts alone is no matter there
     one_by_one = info.one_by_one if passes is None else None
+    one_replica = info.keeps_together and passes is None
 
     def sender(route: str) -> BundleSender:
-        size: RequestSize = BundleSize(TIMING.bundle_fill, fixed, short=short)
+        size: RequestSize = BundleSize(
+            TIMING.bundle_fill, fixed, short=short, replicas=schedulers if one_replica else 1
+        )
         if passes is not None and fixed is None:
             size = PassSize(passes)
-        return BundleSender(engine, route, size, totals, events, one_by_one)
+        return BundleSender(engine, route, size, totals, events, one_by_one, one_replica=one_replica)
 
     return {route: sender(route) for route in info.routes}
 
 
-def why_alone(request: Request) -> str | None:
-    """Say why a row is a request of its own; None where it can share one."""
+def why_alone(request: Request, *, one_replica: bool = False) -> str | None:
+    """Say why a row is a request of its own; None where it can share one, with `one_replica` by a gateway."""
     if request.task is not None:
         return None
     if request.kind != "input_ids":
@@ -280,5 +321,7 @@ def why_alone(request: Request) -> str | None:
     sampling = request.sampling
     if (sampling.get("n") or 1) > 1:
         return "sampling.n is more than 1"
+    if one_replica and request.lora_path is not None:
+        return "the gateway passes on no adapter for a request with several rows"
     # SGLang holds back the beginning of a stop text until it knows what follows, but not of a pattern
     return "sampling.stop_regex" if sampling.get("stop_regex") else None

@@ -16,7 +16,7 @@ SHORT_TOKENS = 16
 PERIOD_S = 0.25
 """Seconds over which the rows that end are counted."""
 SHARE = 4
-"""A bundle has 1/4 of the rows in flight at most: a larger one would wait for rows that have just begun."""
+"""A bundle has 1/4 of a replica's rows in flight at most: a larger one would wait for rows just begun."""
 
 
 class BundleSize:
@@ -26,15 +26,18 @@ class BundleSize:
     long as a bundle may wait, and the size is that of the burst in which the average row ended.
     """
 
-    def __init__(self, fill_s: float, fixed: int | None = None, *, short: bool = False) -> None:
+    def __init__(
+        self, fill_s: float, fixed: int | None = None, *, short: bool = False, replicas: int = 1
+    ) -> None:
         """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case.
 
-        Tell whether answers are known to be `short`.
+        Tell whether answers are known to be `short`, and how many `replicas` share the route's rows.
         """
         self.most_tokens = MOST_TOKENS
         """Prompt tokens that a bundle holds at most, unless one row has more."""
         self._fill_s = fill_s
         self._fixed = fixed
+        self._parts = SHARE * replicas
         self._rows = FIRST_ROWS if short else 1
         self._since: float | None = None  # begin of the period
         self._burst_began = 0.0
@@ -60,7 +63,7 @@ class BundleSize:
         """Return the size while so many rows are in flight or wait for their bundle; 0 and 1 are one row."""
         if self._fixed is not None:
             return self._fixed
-        return self._rows if self._rows * SHARE <= outstanding else outstanding // SHARE
+        return min(self._rows, outstanding // self._parts)
 
     def _end_period(self, now: float, span_s: float) -> None:
         if span_s >= PERIOD_S:

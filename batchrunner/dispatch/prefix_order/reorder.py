@@ -176,6 +176,10 @@ class Reorderer:
             common = {rows[index] for index, place in places.items() if place.group_rows > most}
             for row in window:
                 _find_group(row, common)
+            groups = {row.group for row in window if row.group is not row}
+            for row in window:
+                if row.group is row and row not in groups:
+                    row.group = None
 
     def _prime_leader_of(self, row: PendingRow, primes: dict[PendingRow, PrimeTask]) -> None:
         """Have the prefix of a row's leader computed first, if it is among the first that the engine gets."""
@@ -185,7 +189,7 @@ class Reorderer:
         if leader.sent_clock - leader.new_tokens <= self._distance.tokens:
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
             known = primes.get(leader, PrimeTask(leader, round_, on_every_replica=self.caches == 1))
-            everywhere = known.on_every_replica or row.group is not leader.group
+            everywhere = known.on_every_replica or row.group is None or row.group is not leader.group
             primes[leader] = known._replace(on_every_replica=everywhere)
 
 

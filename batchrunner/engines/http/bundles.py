@@ -53,12 +53,16 @@ class BundleAnswer:
         endpoint: Endpoint,
         guard: ModelGuard,
         detokenizer: Detokenizer | None,
+        *,
+        confirms: bool,
     ) -> None:
+        """With `confirms` no answer counts before its servers have said again which model they serve."""
         self._rows = rows
         self._answers = answers
         self._endpoint = endpoint
         self._guard = guard
         self._detokenizer = detokenizer
+        self._confirms = confirms
         self._ended: set[int] = set()
         self.events = 0
         """Events that came so far."""
@@ -75,6 +79,8 @@ class BundleAnswer:
 
         Raises AnotherModelError where the server serves another model.
         """
+        if self._confirms:
+            await self._guard.confirm(self._endpoint.url)
         for event in events:
             if event == _END:
                 continue
@@ -135,19 +141,31 @@ class BundlePoster:
         guard: ModelGuard,
         failures: FailureClassifier,
         detokenizer: Detokenizer | None,
+        *,
+        confirms: bool,
     ) -> None:
+        """With `confirms` no answer counts before its servers have said again which model they serve."""
         self._poster = poster
         self._guard = guard
         self._failures = failures
         self._detokenizer = detokenizer
+        self._confirms = confirms
 
-    async def post(self, endpoint: Endpoint, rows: Sequence[PlacedRequest], answers: RowAnswers) -> None:
+    async def post(
+        self,
+        endpoint: Endpoint,
+        rows: Sequence[PlacedRequest],
+        answers: RowAnswers,
+        headers: dict[str, str] | None,
+    ) -> None:
         """Send requests in one body, and pass on the answer of each; see `Engine.generate_many`."""
         if endpoint.closed:
             raise EngineDownError(endpoint.closed)
-        answer = BundleAnswer(rows, answers, endpoint, self._guard, self._detokenizer)
+        answer = BundleAnswer(
+            rows, answers, endpoint, self._guard, self._detokenizer, confirms=self._confirms
+        )
         whole = await self._poster.post_for_events(
-            endpoint, wire.GENERATE_PATH, _body(rows), answer, time.monotonic()
+            endpoint, wire.GENERATE_PATH, _body(rows), headers, answer, time.monotonic()
         )
         self._failures.record(endpoint.url, alive=True)
         if answer.events > EVENTS_A_ROW * len(rows):

@@ -30,7 +30,7 @@ from batchrunner.engines.http.model_guard import Model, ModelGuard, common_model
 from batchrunner.engines.http.poster import RowPoster, content_of
 from batchrunner.engines.http.questions import OPEN_TIMEOUT_S, ModelOfServer, ModelsOfWorkers, ServerQuestions
 from batchrunner.engines.http.reply_errors import error_of
-from batchrunner.engines.http.server_info import describe
+from batchrunner.engines.http.server_info import describe, events_of_tokens
 from batchrunner.engines.http.sessions import LOOPBACK, HttpSessions
 from batchrunner.engines.http.task_replies import answer_of
 from batchrunner.engines.http.worker_list import WorkerList
@@ -46,10 +46,6 @@ _NO_SUCH_PATH = {404, 405}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """With sglang_router's policy `manual` requests with the same value go to the same replica."""
-NOT_THROUGH_GATEWAY = (
-    "the gateway passes on one set of sampling parameters a request, without stream_interval"
-)
-"""sglang_router 0.3.2: each token would be an event."""
 
 
 class SGLangClient:
@@ -101,6 +97,7 @@ class SGLangClient:
         cannot do the work.
         """
         self._gateway = gateway
+        self._checks_answers = workers is not None
         self._unnamed = wire.ANY_MODEL if gateway else None  # sglang_router refuses completions without one
         self.replace_replicas(urls)
         routes = {GATEWAY_ROUTE: gateway} if gateway else {url: url for url in urls}
@@ -134,7 +131,7 @@ class SGLangClient:
             connections=connections,
             connections_by=limited_by,
             keeps_together=gateway is not None,
-            one_by_one=NOT_THROUGH_GATEWAY if gateway else info.one_by_one,
+            one_by_one=info.one_by_one or (events_of_tokens(servers) if gateway else None),
             notes=(
                 f"{source}; connections limited by {limited_by}",
                 *info.notes,
@@ -199,7 +196,7 @@ class SGLangClient:
             except RowRefusedError as refusal:
                 answers.ended(place, refusal)
         if rows and rows[0].request.task is None:
-            await self._bundles.post(self.endpoints[route], rows, answers)
+            await self._bundles.post(self.endpoints[route], rows, answers, self._key(rows[0].request))
         elif rows:
             assert self._posts is not None
             lists = ListSender(self._posts, self.guard, confirms=self._checks_answers)
@@ -246,7 +243,9 @@ class SGLangClient:
         poster = RowPoster(
             sessions.rows, self.guard, self.failures, behind_gateway=behind_gateway, timeout_s=self._timeout_s
         )
-        self._bundles = BundlePoster(poster, self.guard, self.failures, self._detokenizer)
+        self._bundles = BundlePoster(
+            poster, self.guard, self.failures, self._detokenizer, confirms=self._checks_answers
+        )
         self._posts = WholeReplies(poster, self.guard, self._poller)
         return ServerQuestions(
             sessions.questions,
@@ -277,7 +276,6 @@ class SGLangClient:
     def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
         """Guard the model of every address that takes rows; that of replicas that we started too."""
         self.guard.begin(model)
-        self._checks_answers = workers is not None
         if workers is not None:
             pause_s = TIMING.worker_check * len(self.replicas)
             self.guard.watch(workers.url, ModelsOfWorkers(questions, workers, model), pause_s=pause_s)

@@ -97,6 +97,7 @@ class RowPoster:
         endpoint: Endpoint,
         path: str,
         body: bytes,
+        headers: dict[str, str] | None,
         taker: EventTaker,
         sent_at: float,
     ) -> Answer | None:
@@ -107,7 +108,7 @@ class RowPoster:
         try:
             with endpoint.deadline:
                 await self._guard.settle(endpoint.url)
-                answer = await self._sender(endpoint.paths[path]).post(body, None)
+                answer = await self._sender(endpoint.paths[path]).post(body, headers)
                 try:
                     if not _is_events(answer):
                         return await _whole(answer)

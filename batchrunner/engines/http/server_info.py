@@ -19,6 +19,9 @@ _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
 _ANSWERS_IN_PIECES = ("incremental_streaming_output", "stream_output")
 """Server arguments with which an event has only the text since the last one; the second is older."""
+FEW_EVENTS = 256
+"""`stream_interval` of a server from which on its events for a row are few."""
+FEW_EVENTS_FLAG = "--stream-interval 1000000"
 _LPM_NOTE = "the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it"
 
 
@@ -65,6 +68,17 @@ def answers_in_pieces(server: Mapping[str, Any]) -> str | None:
         if server.get(name):
             return f"the server runs with --{name.replace('_', '-')}"
     return None
+
+
+def events_of_tokens(servers: Iterable[Mapping[str, Any]]) -> str | None:
+    """Say why rows do not share requests through a gateway, which drops the interval that requests ask for.
+
+    It is None where each server sends few events for a row by itself.
+    """
+    intervals = [limit_of(server.get("stream_interval")) or 1 for server in servers]
+    if min(intervals) >= FEW_EVENTS:
+        return None
+    return f"a worker sends an event for every {min(intervals)} tokens; start it with {FEW_EVENTS_FLAG}"
 
 
 def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:

@@ -190,7 +190,9 @@ def _asked_of_chat(asks: AskedColumns) -> dict[str, Any]:
 
 
 STREAM_INTERVAL = 1 << 30
-"""Tokens between two events of a row: an answer comes whole, after its first token and at its end."""
+"""Tokens between two events of a row: an answer comes whole, after its first token and at its end.
+
+A gateway drops it from what it passes on, so servers behind one that we start have it as an argument."""
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.hang_detector import HangDetector
+from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.endpoint import Endpoint
@@ -248,7 +249,10 @@ class LaunchedFleet(HttpEngine):
             make(
                 log_path=self._log_dir / f"engine-replica-{n}.log",
                 name=f"replica {n}",
-                argv=("--tp-size", str(spec.tp)) if int(spec.tp) > 1 else (),
+                argv=(
+                    *(("--tp-size", str(spec.tp)) if int(spec.tp) > 1 else ()),
+                    *(("--stream-interval", str(wire.STREAM_INTERVAL)) if self._gateway else ()),
+                ),
                 environ={
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
                     **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
