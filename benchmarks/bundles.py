@@ -3,7 +3,8 @@
 Each turn runs the same rows (60 token ids each) three times, in turning order: bundled (`bundle: auto`), one
 by one (`bundle: off`), and by `sglang.Engine.generate`, which gets all rows in one call and writes nothing.
 Rows a second hang on what else the machine does; CPU time hangs on it less: that of the server's front
-process, which takes and answers all requests, and our own.
+process, which takes and answers all requests, and our own. `--replicas 2` does it behind the Model Gateway,
+whose CPU time is part of that of the front processes, and without `Engine.generate`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +108,11 @@ def generate_process(model: Path, source: Path) -> Iterator[Callable[[], dict[st
         process.stdin.close()
 
 
-def measure(tokenizer: Path, rows: int, turns: int) -> dict[str, list[dict[str, float]]]:
-    """Run each side once a turn, each turn beginning with another one."""
+def measure(tokenizer: Path, rows: int, turns: int, replicas: int) -> dict[str, list[dict[str, float]]]:
+    """Run each side once a turn, each turn beginning with another one.
+
+    Several `replicas` are behind the Model Gateway, and not compared with `Engine.generate`.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-bundles-") as scratch:
         folder = Path(scratch)
         source = folder / "input.parquet"
@@ -116,27 +120,26 @@ def measure(tokenizer: Path, rows: int, turns: int) -> dict[str, list[dict[str, 
         model = make_tiny_llama(folder / "tiny", tokenizer)
         name, _, value = MARK.partition("=")
         spec = {
-            "kind": "server",
+            **({"kind": "server"} if replicas == 1 else {"kind": "gateway", "replicas": replicas}),
             "model": str(model),
             "device": "cpu",
             "args": ARGS,
             "env": {name: value, **THREADS},
         }
-        with (
-            generate_process(model, source) as by_generate,
-            batchrunner.open_engine(spec, log_dir=folder) as engine,
-        ):
-            sides: dict[str, Callable[[], dict[str, float]]] = {
-                "bundled": lambda: by_runner(engine, source, "auto"),
-                "single": lambda: by_runner(engine, source, "off"),
-                "generate": by_generate,
-            }
+        with ExitStack() as stack:
+            sides: dict[str, Callable[[], dict[str, float]]] = {}
+            if replicas == 1:
+                sides["generate"] = stack.enter_context(generate_process(model, source))
+            engine = stack.enter_context(batchrunner.open_engine(spec, log_dir=folder))
+            sides["bundled"] = lambda: by_runner(engine, source, "auto")
+            sides["single"] = lambda: by_runner(engine, source, "off")
             for side in sides.values():  # imports, first compilations
                 side()
             found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
             names = list(sides)
             for turn in range(turns):
-                for name in names[turn % 3 :] + names[: turn % 3]:
+                first = turn % len(names)
+                for name in names[first:] + names[:first]:
                     found[name].append(sides[name]())
                     print(turn, name, found[name][-1], file=sys.stderr, flush=True)
     return found
@@ -147,12 +150,13 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--rows", type=int, default=3000)
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--replicas", type=int, default=1, help="several are behind the Model Gateway")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve_generate(*options.serve)
         return
-    found = measure(options.tokenizer, options.rows, options.turns)
+    found = measure(options.tokenizer, options.rows, options.turns, options.replicas)
 
     def ratio(other: str, what: str) -> Any:
         return interval([a[what] / b[what] for a, b in zip(found["bundled"], found[other], strict=True)])
@@ -161,22 +165,28 @@ def main() -> None:
         side: {what: interval([run[what] for run in runs]) for what in runs[0]}
         for side, runs in found.items()
     }
-    faster, than_generate = ratio("single", "rows_s"), ratio("generate", "rows_s")
+    ratios = {f"bundled/{side}": ratio(side, "rows_s") for side in found if side != "bundled"}
+    others = ", ".join(f"{value} x {side.partition('/')[2]}" for side, value in ratios.items())
     line = (
         f"bench-bundles: {of['bundled']['rows_s'].median:,.0f} rows/s in requests of "
-        f"{of['bundled']['rows_a_request'].median:.1f} rows, {faster} x one by one, "
-        f"{than_generate} x Engine.generate; CPU ms a row, bundled and one by one: front process "
+        f"{of['bundled']['rows_a_request'].median:.1f} rows, {others}; "
+        "CPU ms a row, bundled and one by one: front process "
         f"{of['bundled']['front_ms'].median:.2f} and {of['single']['front_ms'].median:.2f}, "
         f"we {of['bundled']['own_ms'].median:.2f} and {of['single']['own_ms'].median:.2f}"
     )
     figures = {
-        "rows": options.rows, "turns": options.turns, "sides": of,
-        "rows_per_s_ratio": {"bundled/single": faster, "bundled/generate": than_generate},
+        "rows": options.rows, "turns": options.turns, "replicas": options.replicas, "sides": of,
+        "rows_per_s_ratio": ratios,
         "front_cpu_ratio": {"bundled/single": ratio("single", "front_ms")},
         "own_cpu_ratio": {"bundled/single": ratio("single", "own_ms")},
         "measured": found,
     }  # fmt: skip
-    save("bundles", line, figures, ("batchrunner", "sglang", "aiohttp"))
+    save(
+        "bundles" if options.replicas == 1 else "bundles_gateway",
+        line,
+        figures,
+        ("batchrunner", "sglang", "aiohttp"),
+    )
 
 
 if __name__ == "__main__":

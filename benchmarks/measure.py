@@ -71,17 +71,30 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
 
 
 def front_cpu_s(mark: str) -> float:
-    """CPU seconds of the front process of a server whose environment has `mark`: its scheduler's parent."""
+    """CPU seconds of the front processes of servers whose environment has `mark`: their schedulers' parents.
+
+    A gateway with the mark counts too.
+    """
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            is_scheduler = (process / "cmdline").read_bytes().startswith(b"sglang::scheduler")
-            if is_scheduler and mark.encode() in (process / "environ").read_bytes():
-                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-                fields = Path("/proc", parent, "stat").read_text().rpartition(")")[2].split()
-                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            name = (process / "cmdline").read_bytes()
+            if not name.startswith((b"sglang::scheduler", b"sglang::router")):
+                continue
+            if mark.encode() in (process / "environ").read_bytes():
+                is_gateway = name.startswith(b"sglang::router")
+                front = process.name if is_gateway else _stat_of(process.name)[1]
+                fields = _stat_of(front)
+                found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
         except OSError:
             continue
-    raise SystemExit("the server's front process was not found")
+    if not found:
+        raise SystemExit("the server's front process was not found")
+    return sum(found)
+
+
+def _stat_of(process: str) -> list[str]:
+    return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
 
 
 def measured_run(
