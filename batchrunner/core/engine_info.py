@@ -70,6 +70,10 @@ class EngineInfo:
     """Lengths that the model can cut its vectors to, empty for none; None for any, or where not known."""
     takes_images: bool | None = None
     """Whether the model takes images in prompts."""
+    takes_audio: bool | None = None
+    """Whether the model takes audio in prompts."""
+    takes_videos: bool | None = None
+    """Whether the model takes videos in prompts."""
     simulated: bool = False
     """Whether the answers are made up."""
     card: str | None = None

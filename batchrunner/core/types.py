@@ -16,7 +16,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import RequestError
 from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.images import PromptImage, with_labels
+from batchrunner.core.media import PromptFile, with_labels
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -126,8 +126,9 @@ class Request(NamedTuple):
     """What the model is asked to do with the prompt; None for generating text."""
     tools: Tools | None = None
     """Tools of a chat; None where it has none."""
-    images: tuple[PromptImage, ...] = ()
-    """Images of the prompt: a part `{"type": "image", "image": n}` of a content stands for number n."""
+    media: tuple[PromptFile, ...] = ()
+    """Images, audio and videos of the prompt: a part such as `{"type": "image", "image": n}` of a content
+    stands for number n."""
     items: tuple[str, ...] = ()
     """Texts that the task is done with, each together with the prompt: choices or documents."""
     item_ids: tuple[list[int], ...] = ()
@@ -135,15 +136,15 @@ class Request(NamedTuple):
 
     @property
     def shown(self) -> Any:
-        """The prompt as a person reads it: parts for images say where these come from."""
-        if not self.images or not isinstance(self.prompt, list):
+        """The prompt as a person reads it: parts for files say where these come from."""
+        if not self.media or not isinstance(self.prompt, list):
             return self.prompt
-        return [with_labels(message, self.images) for message in self.prompt]
+        return [with_labels(message, self.media) for message in self.prompt]
 
     @property
-    def image_bytes(self) -> int:
-        """Bytes that the images take in memory."""
-        return sum(image.size for image in self.images) if self.images else 0
+    def media_bytes(self) -> int:
+        """Bytes that its files take in memory."""
+        return sum(file.size for file in self.media) if self.media else 0
 
 
 class Completion(NamedTuple):

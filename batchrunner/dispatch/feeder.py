@@ -12,9 +12,9 @@ from batchrunner.dispatch.queue import Backlog, ResultSink
 from batchrunner.dispatch.source import RowSource
 from batchrunner.dispatch.tokenize import RowTokenizer
 
-SLICE_BYTES, SLICE_IMAGES = 4 << 20, 32
-"""Bytes of the prompts that are tokenised together, and rows with images: token ids take many times the
-memory of the text, and an image may take more than its path."""
+SLICE_BYTES, SLICE_MEDIA_BYTES = 4 << 20, 64 << 20
+"""Bytes of the prompts that are tokenised together, and of their files, as far as known: token ids take many
+times the memory of the text, and a file more than its path."""
 
 
 class Feeder:
@@ -68,7 +68,7 @@ class Feeder:
                     await self._backlog.end(row, request)
                 else:
                     if self._keeps_prompts:
-                        row.unencoded = row.request._replace(images=request.images)
+                        row.unencoded = row.request._replace(media=request.media)
                     row.request = request
                     self._backlog.add(row)
             self._backlog.wake_dispatcher()
@@ -76,15 +76,16 @@ class Feeder:
 
 
 def _slices(rows: Sequence[PendingRow]) -> Iterator[list[PendingRow]]:
-    """Cut rows into lists of `SLICE_BYTES` and `SLICE_IMAGES` at most, one row at least."""
+    """Cut rows into lists of `SLICE_BYTES` and `SLICE_MEDIA_BYTES` at most, one row at least."""
     some: list[PendingRow] = []
-    size = images = 0
+    size = media = 0
     for row in rows:
-        if some and (size + row.prompt_bytes > SLICE_BYTES or images == SLICE_IMAGES):
+        own = sum(file.expected_size for file in row.request.media)
+        if some and (size + row.prompt_bytes > SLICE_BYTES or media + own > SLICE_MEDIA_BYTES):
             yield some
-            some, size, images = [], 0, 0
+            some, size, media = [], 0, 0
         some.append(row)
         size += row.prompt_bytes
-        images += bool(row.request.images)
+        media += own
     if some:
         yield some

@@ -77,7 +77,7 @@ class PendingRow(msgspec.Struct, eq=False):
     @property
     def memory_bytes(self) -> int:
         """Bytes of the prompt and its images in memory."""
-        return self.prompt_bytes + self.request.image_bytes
+        return self.prompt_bytes + self.request.media_bytes
 
     @property
     def affinity(self) -> str:

@@ -16,8 +16,8 @@ READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
 """Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses."""
 
 
-MOST_IMAGE_BYTES = 128 << 20
-"""Bytes of the images of rows in flight above which no more rows with images are sent. The body of a request
+MOST_MEDIA_BYTES = 128 << 20
+"""Bytes of the files of rows in flight above which no more rows with files are sent. The body of a request
 takes as much again, and a third more."""
 
 
@@ -119,7 +119,7 @@ class Backlog:
         self._slots = slots
         self._results = results
         self._queue = DispatchQueue(tuple(slots.by_route), slots, READ_AHEAD_ROWS)
-        self._image_bytes = 0  # of rows in flight
+        self._media_bytes = 0  # of rows in flight
         self._poison: PoisonRows[PendingRow] = PoisonRows()
         self._waiting = 0
         self._unended = 0
@@ -172,34 +172,34 @@ class Backlog:
 
     def has_for(self, route: str) -> bool:
         """Tell whether `take` may return a row for a route."""
-        if self._image_bytes >= MOST_IMAGE_BYTES:
+        if self._media_bytes >= MOST_MEDIA_BYTES:
             return False
         return self._queue.has_for(route) or self._next_degree() is not None
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route; suspects of engine deaths come first."""
-        if self._stopping or self._image_bytes >= MOST_IMAGE_BYTES:
+        if self._stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
         degree = self._next_degree()
         row = self._queue.take(route) if degree is None else self._poison.take(degree)
         if not self._queue.is_full:
             self._room.set()
-        if row is not None and row.request.images:
-            self._image_bytes += row.request.image_bytes
+        if row is not None and row.request.media:
+            self._media_bytes += row.request.media_bytes
         return row
 
     def came_back(self, row: PendingRow) -> None:
         """Record that an attempt of a row is over."""
-        if row.request.images:
-            self._image_bytes -= row.request.image_bytes
+        if row.request.media:
+            self._media_bytes -= row.request.media_bytes
         if row.deaths:
             self._poison.came_back(row.deaths)
 
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
         """Store the outcome of a row, and the same for its duplicates. Raises StorageError."""
         await self._results.put(outcome)
-        if row.request.images:  # other rows may refer to this one for long
-            row.request = row.request._replace(images=())
+        if row.request.media:  # other rows may refer to this one for long
+            row.request = row.request._replace(media=())
             row.unencoded = row.asking = None
         for ref in row.duplicates:
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))

@@ -45,12 +45,12 @@ from batchrunner.engines.http.questions import check_does
 from batchrunner.engines.http.server_info import (
     answers_in_pieces,
     prefill_tokens,
-    takes_images,
     tokenizer_info,
 )
 from batchrunner.engines.http.task_replies import answer_of, answers_of
 from batchrunner.engines.inbox import Inbox
 from batchrunner.engines.inprocess_server import InprocessServer
+from batchrunner.engines.media_facts import media_taken
 from batchrunner.engines.model_files import check_model, model_identity, takes_mean, vocabulary_of
 from batchrunner.engines.parallelism import with_tp
 from batchrunner.engines.recovery.fits import split_over
@@ -104,6 +104,7 @@ class InprocessSGLang(Engine):
         engine = self._server.engine
         manager = engine.tokenizer_manager
         names = manager.model_config.hf_config.architectures
+        media = media_taken([_model_info(manager)], version)
         check_does(self._task, manager.is_generation, f"the engine serves {self._spec.model}", names)
         return EngineInfo(
             kind="inprocess",
@@ -118,7 +119,9 @@ class InprocessSGLang(Engine):
             vector_lengths=lengths_of(
                 {name: getattr(manager.model_config, name, None) for name in MATRYOSHKA}
             ),
-            takes_images=takes_images([_model_info(manager)]),
+            takes_images=media.images,
+            takes_audio=media.audio,
+            takes_videos=media.videos,
             card=None if cpu else await asyncio.to_thread(card_name),
             tp=split_over(self._spec.args),
             one_by_one=answers_in_pieces(vars(engine.server_args)),
@@ -236,6 +239,7 @@ def _model_info(manager: Any) -> dict[str, Any]:
     return {
         "model_path": manager.model_path,
         "model_type": getattr(model.hf_config, "model_type", None),
+        "architectures": getattr(model.hf_config, "architectures", None),
         "has_image_understanding": model.is_image_understandable_model,
         "has_audio_understanding": model.is_audio_understandable_model,
     }

@@ -192,18 +192,18 @@ def count_tokens(request: Request) -> int:
     """Estimate the tokens of the prompt: exact for token ids, else four characters each."""
     if request.kind == "input_ids":
         return len(request.prompt)
-    images = sum(image.tokens for image in request.images)
+    media = sum(file.tokens for file in request.media)
     if request.kind == "text":
-        return images + len(request.prompt) // _CHARACTERS_A_TOKEN + 1
+        return media + len(request.prompt) // _CHARACTERS_A_TOKEN + 1
     characters = [len(str(message.get("content"))) for message in request.prompt]
-    return images + sum(count // _CHARACTERS_A_TOKEN + 1 + _TOKENS_A_MESSAGE for count in characters)
+    return media + sum(count // _CHARACTERS_A_TOKEN + 1 + _TOKENS_A_MESSAGE for count in characters)
 
 
 def _hashes(request: Request) -> list[int]:
     """Return 32 bits for each sample, which decide its length and its words."""
     # repr, because a prompt of any kind has one; hash() would differ from process to process
     prompt = repr(request.prompt).encode("utf-8", "surrogatepass")
-    prompt += b"".join(image.key for image in request.images)
+    prompt += b"".join(file.key for file in request.media)
     first = crc32(prompt, crc32(b"%d" % (request.sampling.get("sampling_seed") or 0)))
     return [first, *(crc32(b"%d" % i, first) for i in range(1, request.sampling.get("n") or 1))]
 
@@ -251,6 +251,8 @@ class Simulator(Engine):
             context_length=self._spec.context_length,
             caches_prefixes=False,
             takes_images=True,
+            takes_audio=True,
+            takes_videos=True,
             simulated=True,
             notes=(_NOTE,),
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-from batchrunner.core.images import PromptImage, image_of_part
+from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import Request, RequestBody
 from batchrunner.input.request_bodies import prompt_of
 
@@ -56,11 +56,11 @@ def prompt_bytes(request: Request) -> bytes:
     if isinstance(request.prompt, RequestBody):
         return prompt_of(request.prompt)
     if request.kind == "text":
-        return adapter + b"".join(map(_image, request.images)) + _bytes(request.prompt)
+        return adapter + b"".join(map(_file, request.media)) + _bytes(request.prompt)
     if request.tools is not None and request.tools.by_row:  # chat templates write them at the beginning
         adapter += _bytes(repr(request.tools.tools))
-    if request.images:
-        return adapter + b"".join(_message_with(message, request.images) for message in request.prompt)
+    if request.media:
+        return adapter + b"".join(_message_with(message, request.media) for message in request.prompt)
     return adapter + b"".join(map(_message, request.prompt))
 
 
@@ -95,20 +95,20 @@ def _message(message: Any) -> bytes:
     return _bytes(repr(message))
 
 
-def _image(image: PromptImage) -> bytes:
-    """Return bytes that stand for the tokens of an image: equal images have equal ones."""
-    length = BYTES_A_TOKEN * image.tokens
-    return (image.key * (length // len(image.key) + 1))[:length]
+def _file(file: PromptFile) -> bytes:
+    """Return bytes that stand for the tokens of a file: equal files have equal ones."""
+    length = BYTES_A_TOKEN * file.tokens
+    return (file.key * (length // len(file.key) + 1))[:length]
 
 
-def _message_with(message: dict[str, Any], images: Sequence[PromptImage]) -> bytes:
-    """Return the bytes of a message whose content may have images."""
+def _message_with(message: dict[str, Any], files: Sequence[PromptFile]) -> bytes:
+    """Return the bytes of a message whose content may have files."""
     content = message.get("content")
     if not isinstance(content, list):
         return _message(message)
     pieces = [_bytes(f"{message['role']}\0")]
     for part in content:
-        own = image_of_part(part)
-        pieces.append(_bytes(repr(part)) if own is None else _image(images[own]))
+        own = file_of_part(part)
+        pieces.append(_bytes(repr(part)) if own is None else _file(files[own]))
     others = {name: value for name, value in message.items() if name not in {"role", "content"}}
     return b"".join([*pieces, _bytes(repr(others)) if others else b"", b"\0"])

@@ -13,7 +13,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.images import PromptImage
+from batchrunner.core.media import PromptFile
 from batchrunner.core.types import (
     AskedColumns,
     ForwardTask,
@@ -27,8 +27,8 @@ from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.fields_block import FieldsBlock, names_made, not_shown, with_block
-from batchrunner.input.images.prompts import ImagePrompts
 from batchrunner.input.items import ItemSource
+from batchrunner.input.media.prompts import MediaPrompts
 from batchrunner.input.messages import WANTED as MESSAGES_WANTED
 from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
@@ -82,10 +82,10 @@ class Renderer:
         self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
         made = _prompt_source(prompt, dataset, limit, self._python)
         self.kind, self._prompt_of, used = made.kind, made.prompt_of, made.columns
-        self._images: ImagePrompts | None = None
-        if prompt.has_images:
-            self._images = ImagePrompts(prompt, dataset, made.prompt_of, made.printed)
-            used = [*used, *self._images.columns]
+        self._media: MediaPrompts | None = None
+        if prompt.has_media:
+            self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
+            used = [*used, *self._media.columns]
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._chat_template_kwargs = prompt.chat_template_kwargs
         self._continues = prompt.continues
@@ -113,7 +113,7 @@ class Renderer:
         self._carried = list(source.columns)
         self._carried_names = source.carried_names
         self._problems = dataset.problems
-        per_row = (self._tools, self._images, self._for_check, self._items.columns)
+        per_row = (self._tools, self._media, self._for_check, self._items.columns)
         is_same = not (any(per_row) or isinstance(self._lora, FromColumn))
         self._same = self._rest({}) if is_same else None  # for all rows: made once, not for each
         self.columns = sorted({*self._used, *self._carried, *self._problems})
@@ -155,28 +155,28 @@ class Renderer:
                 raise RowRefusedError(value.reason)
         if self.predicate is not None:
             self.predicate(row)  # raises the error of a row on which the filter fails: such rows are selected
-        images: tuple[PromptImage, ...] = ()
-        if self._images is None:
+        media: tuple[PromptFile, ...] = ()
+        if self._media is None:
             prompt = self._prompt_of(row)
         else:
-            prompt, images = self._images.prompt(ref.row, row)
+            prompt, media = self._media.prompt(ref.row, row)
         sampling = self._fixed
         if isinstance(prompt, RequestBody):
             sampling = {"max_new_tokens": prompt.most_tokens}
         if self._per_row:
             own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
             sampling = {**sampling, **{name: _sendable(name, value) for name, value in own.items()}}
-        rest = self._rest(row, images) if self._same is None else self._same
+        rest = self._rest(row, media) if self._same is None else self._same
         return Request(ref, self._request_kind, prompt, sampling, *rest)
 
-    def _rest(self, row: Row, images: tuple[PromptImage, ...] = ()) -> tuple[Any, ...]:
+    def _rest(self, row: Row, media: tuple[PromptFile, ...] = ()) -> tuple[Any, ...]:
         """Return the fields of a request after its sampling, in order."""
         lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
         for_check = {name: row[name] for name in self._for_check} if self._for_check else None
         tools = None if self._tools is None else self._tools.of(row)
         return (
             *(lora, self._chat_template_kwargs, None, self._continues, self._asks, for_check),
-            *(self._task, tools, images, self._items.of(row)),
+            *(self._task, tools, media, self._items.of(row)),
         )
 
 
@@ -215,7 +215,7 @@ def _prompt_source(
     if prompt.user is not None or isinstance(prompt.messages, list):
         templates = MessageTemplates(_templates_of(prompt), available, limit)
         for where, each in templates.templates.items():
-            _refuse_bytes(each, dataset, where, [*prompt.image_columns, *names_made(block)])
+            _refuse_bytes(each, dataset, where, [*prompt.media_columns, *names_made(block)])
         printed = frozenset(name for each in templates.templates.values() for name in each.printed)
         make, columns = with_block(block, templates.prompt, templates.columns)
         return PromptSource("messages", make, columns, printed)
@@ -232,7 +232,7 @@ def _prompt_source(
         return PromptSource("body", requests.prompt, list(requests.columns))
     if prompt.text is not None and is_template(prompt.text):
         template = Template(prompt.text, where="prompt.text", available=available, limit=limit)
-        _refuse_bytes(template, dataset, "prompt.text", [*prompt.image_columns, *names_made(block)])
+        _refuse_bytes(template, dataset, "prompt.text", [*prompt.media_columns, *names_made(block)])
         make, columns = with_block(block, template.render, template.columns)
         return PromptSource("text", make, columns, frozenset(template.printed))
     if block is not None:
@@ -252,13 +252,13 @@ def _prompt_column(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
     raise AssertionError("a job has a prompt")
 
 
-def _refuse_bytes(template: Template, dataset: ColumnSource, where: str, images: Collection[str]) -> None:
+def _refuse_bytes(template: Template, dataset: ColumnSource, where: str, files: Collection[str]) -> None:
     """Raise InputError where a template prints a column of bytes, which would read "b'…'" in the prompt.
 
-    A column of `images` stands for these; so may other names that are left out.
+    A column of `files` stands for these; so may other names that are left out.
     """
     for name in template.printed:
-        if name in images:
+        if name in files:
             continue
         kind = dataset.field(name, where=where).type
         if holds_bytes(kind):

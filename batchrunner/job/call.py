@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, JobError
+from batchrunner.core.media import KIND_OF_FIELD, PDF_FIELD
 from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job
@@ -19,7 +20,7 @@ from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName, last_part
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
 """A template, the `prompt` part of a job, or a function that makes the prompt of a row."""
 
-_FILES = {"images": "columns", "pdf": "column"}
+_FILES = {field: "column" if field == PDF_FIELD else "columns" for field in KIND_OF_FIELD}
 """Parts of a prompt that name columns with files, and the field that does."""
 _INDEX = "__index_level_"
 """Beginning of the name of a column that pandas makes of an index."""
@@ -62,7 +63,7 @@ class LibraryCall(ABC):
 class GenerateCall(LibraryCall):
     """A call of `generate` or `stream`; a text as `prompt` is the template of the user message.
 
-    With `own_rows` the rows are the program's own, whose files of images may be anywhere.
+    With `own_rows` the rows are the program's own, whose files of images, audio and videos may be anywhere.
     """
 
     parse: object
@@ -187,11 +188,11 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _anywhere(name: str, part: Any) -> Any:
-    """Return a part of a prompt so that paths of images may lead anywhere, unless it names a folder."""
+    """Return a part of a prompt so that paths of files may lead anywhere, unless it names a folder."""
     if name not in _FILES or part is None:
         return part
     if isinstance(part, (str, list, tuple)):
-        part = {_FILES[name]: part if isinstance(part, str) and name == "pdf" else _list(part)}
+        part = {_FILES[name]: part if isinstance(part, str) and name == PDF_FIELD else _list(part)}
     return {"folder": "/", **part} if isinstance(part, Mapping) else part
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.job.fields import PythonFunction, Spec, refuse_equal
-from batchrunner.job.images import PromptWithImages
+from batchrunner.job.media import MediaSpec, PdfSpec, PromptWithMedia
 
 _WITHOUT_TEMPLATES = {"input_ids", "python", "batch"}
 
@@ -39,7 +40,7 @@ class FieldsSpec(Spec):
         return self
 
 
-class PromptSpec(PromptWithImages):
+class PromptSpec(PromptWithMedia):
     """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `batch`."""
 
     system: str | None = None
@@ -138,28 +139,29 @@ class PromptSpec(PromptWithImages):
             raise ValueError("`truncate` has no effect on prompts with `tools`: the server tokenizes them")
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             raise ValueError("`messages` has no message that the assistant could answer")
-        self._check_images(given[0])
+        self._check_media(given[0])
         if given[0] in {"text", "input_ids", "batch"} and self.chat_template_kwargs is not None:
             raise ValueError(
                 f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
             )
         return self
 
-    def _check_images(self, kind: str) -> None:
-        """Raise ValueError where prompts of a kind can have no images, or not these."""
-        if not self.has_images:
-            return
-        name = "pdf" if self.images is None else "images"
-        if kind == "python":
-            raise ValueError(f"`{name}` has no effect on `python`: let the function return image_url parts")
-        if kind in {"input_ids", "batch"}:
-            raise ValueError(f"`{name}` goes with `user`, `messages` or `text`, not with `{kind}`")
-        if self.pdf is not None and kind == "text":
-            raise ValueError("`pdf` goes with `user` or `messages`, not with `text`: it may have many pages")
-        if self.images is not None and self.images.placeholder is not None and kind != "text":
-            raise ValueError("`images.placeholder` goes with `text`: in messages SGLang knows it")
-        if self.truncate is not None:
-            raise ValueError(f"`truncate` has no effect on prompts with `{name}`: SGLang tokenizes them")
+    def _check_media(self, kind: str) -> None:
+        """Raise ValueError where prompts of a kind can have no files, or not these."""
+        for name, spec in self.media.items():
+            if kind == "python":
+                part = KIND_OF_FIELD[name].url_part
+                raise ValueError(f"`{name}` has no effect on `python`: let the function return {part} parts")
+            if kind in {"input_ids", "batch"}:
+                raise ValueError(f"`{name}` goes with `user`, `messages` or `text`, not with `{kind}`")
+            if isinstance(spec, PdfSpec) and kind == "text":
+                raise ValueError(
+                    f"`{name}` goes with `user` or `messages`, not with `text`: it may have many pages"
+                )
+            if isinstance(spec, MediaSpec) and spec.placeholder is not None and kind != "text":
+                raise ValueError(f"`{name}.placeholder` goes with `text`: in messages SGLang knows it")
+            if self.truncate is not None:
+                raise ValueError(f"`truncate` has no effect on prompts with `{name}`: SGLang tokenizes them")
 
 
 def tool_problem(tools: Any) -> str | None:

@@ -7,15 +7,18 @@ from batchrunner.core.errors import JobError
 from batchrunner.core.hooks.annotations import AnnotationError, Annotations, annotations_of
 from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind, HookSetup, name_of, pickled
 from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.media import IMAGE, PDF_FIELD
 from batchrunner.job.fields import PythonFunction
 from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
 from batchrunner.job.spec import Job
 
 PROMPT, PARSE, CHECK = "prompt.python", "parse", "check.python"
 """Places of functions in a job, by which the pool knows them."""
-IMAGES = "prompt.images"
-"""Place of our own function that prepares the images of a row, and is run as those of the job are."""
-_PREPARE = "batchrunner.input.images.prepare:prepare"
+MEDIA = "prompt"
+"""Place of our own function that prepares the files of a row, and is run as those of the job are."""
+_PREPARE = "batchrunner.input.media.prepare:prepare"
+_PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
+"""Packages of an extra that a field of the prompt needs; audio and videos need none."""
 
 
 def open_functions(job: Job) -> HookPool | None:
@@ -31,9 +34,9 @@ def open_functions(job: Job) -> HookPool | None:
         functions.append(_function(PARSE, "parse", job.parsing.python, columns))
     if job.check.python is not None:
         functions.append(_function(CHECK, "check", job.check.python))
-    if job.prompt.has_images:
+    if job.prompt.has_media:
         _check_packages(job)
-        functions.append(HookFunction(IMAGES, "images", "reading the images", _PREPARE))
+        functions.append(HookFunction(MEDIA, "media", "reading its files", _PREPARE))
     if not functions:
         return None
     limits = job.limits
@@ -55,10 +58,10 @@ def open_functions(job: Job) -> HookPool | None:
 
 
 def _check_packages(job: Job) -> None:
-    for field, module in {"images": "PIL", **({"pdf": "pypdfium2"} if job.prompt.pdf else {})}.items():
-        if importlib.util.find_spec(module) is None:
-            name = "pdf" if job.prompt.images is None else field
-            raise JobError(f"prompt.{name}: needs {module}", hint="install batchrunner[images]")
+    for field in job.prompt.media:
+        for module in _PACKAGES.get(field, ()):
+            if importlib.util.find_spec(module) is None:
+                raise JobError(f"prompt.{field}: needs {module}", hint="install batchrunner[images]")
 
 
 def _function(

@@ -65,13 +65,13 @@ class LimitsSpec(Spec):
     `check.expression`, a regular expression or a JSON Schema. A row that takes more fails."""
     python: Duration = 30.0
     """Time of one call of a Python function (`prompt.python`, `parse`, `check.python`), and of reading the
-    images of a row. A row whose call takes longer fails."""
+    files of a row. A row whose call takes longer fails."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
-    """Memory in GiB that each process of the Python functions, which also read images, may take beyond what
-    it has when its modules are imported. A row whose call needs more fails."""
+    """Memory in GiB that each process of the Python functions, which also read images and other files, may
+    take beyond what it has when its modules are imported. A row whose call needs more fails."""
     python_processes: Annotated[int, Field(ge=1)] | None = None
-    """Processes that run the Python functions and read images, at most; by default one for each core, up to
-    8."""
+    """Processes that run the Python functions and read images and other files, at most; by default one for
+    each core, up to 8."""
     request_timeout: Duration = 3600.0
     """Longest wait for the answer to one request."""
     engine_wait: Duration = 300.0
@@ -232,9 +232,10 @@ class Job(Spec):
             raise WrongValueError(
                 "prompt.tools: the server writes them into the prompt", hint="leave out `tokenize: client`"
             )
-        if self.prompt.has_images and self.tokenize == "client":
+        if self.prompt.has_media and self.tokenize == "client":
             raise WrongValueError(
-                "tokenize: the server tokenizes prompts with images", hint="leave out `tokenize: client`"
+                f"tokenize: the server tokenizes prompts with {self.prompt.media_names}",
+                hint="leave out `tokenize: client`",
             )
         return self
 

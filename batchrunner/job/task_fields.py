@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pydantic import BaseModel
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.job.tasks.pooled import RerankTask
 from batchrunner.job.tasks.score import ScoreTask
 from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
@@ -23,8 +24,8 @@ OF_CHATS = (
     "prompt.chat_template_kwargs",
 )
 """Fields of prompts that a chat template makes."""
-OF_IMAGES = ("prompt.images", "prompt.pdf")
-"""Fields that bring images, which no task without decoding takes yet."""
+OF_MEDIA = {f"prompt.{field}": kind.field for field, kind in KIND_OF_FIELD.items()}
+"""Fields that bring files, which no task without decoding takes yet, and what they bring."""
 KEPT = {"sampling.lora_path"}
 """Fields of these that every task takes."""
 CHOICES = "prompt.choices"
@@ -82,8 +83,8 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
                 f"{field}: task: {task} takes no chat",
                 hint="give prompt.text, a template or a column, or prompt.input_ids",
             )
-        if field in OF_IMAGES:
-            raise WrongValueError(f"{field}: task: {task} takes no images", hint="leave it out")
+        if field in OF_MEDIA:
+            raise WrongValueError(f"{field}: task: {task} takes no {OF_MEDIA[field]}", hint="leave it out")
         if field == "prompt.batch":
             raise WrongValueError(
                 f"prompt.batch: the requests of a batch file go as they are, and task is {task}",

@@ -19,7 +19,7 @@ from batchrunner.engines.vector_facts import check_dimensions_of_launched
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import decide_order
 from batchrunner.job.load import load_job
-from batchrunner.job.python_functions import IMAGES
+from batchrunner.job.python_functions import MEDIA
 from batchrunner.output.failures import Failures
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import find_done, prepare
@@ -28,8 +28,8 @@ from batchrunner.runner.prepared_job import PreparedJob
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
 """Rows that are rendered at most, to count those that cannot be sent."""
-ROWS_WITH_IMAGES_OPENED = 100
-"""Rows whose images are opened at most, to see whether they are whole."""
+ROWS_WITH_FILES_OPENED = 100
+"""Rows whose files are opened at most, to see whether they are whole."""
 _FAR = ("http://", "https://")
 CHARACTERS_SHOWN = 2000
 _WITHOUT_JSON = {"inprocess", "simulated"}
@@ -120,8 +120,8 @@ def _check(prepared: PreparedJob) -> Check:
     for item in islice(items, ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
         looked_at += 1
-        if isinstance(item, Request) and prompt["error"] is None and looked_at <= ROWS_WITH_IMAGES_OPENED:
-            prompt = _with_images_opened(prompt, item, prepared.functions)
+        if isinstance(item, Request) and prompt["error"] is None and looked_at <= ROWS_WITH_FILES_OPENED:
+            prompt = _with_files_opened(prompt, item, prepared.functions)
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
         if len(shown) < PROMPTS_SHOWN:
@@ -150,12 +150,12 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
     return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
 
 
-def _with_images_opened(prompt: dict[str, Any], row: Request, functions: HookPool | None) -> dict[str, Any]:
-    """Open a row's images as a run does, but for those that must be downloaded; a bad one is the error."""
-    is_far = any(image.place.lower().startswith(_FAR) for image in row.images)
-    if functions is None or not row.images or is_far:
+def _with_files_opened(prompt: dict[str, Any], row: Request, functions: HookPool | None) -> dict[str, Any]:
+    """Open a row's files as a run does, but for those that must be downloaded; a bad one is the error."""
+    is_far = any(file.place.lower().startswith(_FAR) for file in row.media)
+    if functions is None or not row.media or is_far:
         return prompt
-    (found,) = functions.call_many(IMAGES, [(row.images,)])
+    (found,) = functions.call_many(MEDIA, [(row.media,)])
     error = found.value if found.error is None else found.error
     return {**prompt, "kind": None, "prompt": None, "error": error} if isinstance(error, str) else prompt
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import JobError
 from batchrunner.core.exit_codes import EXIT_STOPPED
-from batchrunner.dispatch.images import check_takes_images
+from batchrunner.dispatch.media import check_takes_media
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
@@ -99,7 +99,7 @@ async def execute(
             stack.push_async_callback(engine.close)
             with engine_starting(run_dir):
                 info = await _open(engine, control)
-        check_takes_images(job, info)
+        check_takes_media(job, info)
         check_dimensions(job, info.vector_lengths, info.model)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)

@@ -14,7 +14,7 @@ from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.files import join_paths
 from batchrunner.input.render import Renderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
-from batchrunner.job.python_functions import IMAGES, open_functions
+from batchrunner.job.python_functions import MEDIA, open_functions
 from batchrunner.job.spec import Job
 from batchrunner.output.columns import parsed_type
 from batchrunner.output.opened import open_run
@@ -208,7 +208,7 @@ def facts_of_functions(functions: HookPool | None) -> dict[str, Any]:
     return {
         facts.where: {"name": facts.name, "digest": facts.digest, "columns": _types_of(facts.columns)}
         for facts in known
-        if facts.where != IMAGES  # no function of the job's
+        if facts.where != MEDIA  # no function of the job's
     }
 
 

@@ -31,10 +31,10 @@ from batchrunner.dispatch.feedback import Feedback
 from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.forward_passes import ForwardPasses
 from batchrunner.dispatch.held_back import HoldingBack
-from batchrunner.dispatch.images import ImagePreparer
 from batchrunner.dispatch.incidents import IncidentLog
 from batchrunner.dispatch.load_loop import LoadLoop
 from batchrunner.dispatch.load_summary import LoadSummary
+from batchrunner.dispatch.media import MediaPreparer
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
@@ -171,9 +171,9 @@ def build_sending(
     CannotTokenizeError if the job needs client-side tokenization and it is not possible.
     """
     tokenizer = make_tokenizer(job, kind, engine, info, events)
-    if job.prompt.has_images:
+    if job.prompt.has_media:
         assert functions is not None
-        tokenizer = ImagePreparer(functions, tokenizer)
+        tokenizer = MediaPreparer(functions, tokenizer)
     limits, gauges, slots = windows.limits, windows.gauges, windows.slots
 
     # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count and store (`results`)

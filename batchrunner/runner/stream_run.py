@@ -11,7 +11,7 @@ from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import PromptKind
-from batchrunner.dispatch.images import check_takes_images
+from batchrunner.dispatch.media import check_takes_media
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
 from batchrunner.engines.vector_facts import check_dimensions, check_dimensions_of_launched
@@ -58,7 +58,7 @@ async def send_stream(
                 engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=job.task)
                 stack.push_async_callback(engine.close)
                 info = await engine.open()
-            check_takes_images(job, info)
+            check_takes_media(job, info)
             check_dimensions(job, info.vector_lengths, info.model)
             for note in info.notes:
                 log.info("%s", note)

@@ -20,7 +20,7 @@ import batchrunner
 from batchrunner.core.errors import (
     RowRefusedError,
 )
-from batchrunner.core.images import ImageRules, PromptImage
+from batchrunner.core.media import MediaRules, PromptFile
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.base import IncidentQueue
@@ -487,12 +487,12 @@ async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool
 @pytest.mark.parametrize("chat", [True, False])
 async def test_images_pass_the_gateway(real_gateway: RealGateway, chat: bool) -> None:
     """The images of a request arrive as they were sent, of 2 MB too."""
-    rules = ImageRules("/", confined=False, allow_urls=False, max_pixels=None)
+    rules = MediaRules("/", confined=False, allow_urls=False, max_pixels=None)
     files = (b"\x89PNG" + bytes(range(256)) * 8192, b"\xff\xd8 small")
-    image = PromptImage(b"", 1, "", b"", "", "", rules, files)
+    image = PromptFile(b"", 1, "", b"", "", "", rules, files)
     content = [{"type": "image", "image": 0}, {"type": "text", "text": "What?"}]
     request = _request("", {}, chat=chat)._replace(
-        prompt=[{"role": "user", "content": content}] if chat else "What?", images=(image,)
+        prompt=[{"role": "user", "content": content}] if chat else "What?", media=(image,)
     )
     body = wire.body_of(request)
     headers = {"Authorization": f"Bearer {real_gateway.key}"}

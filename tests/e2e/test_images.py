@@ -254,7 +254,7 @@ def test_model_without_eyes(tmp_path: Path) -> None:
         ({"input_ids": "image", "images": "image"}, [RED], ["`images`", "`input_ids`"]),
         ({"python": "m:f", "images": "image"}, [RED], ["`images`", "`python`"]),
         ({"user": "x", "images": "image", "truncate": "head"}, [RED], ["truncate"]),
-        ({"user": "x", "audio": ["image"]}, [RED], ["prompt.audio"]),
+        ({"user": "x", "sound": ["image"]}, [RED], ["prompt.sound"]),
         ({"user": "x", "images": {"columns": ["image"], "max_pixels": 10}}, [RED], ["max_pixels", "784"]),
     ],
 )  # fmt: skip
@@ -348,7 +348,7 @@ def test_resume(tmp_path: Path) -> None:
 
 def test_bytes_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many requests the window allows, no more is sent while enough images are in flight."""
-    monkeypatch.setattr(queue, "MOST_IMAGE_BYTES", 1)
+    monkeypatch.setattr(queue, "MOST_MEDIA_BYTES", 1)
     with FakeSGLang(arguments={"has_image_understanding": True}, delay_s=0.01) as eyes:
         images = [picture((number, 0, 0)) for number in range(12)]
         job = _job(tmp_path, eyes, {"user": "?", "images": "image"}, {"image": images}, window=8)

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-HookKind = Literal["prompt", "parse", "check", "images"]
-"""What a function is for: a row becomes a prompt, an answer becomes columns, an answer is judged; `images` is
-our own, which prepares the images of a row."""
+HookKind = Literal["prompt", "parse", "check", "media"]
+"""What a function is for: a row becomes a prompt, an answer becomes columns, an answer is judged; `media` is
+our own, which prepares the files of a row."""
 ColumnKind: TypeAlias = str | tuple[str, Any]
 """Type of a column: the name of a plain type, ("list", kind), or ("struct", ((name, kind), …))."""
 REFERENCE = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"

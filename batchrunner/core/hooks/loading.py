@@ -27,7 +27,7 @@ _OURS = str(Path(__file__).parent)
 _INSTALLED = tuple({*sysconfig.get_paths().values(), "<frozen"})
 """Beginnings of the paths of files that are not the user's own."""
 _LONGEST_ERROR = 500
-_OF_ROWS = {"prompt", "images"}
+_OF_ROWS = {"prompt", "media"}
 """Kinds of functions that are called with a row; others with an answer."""
 
 
@@ -187,7 +187,7 @@ def _annotations(function: Any, spec: HookFunction) -> Annotations:
 
     A program has read the annotations of a function that it gives: their names are not known here.
     """
-    if spec.kind in {"check", "images"} or isinstance(spec.target, bytes):
+    if spec.kind in {"check", "media"} or isinstance(spec.target, bytes):
         return Annotations(spec.columns, spec.may_be_none, spec.reads)
     try:
         found = annotations_of(function)
@@ -203,7 +203,7 @@ def _conversion(annotated: Annotations, kind: HookKind) -> Conversion:
         return PromptConversion()
     if kind == "check":
         return CheckConversion()
-    if kind == "images":
+    if kind == "media":
         return PlainConversion()
     if not annotated.columns:
         raise HookLoadError(

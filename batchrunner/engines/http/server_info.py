@@ -6,6 +6,7 @@ from typing import Any
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.http.status import MOST
+from batchrunner.engines.media_facts import media_taken
 from batchrunner.engines.model_files import model_identity
 from batchrunner.engines.vector_facts import lengths_told
 
@@ -37,10 +38,12 @@ def describe(
         raise EngineStartError(f"the replicas serve different models: {', '.join(sorted(names))}")
     first = servers[0]
     version = first.get("version")
+    version = version if isinstance(version, str) else None
+    media = media_taken(models, version)
     return EngineInfo(
         kind="attach",
         model=model_identity(names.pop()),
-        version=version if isinstance(version, str) else None,
+        version=version,
         max_running=_sum(load.max_running for load in loads)
         or _sum(_resolved(server, "max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
@@ -50,16 +53,12 @@ def describe(
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
         vector_lengths=lengths_told(models),
-        takes_images=takes_images(models),
+        takes_images=media.images,
+        takes_audio=media.audio,
+        takes_videos=media.videos,
         one_by_one=next(filter(None, map(answers_in_pieces, servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
-
-
-def takes_images(models: Iterable[Mapping[str, Any]]) -> bool | None:
-    """Return whether models take images, by their `/model_info`; None where one does not say."""
-    told = [model.get("has_image_understanding") for model in models]
-    return all(told) if all(isinstance(each, bool) for each in told) else None
 
 
 def answers_in_pieces(server: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """The format of requests of SGLang's HTTP interface. Pure."""
 
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,8 +9,9 @@ import orjson
 
 from batchrunner.core.endpoints import BATCH_PATHS, CHAT_PATH
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.images import PromptImage, image_of_part
+from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import AskedColumns, Request, RequestBody
+from batchrunner.input.media.containers import media_type_of
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
 from batchrunner.job.output import OF_TOKENS
@@ -118,8 +120,7 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
 def generate_body(request: Request) -> dict[str, Any]:
     """Make the body for `/generate`."""
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
-    if request.images:
-        body["image_data"] = [url for image in request.images for url in _urls(image)]
+    body.update(_data_of(request))
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
     if request.asks is not None and request.asks.of_tokens:
@@ -127,40 +128,67 @@ def generate_body(request: Request) -> dict[str, Any]:
     return body
 
 
-_MEDIA_TYPES = ((b"\x89PNG", "image/png"), (b"\xff\xd8", "image/jpeg"), (b"RIFF", "image/webp"))
-"""First bytes of the files that are sent, and what they are."""
-
-
-def _urls(image: PromptImage) -> list[str]:
-    """Return the data URLs of an image, or of the pages of a document."""
+def _urls(file: PromptFile) -> list[str]:
+    """Return the data URLs of a file, or of the pages of a document."""
     found = []
-    for file in image.ready or ():
-        kind = next((name for first, name in _MEDIA_TYPES if file.startswith(first)), "image/png")
-        found.append(f"data:{kind};base64,{b64encode(file).decode()}")
+    for content in file.ready or ():
+        media_type = media_type_of(content, file.kind.name) or "image/png"
+        found.append(f"data:{media_type};base64,{b64encode(content).decode()}")
     return found
 
 
+def _data_of(request: Request) -> dict[str, Any]:
+    """Return the fields of `/generate` with the files of a request.
+
+    SGLang 0.5.23 gives each of several samples one item of a list, so that all files have to be the one item.
+    """
+    data = dict[str, list[Any]]()
+    for file in request.media:
+        data.setdefault(file.kind.data_field, []).extend(_urls(file))
+    return {name: [urls] if _samples(request) > 1 else urls for name, urls in data.items()}
+
+
+def _samples(request: Request) -> int:
+    return request.sampling.get("n") or 1
+
+
+def _refuse_parted(request: Request) -> None:
+    """Raise RowRefusedError for a chat with several samples and files of a kind: each would see only one."""
+    if _samples(request) == 1:
+        return
+    counts = Counter[str]()
+    for file in request.media:
+        counts[file.kind.field] += 1 if file.ready is None else len(file.ready)
+    for field, count in counts.items():
+        if count > 1:
+            raise RowRefusedError(
+                f"sampling.n: in a chat SGLang gives each sample one of the row's {count} {field}: "
+                "set n to 1, or give prompt.text"
+            )
+
+
 def _messages_of(request: Request) -> Any:
-    """Return the messages of a request as the chat endpoint takes them, with their images."""
-    if not request.images:
+    """Return the messages of a request as the chat endpoint takes them, with their files."""
+    if not request.media:
         return request.prompt
     found = []
     for message in request.prompt:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [each for part in content for each in _with_urls(part, request.images)]
+            parts = [each for part in content for each in _with_urls(part, request.media)]
             found.append({**message, "content": parts})
         else:
             found.append(message)
     return found
 
 
-def _with_urls(part: Any, images: Sequence[PromptImage]) -> list[Any]:
-    """Return a part of a content as it is sent: an image is a data URL, a document one for each page."""
-    own = image_of_part(part)
+def _with_urls(part: Any, files: Sequence[PromptFile]) -> list[Any]:
+    """Return a part of a content as it is sent: a file is a data URL, a document one for each page."""
+    own = file_of_part(part)
     if own is None:
         return [part]
-    return [{"type": "image_url", "image_url": {"url": url}} for url in _urls(images[own])]
+    name = files[own].kind.url_part
+    return [{"type": name, name: {"url": url}} for url in _urls(files[own])]
 
 
 def _asked_of_generate(asks: AskedColumns) -> dict[str, Any]:
@@ -214,6 +242,8 @@ def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
 
 def chat_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/chat/completions`, with `return_meta_info` for the counts of each sample."""
+    if request.media:
+        _refuse_parted(request)
     sampling = dict(request.sampling)
     body: dict[str, Any] = {"model": ANY_MODEL, "messages": _messages_of(request), "return_meta_info": True}
     if request.continues:

@@ -65,7 +65,7 @@ class Tokenizer:
 
     def can_encode(self, request: Request) -> bool:
         """Return whether this request's prompt can be tokenized here; else the engine has to do it."""
-        if request.images:
+        if request.media:
             return False
         if request.kind == "messages":
             plain = all(map(_is_plain, request.prompt))

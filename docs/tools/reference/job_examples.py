@@ -24,6 +24,8 @@ EXAMPLES = {
     "prompt.chat_template_kwargs": "{enable_thinking: false}",
     "sampling.tool_choice": "required",
     "prompt.images": "[photo]",
+    "prompt.audio": "[recording]",
+    "prompt.videos": "{columns: [clip], folder: /data/clips}",
     "prompt.pdf": "{column: document, pages: 1-3}",
     "labels": "[' yes', ' no']",
     "sampling.max_new_tokens": "{column: budget}",

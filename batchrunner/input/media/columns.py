@@ -1,4 +1,4 @@
-"""Values of columns → images of prompts: what each names, its hash, and about how many tokens it takes."""
+"""Values of columns → files of prompts: what each names, its hash, and about how many tokens it takes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
-from batchrunner.core.images import ImageRules, PromptImage
+from batchrunner.core.media import KIND_OF_FIELD, MediaRules, PromptFile
 from batchrunner.core.pages import page_ranges
 from batchrunner.input.column_source import ColumnSource
-from batchrunner.input.images.estimates import tokens_of, tokens_of_file
+from batchrunner.input.media.estimates import tokens_of, tokens_of_file
 from batchrunner.input.prompt_types import is_bytes, is_list, is_text
-from batchrunner.job.images import ImagesSpec, PdfSpec
+from batchrunner.job.media import ImagesSpec, MediaSpec, PdfSpec
 
 PAGE_INCHES = 8.5 * 11
 _USUAL_PAGES, _MOST_PAGES = 8, 64
@@ -30,25 +30,26 @@ _FIELDS = {"bytes", "path"}
 _WANTED = "hold bytes, a struct {bytes, path}, paths or URLs"
 
 
-class ImageColumn:
-    """A column with images, or with PDF documents."""
+class FileColumn:
+    """A column with images, audio, videos or PDF documents."""
 
-    def __init__(self, name: str, spec: ImagesSpec | PdfSpec, source: ColumnSource) -> None:
-        """Check the column's type; raises InputError."""
+    def __init__(self, name: str, spec: MediaSpec | PdfSpec, source: ColumnSource, field: str) -> None:
+        """Check the type of the column, which this field of the prompt names; raises InputError."""
         self.name = name
+        self.field = field
         self._spec = spec
         self._source = source
-        self._where = "prompt.pdf" if isinstance(spec, PdfSpec) else "prompt.images"
-        self._rules: dict[str | None, ImageRules] = {}
+        self._where = f"prompt.{field}"
+        self._rules: dict[str | None, MediaRules] = {}
         kind = source.field(name, where=self._where).type
         in_list = is_list(kind) and not isinstance(spec, PdfSpec)
-        if not _holds_images(kind.value_type if in_list else kind):
+        if not _holds_files(kind.value_type if in_list else kind):
             more = "" if isinstance(spec, PdfSpec) else ", or lists of these"
             raise InputError(f"{self._where}: column {name!r} must {_WANTED}{more} (got {kind})")
         self.holds_lists = in_list
 
-    def images(self, row: int, value: Any, pages: Any = None) -> list[PromptImage]:
-        """Return the images of a value of the row with this ordinal; raises RowRefusedError.
+    def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:
+        """Return the files of a value of the row with this ordinal; raises RowRefusedError.
 
         `pages` are those of a PDF document.
         """
@@ -57,13 +58,13 @@ class ImageColumn:
         rules = self._rules_of(row)
         text = self._pages(pages) if isinstance(self._spec, PdfSpec) else ""
         if not self.holds_lists:
-            return [self._image(value, f"column {self.name!r}", text, rules)]
+            return [self._file(value, f"column {self.name!r}", text, rules)]
         return [
-            self._image(item, f"column {self.name!r}, item {number}", text, rules)
+            self._file(item, f"column {self.name!r}, item {number}", text, rules)
             for number, item in enumerate(value, 1)
         ]
 
-    def _image(self, value: Any, label: str, pages: str, rules: ImageRules) -> PromptImage:
+    def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
         content, place = b"", ""
         if isinstance(value, Mapping):
             inner = value.get("bytes")
@@ -80,7 +81,8 @@ class ImageColumn:
             label = f"{label} ({place if len(place) <= _LONGEST_NAME else f'{place[:_LONGEST_NAME]}…'})"
         key = blake2b(content or f"{rules.folder}\0{place}".encode("utf-8", "surrogatepass"), digest_size=16)
         key.update(pages.encode())
-        return PromptImage(key.digest(), self._tokens(content, pages), label, content, place, pages, rules)
+        tokens = self._tokens(content, pages, rules)
+        return PromptFile(key.digest(), tokens, label, content, place, pages, rules)
 
     def _named(self, text: str, label: str) -> tuple[bytes, str]:
         """Return the bytes of a data URL, or the path or URL."""
@@ -117,37 +119,38 @@ class ImageColumn:
                 raise RowRefusedError(f"prompt.pdf: {failure}") from None
         return text
 
-    def _tokens(self, content: bytes, pages: str) -> int:
-        """Return about how many tokens an image takes, or the pages of a document together."""
-        most = self._spec.max_pixels
+    def _tokens(self, content: bytes, pages: str, rules: MediaRules) -> int:
+        """Return about how many tokens a file takes, or the pages of a document together."""
+        most = rules.max_pixels
         if isinstance(self._spec, PdfSpec):
             count = _USUAL_PAGES if pages == "all" else sum(map(len, page_ranges(pages)))
             one = tokens_of(PAGE_INCHES * self._spec.dpi**2, most)
             return min(count, _MOST_PAGES) * one
-        return tokens_of_file(content, most)
+        return tokens_of_file(content, rules.kind, most)
 
-    def _rules_of(self, row: int) -> ImageRules:
+    def _rules_of(self, row: int) -> MediaRules:
         given = self._spec.folder
         own = self._source.directory_of(row) if given is None else None
         if own not in self._rules:
-            self._rules[own] = rules_of(self._spec, own)
+            self._rules[own] = rules_of(self._spec, own, self.field)
         return self._rules[own]
 
 
-def rules_of(spec: ImagesSpec | PdfSpec, directory: str | None) -> ImageRules:
-    """Return how images are read whose row is in an input file of this directory, or in none."""
+def rules_of(spec: MediaSpec | PdfSpec, directory: str | None, field: str) -> MediaRules:
+    """Return how files of this field are read whose row is in an input file of a directory, or in none."""
     folder = directory if spec.folder is None else spec.folder
     everywhere = folder is not None and Path(folder) == Path("/")
-    return ImageRules(
+    return MediaRules(
         folder=str(Path.cwd() if folder is None or everywhere else Path(folder).absolute()),
         confined=not everywhere,
         allow_urls=spec.allow_urls,
-        max_pixels=spec.max_pixels,
+        max_pixels=spec.max_pixels if isinstance(spec, (ImagesSpec, PdfSpec)) else None,
         dpi=spec.dpi if isinstance(spec, PdfSpec) else None,
+        kind=KIND_OF_FIELD[field].name,
     )
 
 
-def _holds_images(kind: pa.DataType) -> bool:
+def _holds_files(kind: pa.DataType) -> bool:
     if pt.is_struct(kind):
         fields = {field.name: field.type for field in kind}
         known = _FIELDS & fields.keys()

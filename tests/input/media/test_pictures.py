@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from batchrunner.input.images.bad_image import BadImageError
-from batchrunner.input.images.pictures import MOST_PIXELS, sendable
+from batchrunner.input.media.bad_file import BadFileError
+from batchrunner.input.media.pictures import MOST_PIXELS, sendable
 from tests.support.pictures import file_of, opened, picture
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
@@ -132,6 +132,6 @@ def _huge(width: int, height: int) -> bytes:
 def test_bad_files(content: bytes, problem: str) -> None:
     """A file that is no good image says what it is; none is decoded that would fill the memory."""
     for most in (None, 1000):
-        with pytest.raises(BadImageError) as failure:
+        with pytest.raises(BadFileError) as failure:
             sendable(content, most)
         assert problem in str(failure.value)

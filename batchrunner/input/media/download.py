@@ -14,7 +14,7 @@ from contextlib import closing
 from http import HTTPStatus
 from urllib.parse import quote, urljoin, urlsplit
 
-from batchrunner.input.images.bad_image import BadImageError
+from batchrunner.input.media.bad_file import BadFileError
 
 MOST_REDIRECTS = 5
 TIMEOUT_S = 20.0
@@ -34,7 +34,7 @@ _REDIRECTS = {
 _BUSY = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-_HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, application/pdf, */*;q=0.5"}
+_HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, audio/*, video/*, application/pdf, */*;q=0.5"}
 
 
 class BusyServerError(Exception):
@@ -45,11 +45,11 @@ class PublicAddresses:
     """Looks up hosts, and refuses addresses that are not public."""
 
     def of(self, host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
-        """Return the addresses of a host, all of them public; raises BadImageError or OSError."""
+        """Return the addresses of a host, all of them public; raises BadFileError or OSError."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         for _, _, _, _, address in found:
             if not self.allows(str(address[0])):
-                raise BadImageError(f"is a URL of {host}, whose address {address[0]} is not public")
+                raise BadFileError(f"is a URL of {host}, whose address {address[0]} is not public")
         return [(family, str(address[0])) for family, _, _, _, address in found]
 
     def allows(self, address: str) -> bool:
@@ -73,7 +73,7 @@ def _with_inner(text: str) -> Iterator[_IPAddress]:
 
 
 def download(url: str, most_bytes: int, addresses: PublicAddresses | None = None) -> bytes:
-    """Return the bytes at a URL; raises BadImageError. Blocks, for a slow server up to a minute."""
+    """Return the bytes at a URL; raises BadFileError. Blocks, for a slow server up to a minute."""
     checked = addresses or PublicAddresses()
     for pause_s in (*PAUSES_S, None):
         try:
@@ -81,9 +81,9 @@ def download(url: str, most_bytes: int, addresses: PublicAddresses | None = None
         except (OSError, http.client.HTTPException, BusyServerError) as failure:
             if pause_s is None:
                 why = " ".join(str(failure).split()) or type(failure).__name__
-                raise BadImageError(f"cannot be downloaded: {why}") from None
+                raise BadFileError(f"cannot be downloaded: {why}") from None
         except ValueError as failure:
-            raise BadImageError(f"is no URL that can be downloaded: {failure}") from None
+            raise BadFileError(f"is no URL that can be downloaded: {failure}") from None
         time.sleep(pause_s)
     raise AssertionError("the last try returns or raises")
 
@@ -99,22 +99,22 @@ def _followed(url: str, most_bytes: int, addresses: PublicAddresses) -> bytes:
                     return _body(reply, most_bytes)
                 url = urljoin(url, reply.headers.get("Location", ""))
         if urlsplit(url).scheme not in {"http", "https"}:
-            raise BadImageError("redirects to something that is no http(s) URL")
-    raise BadImageError(f"redirects more than {MOST_REDIRECTS} times")
+            raise BadFileError("redirects to something that is no http(s) URL")
+    raise BadFileError(f"redirects more than {MOST_REDIRECTS} times")
 
 
 def _body(reply: http.client.HTTPResponse, most_bytes: int) -> bytes:
     if reply.status in _BUSY or reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         raise BusyServerError(f"the server answers {reply.status}")
     if reply.status != HTTPStatus.OK:
-        raise BadImageError(f"cannot be downloaded: the server answers {reply.status}")
+        raise BadFileError(f"cannot be downloaded: the server answers {reply.status}")
     pieces: list[bytes] = []
     size = 0
     while piece := reply.read(_PIECE_BYTES):
         pieces.append(piece)
         size += len(piece)
         if size > most_bytes:
-            raise BadImageError(f"has more than {most_bytes >> 20} MiB")
+            raise BadFileError(f"has more than {most_bytes >> 20} MiB")
     if reply.length:  # what is still to come
         raise BusyServerError("the connection ended early")
     return b"".join(pieces)
@@ -124,7 +124,7 @@ def _connection(url: str, addresses: PublicAddresses) -> http.client.HTTPConnect
     """Connect to the address of a URL that was checked."""
     parts = urlsplit(url)
     if not parts.hostname:
-        raise BadImageError("is a URL without a host")
+        raise BadFileError("is a URL without a host")
     secure = parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
     family, address = addresses.of(parts.hostname, port)[0]

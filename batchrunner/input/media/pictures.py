@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from batchrunner.input.images.bad_image import BadImageError
+from batchrunner.input.media.bad_file import BadFileError
 
 MOST_PIXELS = 89_478_485
 """Most pixels of an image, Pillow's own limit against decompression bombs: decoded they take 358 MB."""
@@ -26,24 +26,24 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # ou
 
 
 def sendable(content: bytes, max_pixels: int | None) -> bytes:
-    """Return a picture's file as it is sent; raises BadImageError.
+    """Return a picture's file as it is sent; raises BadFileError.
 
     The file stays as it is where nothing has to be changed. An animated picture becomes its first frame.
     """
     try:
         with Image.open(io.BytesIO(content), formats=_known_formats()) as image:
             return _checked(image, content, max_pixels)
-    except BadImageError:
+    except BadFileError:
         raise
     except UnidentifiedImageError:
-        raise BadImageError(f"is no image that can be read ({len(content)} bytes)") from None
+        raise BadFileError(f"is no image that can be read ({len(content)} bytes)") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadImageError(f"has more than {MOST_PIXELS} pixels") from None
+        raise BadFileError(f"has more than {MOST_PIXELS} pixels") from None
     except MemoryError:
         raise
     except Exception as failure:  # noqa: BLE001 - Pillow raises what its many decoders raise
         why = " ".join(str(failure).split()) or type(failure).__name__
-        raise BadImageError(f"is a broken image: {why}") from None
+        raise BadFileError(f"is a broken image: {why}") from None
 
 
 @cache
@@ -72,7 +72,7 @@ def scale_to(width: float, height: float, max_pixels: int | None) -> float:
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
     kind, (width, height) = str(image.format), image.size
     if width * height > MOST_PIXELS:
-        raise BadImageError(f"has {width} x {height} pixels: the most are {MOST_PIXELS}")
+        raise BadFileError(f"has {width} x {height} pixels: the most are {MOST_PIXELS}")
     scale = scale_to(width, height, max_pixels)
     if scale < 1 and kind == "JPEG":  # decoded in a size that is near the one wanted
         image.draft(None, (math.ceil(width * scale), math.ceil(height * scale)))
@@ -106,7 +106,7 @@ def _plain(image: Any) -> Any:
         _, most = image.getextrema()
         return image.point(lambda value: value / 257).convert("L") if most > 255 else image.convert("L")  # noqa: PLR2004
     if image.mode == "F":
-        raise BadImageError("has pixels of 32-bit numbers: write it with 8 or 16 bits")
+        raise BadFileError("has pixels of 32-bit numbers: write it with 8 or 16 bits")
     if image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info:
         clear = image.convert("RGBA")
         ground = Image.new("RGB", clear.size, _WHITE)

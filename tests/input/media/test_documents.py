@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from batchrunner.input.images.bad_image import BadImageError
-from batchrunner.input.images.documents import page_images
+from batchrunner.input.media.bad_file import BadFileError
+from batchrunner.input.media.documents import page_images
 from tests.support.pictures import document, opened, picture
 
 
@@ -51,14 +51,14 @@ def test_sizes() -> None:
 )
 def test_bad_documents(content: bytes, pages: str, problem: str) -> None:
     """A broken document, or a page that it lacks, is said."""
-    with pytest.raises(BadImageError) as failure:
+    with pytest.raises(BadFileError) as failure:
         list(page_images(content, pages, 72, None))
     assert problem in str(failure.value)
 
 
 def test_huge_page() -> None:
     """A page that would have too many pixels is refused, unless max_pixels makes it small."""
-    with pytest.raises(BadImageError, match=r"page 1 would have \d+ pixels"):
+    with pytest.raises(BadFileError, match=r"page 1 would have \d+ pixels"):
         list(page_images(document(1, (100, 100), dpi=0.5), "all", 150, None))
     assert len(_sizes(document(1, (100, 100), dpi=0.5), "all", 150, 10_000)) == 1
 
@@ -75,5 +75,5 @@ ENCRYPTED = (
 
 def test_encrypted_document() -> None:
     """A document that needs a password is said to be encrypted."""
-    with pytest.raises(BadImageError, match="is encrypted"):
+    with pytest.raises(BadFileError, match="is encrypted"):
         list(page_images(ENCRYPTED, "all", 72, None))

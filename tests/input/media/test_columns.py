@@ -8,22 +8,23 @@ import pyarrow as pa
 import pytest
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.images import PromptImage
-from batchrunner.input.images.columns import ImageColumn
-from batchrunner.input.images.estimates import USUAL_TOKENS
+from batchrunner.core.media import PromptFile
 from batchrunner.input.live_rows import LiveColumns
-from batchrunner.job.images import ImagesSpec, PdfSpec
+from batchrunner.input.media.columns import FileColumn
+from batchrunner.input.media.estimates import USUAL_TOKENS
+from batchrunner.job.media import ImagesSpec, PdfSpec
 from batchrunner.job.sampling import FromColumn
 from tests.support.pictures import document, picture
 
 
-def _column(values: list[Any], spec: ImagesSpec | PdfSpec | None = None) -> ImageColumn:
+def _column(values: list[Any], spec: ImagesSpec | PdfSpec | None = None) -> FileColumn:
     source = LiveColumns(pa.table({"image": values}).schema)
-    return ImageColumn("image", spec or ImagesSpec(columns=["image"]), source)
+    field = "pdf" if isinstance(spec, PdfSpec) else "images"
+    return FileColumn("image", spec or ImagesSpec(columns=["image"]), source, field)
 
 
-def _one(value: Any, spec: ImagesSpec | PdfSpec | None = None, pages: Any = None) -> PromptImage:
-    (image,) = _column([value], spec).images(0, value, pages)
+def _one(value: Any, spec: ImagesSpec | PdfSpec | None = None, pages: Any = None) -> PromptFile:
+    (image,) = _column([value], spec).files(0, value, pages)
     return image
 
 
@@ -63,7 +64,7 @@ def test_bad_pages_of_a_row(pages: Any) -> None:
 def test_lists() -> None:
     """A list is several images, and says which of them is wrong."""
     column = _column([["a.png", "b.png"]])
-    assert [image.place for image in column.images(0, ["a.png", "b.png"])] == ["a.png", "b.png"]
-    assert column.images(0, []) == []
+    assert [image.place for image in column.files(0, ["a.png", "b.png"])] == ["a.png", "b.png"]
+    assert column.files(0, []) == []
     with pytest.raises(RowRefusedError, match="item 2 is null"):
-        column.images(0, ["a.png", None])
+        column.files(0, ["a.png", None])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from batchrunner.core.images import ImageRules, PromptImage
-from batchrunner.input.images import prepare as module
-from batchrunner.input.images.prepare import prepare
+from batchrunner.core.media import MediaRules, PromptFile
+from batchrunner.input.media import prepare as module
+from batchrunner.input.media.prepare import prepare
 from tests.support.pictures import document, picture
 
-RULES = ImageRules("/", confined=False, allow_urls=False, max_pixels=None)
+RULES = MediaRules("/", confined=False, allow_urls=False, max_pixels=None)
 
 
-def _image(content: bytes, rules: ImageRules = RULES) -> PromptImage:
-    return PromptImage(b"key", 1, "column 'image'", content, "", "all", rules)
+def _image(content: bytes, rules: MediaRules = RULES) -> PromptFile:
+    return PromptFile(b"key", 1, "column 'image'", content, "", "all", rules)
 
 
 def test_images_and_pages() -> None:
@@ -26,7 +26,7 @@ def test_images_and_pages() -> None:
     assert (len(found[1][0]), found[1][1]) == (3, 300)
 
 
-def test_bad_image() -> None:
+def test_bad_file() -> None:
     """The first bad image is the row's error."""
     assert prepare((_image(picture()), _image(b"no"))) == (
         "prompt.images: column 'image': is no image that can be read (2 bytes)"
@@ -36,7 +36,7 @@ def test_bad_image() -> None:
 def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row may have so many images, and so many bytes of them."""
     pages = _image(document(4), RULES._replace(dpi=72))
-    monkeypatch.setattr(module, "MOST_IMAGES", 3)
+    monkeypatch.setattr(module, "MOST_FILES", 3)
     assert "more than 3 images" in prepare((pages,))
     monkeypatch.undo()
     monkeypatch.setattr(module, "MOST_SENT_BYTES", 100)

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from batchrunner.core.pages import page_ranges
-from batchrunner.input.images.bad_image import BadImageError
-from batchrunner.input.images.pictures import MOST_PIXELS, encoded, scale_to
+from batchrunner.input.media.bad_file import BadFileError
+from batchrunner.input.media.pictures import MOST_PIXELS, encoded, scale_to
 
 _POINTS_AN_INCH = 72
 _ENCRYPTED = "password"
 
 
 def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) -> Iterator[bytes]:
-    """Yield pages of a document as PNG files; raises BadImageError.
+    """Yield pages of a document as PNG files; raises BadFileError.
 
     Of a range those pages are taken that the document has; it must have the first one.
     """
@@ -22,7 +22,7 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
         document = pypdfium2.PdfDocument(content)
     except pypdfium2.PdfiumError as failure:
         what = "is encrypted" if _ENCRYPTED in str(failure).lower() else "is no PDF document that can be read"
-        raise BadImageError(f"{what} ({' '.join(str(failure).split())})") from None
+        raise BadFileError(f"{what} ({' '.join(str(failure).split())})") from None
     try:
         for number in _numbers(pages, len(document)):
             yield _page(pypdfium2, document, number, dpi, max_pixels)
@@ -32,13 +32,13 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
 
 def _numbers(pages: str, count: int) -> Iterator[int]:
     if not count:
-        raise BadImageError("has no pages")
+        raise BadFileError("has no pages")
     if pages == "all":
         yield from range(1, count + 1)
         return
     for wanted in page_ranges(pages):
         if wanted.start > count:
-            raise BadImageError(f"has no page {wanted.start}: it has {count}")
+            raise BadFileError(f"has no page {wanted.start}: it has {count}")
         yield from range(wanted.start, min(wanted.stop, count + 1))
 
 
@@ -50,11 +50,11 @@ def _page(pdfium: Any, document: Any, number: int, dpi: float, max_pixels: int |
         scale *= scale_to(width * scale, height * scale, max_pixels)
         pixels = width * height * scale * scale
         if not 1 <= pixels <= MOST_PIXELS:
-            raise BadImageError(f"page {number} would have {pixels:.0f} pixels: the most are {MOST_PIXELS}")
+            raise BadFileError(f"page {number} would have {pixels:.0f} pixels: the most are {MOST_PIXELS}")
         bitmap = page.render(scale=scale)
         image = encoded(bitmap.to_pil().convert("RGB"))
         bitmap.close()
         page.close()
     except pdfium.PdfiumError as failure:
-        raise BadImageError(f"page {number} cannot be rendered: {failure}") from None
+        raise BadFileError(f"page {number} cannot be rendered: {failure}") from None
     return image

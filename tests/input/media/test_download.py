@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from batchrunner.input.images import download as module
-from batchrunner.input.images.bad_image import BadImageError
-from batchrunner.input.images.download import PublicAddresses, download
+from batchrunner.input.media import download as module
+from batchrunner.input.media.bad_file import BadFileError
+from batchrunner.input.media.download import PublicAddresses, download
 
 CONTENT = b"the bytes of an image"
 
@@ -75,7 +75,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _refused(url: str, addresses: PublicAddresses, most: int = 1 << 20) -> str:
-    with pytest.raises(BadImageError) as failure:
+    with pytest.raises(BadFileError) as failure:
         download(url, most, addresses)
     return str(failure.value)
 
