@@ -88,7 +88,7 @@ async def execute(
         stack.push_async_callback(give_back, attempt.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if not (attempt.rows.unread or fresh):
-            await _give_earlier(run_dir, handover)
+            await _give_earlier(prepared, handover)
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
             await asyncio.to_thread(check_dimensions_of_launched, job)
@@ -118,7 +118,7 @@ async def execute(
                 run_dir.discard_merged()
         with contextlib.closing(events):
             events.open()
-            await _give_earlier(run_dir, handover)
+            await _give_earlier(prepared, handover)
             run = await build_run(
                 prepared, attempt, engine, info, lock, counts, events, control, display, handover
             )
@@ -132,9 +132,9 @@ def _leave(prepared: PreparedJob) -> None:
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
 
 
-async def _give_earlier(run_dir: RunDir, handover: Handover | None) -> None:
+async def _give_earlier(prepared: PreparedJob, handover: Handover | None) -> None:
     if handover is not None:
-        await handover.put_earlier(run_dir)
+        await handover.put_earlier(prepared.run_dir, prepared.columns)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -31,6 +33,7 @@ class Handover:
 
     def __init__(self) -> None:
         self._rows: deque[dict[str, Any]] = deque()
+        self._further: dict[str, None] = {}  # columns that only rows of earlier attempts have
         self._ended = False
         self._came = asyncio.Event()
         self._room = asyncio.Event()
@@ -46,7 +49,7 @@ class Handover:
     async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
         """Add the rows that an outcome becomes, as `plan` says, each once there is room."""
         for row in rows_given(outcome, plan):
-            await self.put(row)
+            await self.put({**row, **self._further})
 
     async def take(self) -> list[dict[str, Any]]:
         """Take all rows that are there; waits for the first. Empty at the end."""
@@ -58,17 +61,25 @@ class Handover:
         self._room.set()
         return rows
 
-    async def put_earlier(self, run_dir: RunDir) -> None:
-        """Add the rows in the parts of a run, each once; raises ResumeError where a part is damaged."""
+    async def put_earlier(self, run_dir: RunDir, columns: Sequence[str]) -> None:
+        """Add the rows in the parts of a run, each once; raises ResumeError where a part is damaged.
+
+        `columns` are those of the rows of this attempt. All rows have the same ones: what a row was not asked
+        for is None, and so is a vector where no row of its part has one.
+        """
+        parts = [*run_dir.all_parts()]
+        found = await asyncio.to_thread(_columns_of, parts)
+        self._further = dict.fromkeys(name for name in found if name not in columns)
+        blank = dict.fromkeys([*columns, *self._further])
         given = BitMap64()
-        for path in run_dir.all_parts():
+        for path in parts:
             of_this_part = BitMap64()
             with open_part(path) as part:
                 for batch in part.iter_batches(MOST_ROWS):
                     for row in await asyncio.to_thread(_rows_of, batch):
                         if row["row"] not in given:  # it may have several samples here
                             of_this_part.add(row["row"])
-                            await self.put(row)
+                            await self.put(blank | row)
             given |= of_this_part
 
     def end(self) -> None:
@@ -129,6 +140,15 @@ class StoredAndGiven:
     def check(self) -> None:
         """Raise the StorageError of a background write that failed for good."""
         self._writer.check()
+
+
+def _columns_of(parts: Sequence[Path]) -> dict[str, None]:
+    """Return the columns of parts, in the order in which they are met."""
+    found: dict[str, None] = {}
+    for path in parts:
+        with open_part(path) as part:
+            found |= dict.fromkeys(part.schema_arrow.names)
+    return found
 
 
 def rows_given(outcome: Outcome, plan: AnswerPlan) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from batchrunner.input.job_input import JobInput
 from batchrunner.input.row_values import rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.tasks.table import EMBED, GENERATE, TaskName
-from batchrunner.output.columns import RunSchema
+from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
 from batchrunner.output.resume import schema_of_results
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.shard import JoinTask, Shard
@@ -53,6 +53,11 @@ class PreparedJob(JobInput):
                 if row[URL] is not None:
                     return EMBED if row[URL] == EMBEDDINGS_PATH else GENERATE
         return GENERATE
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the results, in order, also those of vectors that no row may have."""
+        return list(with_vectors(schema_of_run(self.renderer.carried_schema, self.answers, {})).names)
 
     @property
     def results_schema(self) -> pa.Schema | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,6 +63,50 @@ async def test_options_of_each_task() -> None:
     assert {row["label"] for row in classes} <= {"LABEL_0", "LABEL_1", "LABEL_2"}
     rewards = await rows_of(TEXTS, task="reward", engine=INSTANT)
     assert all(isinstance(row["score"], float) for row in rewards)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"task": "embed"},
+        {"task": "embed", "task_options": {"dtype": "float16"}},
+        {"task": "score", "task_options": {"labels": [" yes", " no"]}},
+        {"task": "score", "task_options": {"choices": [" a", " b"]}},
+        {"task": "rerank", "task_options": {"documents": "d"}},
+        {"task": "reward"},
+        {"task": "classify"},
+        {},
+        {"sampling": {"n": 2}},
+        {"sampling": {"n": 2}, "explode": True},
+        {"answers": ["output_ids", "logprobs"]},
+    ],
+)
+async def test_rows_that_all_failed_have_the_same_keys(tmp_path: Path, call: dict[str, Any]) -> None:
+    """Those of a run directory too, in whose parts no row may have a vector."""
+    call = {"prompt": {"text": "q"}, "columns": ["id"], "engine": INSTANT, **call}
+    tolerant = {"max_failed_rows": "100%", "abort_failed_share": 1}
+    good, *_ = await rows_of([{"q": "x", "d": ["y"], "id": 7}], **call)
+    bad = [{"q": "", "d": ["y"], "id": number} for number in range(3)]
+    stored = {**call, "output": tmp_path / "run", "limits": tolerant}
+    for rows in (await rows_of(bad, **stored), await rows_of(bad, **stored)):
+        assert [row["id"] for row in rows] == [0, 1, 2]
+        assert all(row["error"] for row in rows)
+        assert [list(row) for row in rows] == [list(good)] * 3
+
+
+async def test_starts_that_ask_for_other_columns(tmp_path: Path) -> None:
+    """Rows of earlier starts and new ones have the columns of both, in one order; what is missing is None."""
+    with FakeSGLang(lambda sent: "answer" if sent.prompt in "012" else "hold") as server:
+        call: dict[str, Any] = {"engine": server.url, "prompt": {"text": "text"}, "output": tmp_path / "run"}
+        texts = [str(number) for number in range(6)]
+        async with aclosing(batchrunner.stream(texts, answers=["output_ids"], **call)) as stream:
+            first = [await anext(stream) for _ in range(3)]
+        assert all(row["output_ids"] for row in first)
+        server.script = lambda _: "answer"
+        found = await rows_of(texts, answers=["matched_stop"], **call)
+    assert [row["output_ids"] is None for row in found] == [False] * 3 + [True] * 3
+    assert [list(row) for row in found] == [list(found[0])] * 6
+    assert "matched_stop" in found[0]
 
 
 async def test_an_open_engine() -> None:
