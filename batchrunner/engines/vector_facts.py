@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import JobError
 from batchrunner.core.jsonfile import read_json
 from batchrunner.engines.model_files import model_directory, read_config
@@ -56,34 +57,62 @@ def lengths_told(models: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
     return None
 
 
-def lengths_of_launched(spec: EngineSpec) -> tuple[int, ...] | None:
-    """Return the same for a model that the run loads itself, by its files and the engine's arguments."""
+def longest_of(config: Mapping[str, Any]) -> int | None:
+    """Return the most numbers of a vector of a model with this config.json: those of its hidden states."""
+    size = config.get("hidden_size")
+    return size if type(size) is int and size > 0 else None
+
+
+def config_of_launched(spec: EngineSpec) -> dict[str, Any]:
+    """Return the config.json of a model that the run loads itself, with the engine's values above it.
+
+    Empty where it is not known.
+    """
     if not isinstance(spec, (LaunchedEngine, InprocessEngine)) or spec.model is None:
-        return None
+        return {}
     config = read_config(spec.model)
     given = spec.args.get(OVERRIDES)
     with suppress(orjson.JSONDecodeError):
         more = orjson.loads(given) if isinstance(given, str) else given
-        return lengths_of({**config, **more}) if isinstance(more, dict) and config else lengths_of(config)
-    return None
+        return {**config, **more} if isinstance(more, dict) and config else config
+    return {}
 
 
-def check_dimensions(job: Job, lengths: tuple[int, ...] | None, model: str) -> None:
-    """Raise JobError where the job asks for shorter vectors than the model can make."""
+def check_dimensions(
+    job: Job, lengths: tuple[int, ...] | None, model: str, longest: int | None = None
+) -> None:
+    """Raise JobError where the job asks for vectors of a length that the model cannot make.
+
+    `lengths` are as in `lengths_of`, and `longest` is the longest one; None where it is not known.
+    """
     asked = job.output.dimensions
-    if asked is None or lengths is None or asked in lengths:
+    if asked is None:
         return
-    known = f"only {', '.join(map(str, lengths))}" if lengths else "of its own length only"
-    raise JobError(
-        f"output.dimensions: {model} makes vectors {known} (got {asked})",
-        hint="leave it out; for a model that was trained for shorter ones and does not say so in its "
-        f"config.json, start SGLang with --{OVERRIDES} '{{\"is_matryoshka\": true}}'",
-    )
+    if lengths is not None and asked not in lengths:
+        known = f"only {', '.join(map(str, lengths))}" if lengths else "of its own length only"
+        raise JobError(
+            f"output.dimensions: {model} makes vectors {known} (got {asked})",
+            hint="leave it out; for a model that was trained for shorter ones and does not say so in its "
+            f"config.json, start SGLang with --{OVERRIDES} '{{\"is_matryoshka\": true}}'",
+        )
+    if longest is not None and asked > longest:
+        raise JobError(
+            f"output.dimensions: {model} makes vectors of {longest} numbers at most (got {asked})",
+            hint="give fewer, or leave it out",
+        )
 
 
 def check_dimensions_of_launched(job: Job) -> None:
     """Do so for a model that the run is to load, by its files."""
-    check_dimensions(job, lengths_of_launched(job.engine), str(getattr(job.engine, "model", None)))
+    config = config_of_launched(job.engine)
+    model = str(getattr(job.engine, "model", None))
+    check_dimensions(job, lengths_of(config), model, longest_of(config))
+
+
+def check_dimensions_of_open(job: Job, info: EngineInfo) -> None:
+    """Do so for the model of an open engine, by what it tells, and by the files where they are here."""
+    config = {} if info.simulated or job.output.dimensions is None else read_config(info.model)
+    check_dimensions(job, info.vector_lengths, info.model, longest_of(config))
 
 
 def pooling_note(model: Mapping[str, Any], *, launched: bool) -> str | None:

@@ -13,7 +13,7 @@ from batchrunner.dispatch.media import check_takes_media
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
-from batchrunner.engines.vector_facts import check_dimensions, check_dimensions_of_launched
+from batchrunner.engines.vector_facts import check_dimensions_of_launched, check_dimensions_of_open
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks.table import TaskName
 from batchrunner.output.counts import RowCounts
@@ -100,7 +100,7 @@ async def execute(
             with engine_starting(run_dir):
                 info = await _open(engine, control)
         check_takes_media(job, info)
-        check_dimensions(job, info.vector_lengths, info.model)
+        await asyncio.to_thread(check_dimensions_of_open, job, info)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if model_of(job.engine) is None and not fresh:

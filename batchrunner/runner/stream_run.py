@@ -14,7 +14,7 @@ from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.media import check_takes_media
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
-from batchrunner.engines.vector_facts import check_dimensions, check_dimensions_of_launched
+from batchrunner.engines.vector_facts import check_dimensions_of_launched, check_dimensions_of_open
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
@@ -59,7 +59,7 @@ async def send_stream(
                 stack.push_async_callback(engine.close)
                 info = await engine.open()
             check_takes_media(job, info)
-            check_dimensions(job, info.vector_lengths, info.model)
+            await asyncio.to_thread(check_dimensions_of_open, job, info)
             for note in info.notes:
                 log.info("%s", note)
             stack.enter_context(contextlib.closing(events))

@@ -113,6 +113,17 @@ def test_dimensions_of_a_server(tmp_path: Path, told: Any, asked: int, message: 
     assert not server.sent
 
 
+@pytest.mark.parametrize(("size", "code"), [(4, 0), (3, 2), (None, 0)])
+def test_more_dimensions_than_the_model_of_a_server_has(tmp_path: Path, size: int | None, code: int) -> None:
+    """Its config.json tells, where it is on this machine; nothing is sent."""
+    model = model_in(tmp_path / "model", hidden_size=size)
+    with embedder(model, supports_dimensions=True) as server:
+        done = run(tmp_path, server, output={"dimensions": 4})
+    assert done.exit_code == code
+    assert ("makes vectors of 3 numbers at most (got 4): give fewer" in done.stderr) == (code != 0)
+    assert bool(server.sent) == (code == 0)
+
+
 @pytest.mark.parametrize("kind", ["server", "inprocess"])
 @pytest.mark.parametrize(
     ("config", "args", "message"),
@@ -120,6 +131,11 @@ def test_dimensions_of_a_server(tmp_path: Path, told: Any, asked: int, message: 
         ({}, {}, "of its own length only"),
         ({"matryoshka_dimensions": [64]}, {}, "only 64"),
         ({"is_matryoshka": True}, {}, None),
+        ({"is_matryoshka": True, "hidden_size": 32}, {}, None),
+        ({"is_matryoshka": True, "hidden_size": 31}, {}, "of 31 numbers at most (got 32)"),
+        ({"is_matryoshka": True, "text_config": {"hidden_size": 16}}, {}, "of 16 numbers at most"),
+        ({"is_matryoshka": True, "hidden_size": "31"}, {}, None),
+        ({"hidden_size": 31}, {"json-model-override-args": '{"is_matryoshka": true}'}, "of 31 numbers"),
         ({}, {"json-model-override-args": '{"is_matryoshka": true}'}, None),
         ({}, {"json-model-override-args": "{odd"}, None),
     ],
