@@ -161,6 +161,18 @@ def _check_batch(engine: batchrunner.OpenEngine, directory: Path) -> None:
     assert wrong["type"] == "BadRequestError"
 
 
+def _check_bundles(engine: batchrunner.OpenEngine, directory: Path) -> None:
+    """Rows share requests through the gateway, and each has its own output and counts."""
+    found = []
+    for most_rows, bundle in ((8, 8), (1, "off")):
+        job = _long_job(directory / str(bundle), fleet_of(directory), rows=64, tokens=8)
+        report = batchrunner.run({**job, "bundle": bundle}, engine=engine)
+        assert (report.rows_ok, report.bundles["rows_resent"]) == (64, 0)
+        assert report.bundles["most_rows"] == most_rows
+        found.append([(row["completion_tokens"], row["finish_reason"]) for row in results_of(job)])
+    assert found[0] == found[1] == [(8, "length")] * 64
+
+
 def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """All rows are answered, by both replicas, whose loads are polled; the key is in no log."""
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=200)
@@ -171,6 +183,7 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     assert report.engine["max_running"] == 64
     _check_reasoning(replicas)
     _check_batch(replicas, tmp_path / "batch")
+    _check_bundles(replicas, tmp_path / "bundles")
     for log in fleet._log_dir.glob("engine-*.log"):
         assert fleet._key not in log.read_text(errors="replace")
     assert len(list(fleet._log_dir.glob("engine-*.log"))) == 3
