@@ -1,15 +1,18 @@
 """The beginning and the end of the command's process."""
 
 import os
+import signal
 import sys
 import threading
 from typing import NoReturn
 
 from typer import Typer
 
+from batchrunner.cli.interrupts import Interrupts
 from batchrunner.core.console import tell, tell_failure, wants_json
 from batchrunner.core.errors import interrupted
-from batchrunner.core.exit_codes import EXIT_STOPPED
+from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED
+from batchrunner.core.signal_watch import SignalWatch
 from batchrunner.core.standard_streams import lost_output, open_standard_streams
 from batchrunner.core.unforeseen import unforeseen
 
@@ -17,13 +20,17 @@ from batchrunner.core.unforeseen import unforeseen
 def start(app: Typer) -> NoReturn:
     """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
     open_standard_streams()
-    code = _run(app)
+    interrupts = Interrupts()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupts.handle)
+    with SignalWatch(interrupts):
+        code = _run(app)
     if lost := lost_output():
         tell(f"batchrun: standard output: cannot be written: {lost}")
         code = code or EXIT_STOPPED
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    if code and any(not thread.daemon for thread in others):
-        os._exit(code)  # stopped at once: a thread that still works is not waited for
+    if code == EXIT_INTERRUPTED or (code and any(not thread.daemon for thread in others)):
+        os._exit(code)  # a thread that still works is not waited for, nor is Python's own end
     sys.exit(code)
 
 

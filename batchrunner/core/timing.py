@@ -48,8 +48,11 @@ class Timing:
     """Time in which a request that an object store refuses for now is sent again, up to five times."""
     log_upload: float = 30.0
     """Shortest pause between two uploads of a run's logs to an object store."""
+    stop_start: float = 1.0
+    """Longest time from a first Ctrl-C, before any row is sent, until a command begins to end by itself."""
     stop_at_once: float = 10.0
-    """Longest time from the second Ctrl-C to the end of the process, whatever its threads do."""
+    """Longest time in which a command ends by itself that has nothing to wait for, such as after a second
+    Ctrl-C; then its process is ended, whatever its threads do."""
     parts_appear: float = 75.0
     """Longest wait for parts that another host has written; NFS may show an old directory for 60 s."""
     part: float = 30.0

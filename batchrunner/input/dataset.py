@@ -10,7 +10,6 @@ import contextlib
 import functools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, repeat
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.threads import thread_pool
 from batchrunner.core.types import InputFile
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
@@ -62,7 +62,7 @@ class Dataset:
                 hint="give one: a custom_id is unique in its file only",
             )
         shared = repeat(FooterBudget()), repeat(types), repeat(batch)
-        with ThreadPoolExecutor(READERS) as pool:
+        with thread_pool(READERS) as pool:
             self._sources = list(pool.map(SourceFile, repeat(fs), paths, *shared))
         have_one_schema(list(_json_lines(self._sources)))
         self._starts = [0, *accumulate(source.rows for source in self._sources)]
@@ -94,7 +94,7 @@ class Dataset:
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError where a file has other content now than when it was found."""
-        with ThreadPoolExecutor(READERS) as pool:
+        with thread_pool(READERS) as pool:
             list(pool.map(SourceFile.check_unchanged, self._sources))
 
     def added_files(self) -> list[str]:

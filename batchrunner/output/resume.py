@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.row_set import from_column
+from batchrunner.core.threads import thread_pool
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.check_counts import checks_in, with_checks_of_ok
 from batchrunner.output.counts import RowCounts, counted_columns
@@ -64,7 +64,7 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
     # journals first: one of them may become a part before the parts are listed
     journals = _read_journals(run_dir)
     parts = run_dir.own_parts()
-    with ThreadPoolExecutor(READERS) as pool:
+    with thread_pool(READERS) as pool:
         for found in pool.map(partial(_read_part, without_failed=without_failed), parts):
             done.include(found)
     for table in journals:

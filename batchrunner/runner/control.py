@@ -3,10 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.exit_codes import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.core.timing import TIMING
 
 T = TypeVar("T")
 
@@ -20,6 +21,9 @@ class Control:
         self.exit_code = EXIT_STOPPED
         self.at_once = False
         """Whether requests in flight are to be cancelled."""
+        self.stage: Literal["starting", "sending", "ending"] = "starting"
+        """What the run does: it sends rows until its results are on disk. Before and after that a stop has
+        nothing to wait for."""
         self._listeners: list[Callable[[], object]] = []
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
@@ -41,11 +45,32 @@ class Control:
             listener()
 
     def interrupted(self, when: str) -> BatchrunError:
-        """Return the error of an attempt that was stopped before its first row."""
+        """Return the error of an attempt that was stopped before its first row, which ends it."""
+        self.stage = "ending"
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         # not EXIT_TIME_UP: Slurm would requeue for ever a task whose engine takes all of its time to start
         error.exit_code = EXIT_STOPPED if self.exit_code == EXIT_TIME_UP else self.exit_code
         return error
+
+    async def reading(self, work: Callable[[], T], when: str) -> T:
+        """Run `work`, which may block and changes nothing, in a thread; a stop soon leaves it there.
+
+        Raises BatchrunError then, with the exit code of the stop; `when` says what was done.
+        """
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        asked = asyncio.Event()
+        self.listen(asked.set)
+        stopped = asyncio.ensure_future(asked.wait())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if (await asyncio.wait({working}, timeout=TIMING.stop_start))[0]:
+                return working.result()
+            error = BatchrunError(f"{self.reason} {when}")
+            error.exit_code = self.exit_code
+            raise error
+        finally:
+            working.cancel()
+            stopped.cancel()
 
     def _notify(self) -> None:
         for listener in self._listeners:

@@ -6,18 +6,16 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
 
-from batchrunner.core.console import is_no_detail, tell_failure, wants_json
+from batchrunner.core.console import is_no_detail
 from batchrunner.core.endpoints import MetricsAddress
-from batchrunner.core.errors import BatchrunError, JobError
-from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.core.errors import JobError
 from batchrunner.core.open_files import need_files_of_loop
-from batchrunner.core.timing import TIMING
+from batchrunner.core.signal_watch import SignalWatch
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.report.report import Report
@@ -27,6 +25,7 @@ from batchrunner.runner.execute import execute
 from batchrunner.runner.metrics import metrics_server
 from batchrunner.runner.progress import Display, ProgressBar, make_display
 from batchrunner.runner.progress_calls import Displays
+from batchrunner.runner.run_signals import SIGNALS, RunSignals
 from batchrunner.runner.shard import JoinTask, Shard, new_join_task, parse_shard
 
 log = logging.getLogger(__name__)
@@ -34,13 +33,6 @@ log = logging.getLogger(__name__)
 TERM_DRAIN_S = 15.0
 """Seconds that requests in flight get after SIGTERM. SIGKILL follows, after 30 s by default with Slurm and
 Kubernetes, and the engine has to end too."""
-
-_SIGNALS = {
-    signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
-    signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
-    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # no terminal; what nohup ignores stays so
-    signal.SIGUSR1: ("time is nearly up", EXIT_TIME_UP),
-}
 
 
 def run_in_foreground(
@@ -65,11 +57,9 @@ def run_in_foreground(
     control = Control()
 
     async def supervised() -> Report:
-        loop = asyncio.get_running_loop()
-        for number in before:
-            loop.add_signal_handler(number, _on_signal, control, number, bounds.get(number))
+        signals = RunSignals(control, asyncio.get_running_loop(), bounds_s)
         display = make_display(quiet=quiet or as_json)
-        with _log_above(display):
+        with SignalWatch(signals, SIGNALS), contextlib.closing(signals), _log_above(display):
             return await execute(
                 loaded,
                 fresh=fresh,
@@ -79,22 +69,17 @@ def run_in_foreground(
                 control=control,
             )
 
-    bounds = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     need_files_of_loop()
-    stack = contextlib.ExitStack()
-    pages = stack.enter_context(metrics_server(metrics))
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    try:
-        return runner.run(supervised())
-    finally:
-        stack.close()
-        if not control.at_once:  # else it would wait for threads, such as one that renders a row
-            runner.close()
-        # uvloop leaves its own handlers behind, which would ignore a Ctrl-C
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with metrics_server(metrics) as pages:
+        try:
+            return runner.run(supervised())
+        finally:
+            if control.reason is not None:  # a thread that reads from a mount may never end
+                runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
+            if not control.at_once:
+                runner.close()
 
 
 def log_to_stderr(*, quiet: bool, details: bool = True) -> None:
@@ -128,32 +113,3 @@ def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
     from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only where there is a terminal
 
     return logging_redirect_tqdm([logging.getLogger("batchrunner")])
-
-
-def _stop_at_once(control: Control, reason: str) -> None:
-    """Stop the run without its rows in flight, and end the process in any case some seconds later."""
-    if not control.at_once:
-        threading.Thread(target=_end_process, args=[control.exit_code], daemon=True).start()
-    control.stop(reason)
-
-
-def _end_process(exit_code: int) -> None:
-    """End the process if it has not ended by itself, whatever its threads do; journals need no end."""
-    time.sleep(TIMING.stop_at_once)
-    ended = BatchrunError("interrupted: ended without waiting for its threads")
-    ended.exit_code = exit_code
-    os._exit(tell_failure(ended, as_json=wants_json(sys.argv[1:])))
-
-
-def _on_signal(control: Control, number: signal.Signals, within_s: float | None) -> None:
-    """Drain; a second SIGINT stops at once. Slurm may send other signals twice."""
-    reason, exit_code = _SIGNALS[number]
-    again = control.reason is not None
-    control.drain(reason, exit_code)
-    if number == signal.SIGINT and again:
-        _stop_at_once(control, reason)
-    elif within_s is not None:
-        asyncio.get_running_loop().call_later(within_s, _stop_at_once, control, reason)
-    if not again:
-        limit = "; once more stops now" if within_s is None else f", for {within_s:g} s at most"
-        log.warning("%s: waiting for the rows in flight%s", reason, limit)

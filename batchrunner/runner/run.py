@@ -150,8 +150,7 @@ def _log_start(attempt: Attempt, windows: Windows, events: EventLog) -> None:
         why = "set by the job"
     else:
         write_decisions(events, windows.first)
-        count = len(windows.first)
-        why = windows.first[0].reason + (f"; {count} schedulers" if count > 1 else "")
+        why = windows.first[0].reason + (f"; {len(windows.first)} schedulers" if windows.first[1:] else "")
     log.info(
         "%d rows to do, %d done before; window %d (%s)",
         attempt.rows.unread,
@@ -207,8 +206,8 @@ class Run:
         """
         self._write_run_json()  # not before: a job that was refused is not the one that is to go on
         failure: BatchrunError | None = None
-        rows_on_disk = True
         added: list[str] = []
+        rows_on_disk, self.control.stage = True, "sending"
         sending = asyncio.ensure_future(self.sending.dispatcher.run(self.sending.feeder))
         polling = asyncio.ensure_future(self.sending.load_loop.run())
         self.control.listen(functools.partial(self._stop, sending))
@@ -217,7 +216,7 @@ class Run:
             if not sending.done():
                 polling.result()  # it failed: that ends the run
             await sending
-            added = await asyncio.to_thread(self._look_at_input)
+            added = await self.control.reading(self._look_at_input, "while the input was looked at")
         except BatchrunError as error:
             failure = error
         except asyncio.CancelledError:
@@ -237,6 +236,7 @@ class Run:
                 if not isinstance(error, BatchrunError):
                     raise
                 failure = failure or error
+            self.control.stage = "ending"
             await give_back(self.attempt.rows, self.lock)
             report = self._finish(failure, added, rows_on_disk=rows_on_disk)
         if failure is not None:

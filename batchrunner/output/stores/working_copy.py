@@ -6,10 +6,10 @@ import contextlib
 import re
 import shutil
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from batchrunner.core.jsonfile import read_json
+from batchrunner.core.threads import thread_pool
 from batchrunner.output.files import make_directory, whole_file, write_json
 from batchrunner.output.stores.copy_places import CopyPlaces
 from batchrunner.output.stores.run_objects import RunObjects, StoredObject
@@ -63,7 +63,7 @@ class WorkingCopy:
             self.forget(name)
         segments = sorted(each.name for each in copied if _SEGMENT.fullmatch(each.name))
         changed = [each.name for each in copied if each.name not in segments and not self._has(each)]
-        with ThreadPoolExecutor(TRANSFERS) as pool:
+        with thread_pool(TRANSFERS) as pool:
             list(pool.map(self.fetch, changed))
         self._bring_journals(segments, names, wanted)
         self._save()

@@ -1,0 +1,68 @@
+"""Signals are told to a listener in a thread of its own, so that a busy main thread delays none of them."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Collection
+from types import FrameType
+from typing import Protocol, Self
+
+
+class SignalListener(Protocol):
+    """Whoever wants to know of signals."""
+
+    def came(self, number: signal.Signals) -> None:
+        """Take a signal; called in another thread than the main one."""
+
+
+class SignalWatch:
+    """Tells a listener of each signal that Python handles, while it is open; for the main thread only.
+
+    Python runs a signal's handler in the main thread, and an event loop its own between two callbacks: both
+    wait for a call that blocks. The C handler writes the signal's number to a pipe at once, which a thread
+    reads here. Whoever had that pipe's place before, such as the event loop, gets the numbers too.
+    """
+
+    def __init__(self, listener: SignalListener, caught: Collection[signal.Signals] = ()) -> None:
+        """`caught` are signals that do nothing else meanwhile; those that are ignored stay ignored."""
+        self._listener = listener
+        self._caught = caught
+        self._handlers: dict[signal.Signals, signal.Handlers | object] = {}
+        self._reading, self._writing, self._next = -1, -1, -1
+        self._thread = threading.Thread(target=self._read, daemon=True, name="signals")
+
+    def __enter__(self) -> Self:
+        """Begin; nothing is done in another thread than the main one, where Python refuses it."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._next = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        for number in self._caught:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, _nothing)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End, and leave everything as it was before."""
+        if self._writing < 0:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._next, warn_on_full_buffer=False)
+        os.close(self._writing)
+        self._thread.join()
+        os.close(self._reading)
+
+    def _read(self) -> None:
+        while numbers := os.read(self._reading, 64):
+            with contextlib.suppress(OSError):  # there is nobody, or it is about to read what it has
+                os.write(self._next, numbers)
+            for number in numbers:
+                self._listener.came(signal.Signals(number))
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal: whoever listens does."""
