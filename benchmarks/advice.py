@@ -1,9 +1,11 @@
-"""Does following `batchrun advise` raise throughput? SGLang on the CPU, a tiny random model, seven cases.
+"""Does following `batchrun advise` raise throughput? SGLang on the CPU, a tiny random model.
 
 Each case is a job with one wrong setting, on purpose. It runs; `advise` is asked about its run directory;
 what it says is put into the job; the job runs again, and both again in alternating pairs (`--pairs`). Two
 cases are the other way round: what the guides say and `advise` does not. Every run starts its own server.
 Output tokens a second are noisy on a shared machine; tokens a forward pass are the scheduler's own count.
+
+With `--flags`, the cases of benchmarks/advice_flags.py instead: is a bad value of each flag seen?
 """
 
 from __future__ import annotations
@@ -25,21 +27,9 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.advise.advise import advise
+from benchmarks.advice_flags import ARGS, LOG_INTERVAL, SEED, STOPS, VOCABULARY, measure_flags
 from benchmarks.measure import RESULTS, interval, save
 from tests.support.tiny_model import make_tiny_llama
-
-SEED = 5
-VOCABULARY = 2048
-"""Tokens of the model. With tens of thousands, sampling costs this machine more than a forward pass does, and
-a batch of 40 is as slow a row as one of 10."""
-STOPS = [*range(100, VOCABULARY, 50)]
-"""One token in 50 ends an output."""
-LOG_INTERVAL = 10
-"""Decode steps a line: enough lines for a run of seconds."""
-ARGS = {
-    "max-total-tokens": 20_000, "max-running-requests": 128, "decode-log-interval": LOG_INTERVAL,
-    "skip-server-warmup": True,  # its words are not among the model's few
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +168,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help="some of them, by their rules; all by default")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
+    parser.add_argument(
+        "--flags", action="store_true", help="the cases of single flags; CASES are flags then"
+    )
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="where to leave the runs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-advice-") as scratch:
         folder = options.keep or Path(scratch)
         model = make_tiny_llama(folder / "tiny", options.tokenizer, vocabulary=VOCABULARY)
+        if options.flags:
+            measure_flags(model, folder, options.cases)
+            return
         found = {
             name: measure(name, model, folder / str(number), options.pairs)
             for number, (name, case) in enumerate(CASES.items())

@@ -140,12 +140,14 @@ def versions(*packages: str) -> dict[str, str | None]:
     return found
 
 
-def save(name: str, line: str, figures: dict[str, Any], packages: Sequence[str]) -> None:
-    """Write `results/NAME.json` and print the benchmark's one line."""
+def save(
+    name: str, line: str, figures: dict[str, Any], packages: Sequence[str], module: str | None = None
+) -> None:
+    """Write `results/NAME.json` and print the line of the benchmark, whose module is NAME by default."""
     document = {
         "line": line,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m benchmarks.{module or name} {' '.join(sys.argv[1:])}".strip(),
         "machine": {**machine(), "load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
         "versions": versions(*packages),
         **figures,

@@ -45,7 +45,7 @@ def test_what_a_person_reads(tmp_path: Path, server: FakeSGLang) -> None:
     result = batchrun(write_job(job_of(tmp_path, server), tmp_path))
     assert result.exit_code == 3
     assert "9 of 10 rows ok, 1 failed" in result.stderr
-    assert "failed: 1 rows: 400: Failed to compile json grammar" in result.stderr
+    assert "failed: 1 row: 400: Failed to compile json grammar" in result.stderr
     assert f"results: {tmp_path / 'run'}/parts" in result.stderr
 
 

@@ -1,15 +1,17 @@
 """`batchrun advise`: read a log, watch a server or read a run, and apply the rules."""
 
+import functools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchrunner.advise.from_run import read_run
+from batchrunner.advise.from_run import FilesState, read_run, state_of
 from batchrunner.advise.from_server import watch_server
 from batchrunner.advise.rules.rule import Advice
 from batchrunner.advise.rules.table import BY_NAME, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.core.errors import InputError
+from batchrunner.core.wording import counted
 from batchrunner.engines.flags import Flags, installed, of_arguments
 from batchrunner.engines.logs.facts import KNOWN_CARDS, Facts, architecture_of
 from batchrunner.engines.logs.reader import LogReader
@@ -83,11 +85,11 @@ class AdviceReport:
     def figures(self) -> str:
         """Return the usual figures: medians, and the retractions."""
         load = self.situation.load
-        rate = load.median("rate")
+        rate, retractions = load.median("rate"), counted(self.situation.retractions, "retraction")
         return (
             f"median #running-req {load.median('running'):.0f}, #queue-req {load.median('queue'):.0f} "
             f"(0 in {load.share('empty'):.0%}), token usage {load.median('usage'):.2f}, "
-            f"{self.situation.retractions} retractions" + (f", {rate:,.0f} tokens/s" if rate else "")
+            f"{retractions}" + (f", {rate:,.0f} tokens/s" if rate else "")
         )
 
 
@@ -115,10 +117,16 @@ def advise(
 
 
 def advise_run(run: Path) -> AdviceReport:
-    """Advise on a run for its page, without asking an installed SGLang; a simulated run gets no advice.
+    """Advise on a run, without asking an installed SGLang; a simulated run gets no advice.
 
-    Raises OutputError where the path holds no run.
+    A run that was judged last, and whose files are the same, is not read again: its page and the last line of
+    its command tell the same. Raises OutputError where the path holds no run.
     """
+    return _advise_run(run, state_of(run))
+
+
+@functools.lru_cache(maxsize=1)
+def _advise_run(run: Path, _: FilesState) -> AdviceReport:
     situation = read_run(run, Thresholds())
     situation.facts.config = _config(situation.facts)
     flags = of_arguments(situation.facts.version, situation.facts.arguments)

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
+from batchrunner.engines.logs.facts import number
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import LoadSample, Series, spread
 from batchrunner.engines.logs.thresholds import Thresholds
@@ -24,6 +25,7 @@ from batchrunner.output.run_json import require_run_json
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
+FilesState = tuple[tuple[str, int, int], ...]
 FULL = 0.9
 """Share of the window in flight from which the window counts as full."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
@@ -42,7 +44,7 @@ def read_run(run: Path | RunDir, limits: Thresholds) -> Situation:
         task = _TaskReader(own.task, load, client)
         task.read(own.events)
         client = task.client
-        for path in sorted(own.log_directory.glob("engine*.log")):
+        for path in _logs(own):
             log.source = f"{own.task} {path.stem}"
             with contextlib.suppress(InputError):  # a gateway's log, or of a server that never started
                 log.read(path)
@@ -55,6 +57,22 @@ def read_run(run: Path | RunDir, limits: Thresholds) -> Situation:
     if gpus and server.arguments:
         server.idle_gpus = max(0, gpus - server.gpus)
     return Situation(load if load.counted else log.series, log.series, server, client)
+
+
+def state_of(run: Path) -> FilesState:
+    """Return the size and the time of last change of each file that `read_run` reads, by its path."""
+    run_dir = RunDir(run)
+    logs = [log for task in (run_dir, *run_dir.all_tasks()) for log in (task.events, *_logs(task))]
+    found: list[tuple[str, int, int]] = []
+    for path in [run_dir.run_json, *logs, *run_dir.all_parts()[-MOST_PARTS:]]:
+        with contextlib.suppress(OSError):  # just removed, or never written
+            state = path.stat()
+            found.append((str(path), state.st_size, state.st_mtime_ns))
+    return tuple(found)
+
+
+def _logs(task: RunDir) -> list[Path]:
+    return sorted(task.log_directory.glob("engine*.log"))
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
@@ -109,6 +127,8 @@ class _TaskReader:
                     self._restart()
                 case "tokenize":
                     self.client.tokenize = event.get("where")
+                case "order":
+                    self.client.possible_share = _possible_share(event)
                 case "sample" if event.keys() >= _SAMPLED:
                     self._count_retractions(event)
                     self._add(event)
@@ -119,7 +139,9 @@ class _TaskReader:
         """Forget the load so far: it is of servers with other flags."""
         tracks, client = self._before
         self._load.tracks = dict(tracks)
-        self.client = replace(client, tokenize=self.client.tokenize)
+        self.client = replace(
+            client, tokenize=self.client.tokenize, possible_share=self.client.possible_share
+        )
         self._unplaced = 0
 
     def _track(self, scheduler: str) -> str:
@@ -177,6 +199,12 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
         if client.outputs:
             client.longest_output = int(pc.quantile(tokens, 0.99)[0].as_py())
+
+
+def _possible_share(event: Mapping[str, Any]) -> float | None:
+    """Return the share of prompt tokens that a cache could serve in the better of two orders."""
+    shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
+    return max((share for share in shares if share is not None), default=None)
 
 
 def _new_args(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from batchrunner.engines.logs.facts import Facts
+from batchrunner.engines.logs.pass_times import PassTimes
 from batchrunner.engines.logs.series import Series
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.recovery.safer_args import in_effect
@@ -59,6 +61,13 @@ class ClientActivity:
     simulated: bool = False
     longest_output: int | None = None
     """99th percentile of the outputs' lengths, in tokens."""
+    possible_share: float | None = None
+    """Share of the prompt tokens that a cache could serve, by the rows looked at for their order."""
+
+    @property
+    def mean_output(self) -> float | None:
+        """Mean tokens of an output; None where none was read."""
+        return self.output_tokens / self.outputs if self.outputs else None
 
     @property
     def output_share(self) -> float | None:
@@ -68,7 +77,7 @@ class ClientActivity:
         return self.output_tokens / self.outputs / self.max_new_tokens
 
 
-@dataclass(slots=True)
+@dataclass
 class Situation:
     """What is known of a server and its load."""
 
@@ -84,6 +93,11 @@ class Situation:
         """Thresholds that the rules use."""
         return self.load.limits
 
+    @cached_property
+    def pass_times(self) -> PassTimes | None:
+        """How long forward passes take, by the log; None where it does not tell."""
+        return self.log.pass_times()
+
     @property
     def max_running(self) -> int | None:
         """`max_running_requests` of one scheduler."""
@@ -93,6 +107,18 @@ class Situation:
     def fills_up(self) -> bool:
         """Whether the KV pool is full repeatedly, though perhaps not all the time."""
         return self.load.share("full") >= self.limits.peaks
+
+    @property
+    def reserves_outputs(self) -> bool:
+        """Whether the scheduler reserves what outputs need: then a pool that is not full may hold no more."""
+        return self.client is not None and self.client.ignore_eos
+
+    @property
+    def short_of_pool(self) -> bool:
+        """Whether requests wait for room in the KV pool, not for places or for a bolder scheduler."""
+        return self.load.frequent("kv_bound") or (
+            self.reserves_outputs and self.load.frequent("conservative")
+        )
 
     @property
     def retractions(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from batchrunner.core.corner import Corner
 from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.wording import counted
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog
@@ -130,7 +131,7 @@ def load_line(
     _, running, queue, usage = zip(*loads, strict=True)
     band = bands.get(loads[0][0])
     healthy = f" ({band[0]}-{band[1]})" if band else ""
-    retracted = f", {retractions} retractions" if retractions else ""
+    retracted = f", {counted(retractions, 'retraction')}" if retractions else ""
     shares = [f"{share:.2f}" for share in usage]
     each = "/".join(shares) if len(loads) <= MOST_NAMED else f"{min(shares)}-{max(shares)}"
     counts = f"#running-req {_counts(running)}, #queue-req {_counts(queue)}{healthy}"

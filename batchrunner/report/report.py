@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchrunner.core.exit_codes import EXIT_DONE
+from batchrunner.core.wording import counted
 from batchrunner.job.tasks.table import GENERATE
 from batchrunner.output.files import write_json, writing
 from batchrunner.output.run_dir import RunDir
@@ -117,7 +118,7 @@ class Report:
         of_these = [f"{self.rows_cut} cut at max_new_tokens"] if self.rows_cut else []
         of_these += [f"{self.rows_left_out} left out by prompt.python"] if self.rows_left_out else []
         whole = f" ({', '.join(of_these)})" if of_these else ""
-        done = f"{self.rows_ok} of {self.rows_total} rows ok{whole}, {self.rows_failed} failed"
+        done = f"{self.rows_ok} of {counted(self.rows_total, 'row')} ok{whole}, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
         again = f": {GO_ON}" if self.exit_code and not says_next_step(self.reason) else ""
         others = "" if self.exit_code else " to other tasks"
@@ -131,15 +132,15 @@ class Report:
         if self.cached_tokens and self.prompt_tokens:
             share = self.cached_tokens / self.prompt_tokens
             lines.append(f"{share:.0%} of {self.prompt_tokens:,} prompt tokens were in the engine's cache")
-        if self.rows_deduplicated:
-            lines.append(
-                f"{self.rows_deduplicated} rows have the answer of an equal one (dedupe: false sends all)"
-            )
+        if equal := self.rows_deduplicated:
+            has = f"{counted(equal, 'row')} {'has' if equal == 1 else 'have'}"
+            lines.append(f"{has} the answer of an equal one (dedupe: false sends all)")
         lines += self._engine_lines()
         lines += self._check_lines()
         cut = self.finish_reasons.get("length", 0)
         if cut > self.rows_cut:  # several outputs of a row
-            lines.append(f"{cut} outputs were cut at max_new_tokens (finish_reason length)")
+            were = f"{counted(cut, 'output')} {'was' if cut == 1 else 'were'}"
+            lines.append(f"{were} cut at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
         lines.append(f"results: {self.results}")
         return lines
@@ -148,13 +149,14 @@ class Report:
         """Describe the answers that were not good, and what they cost."""
         if not self.checks:
             return []
-        checks = self.checks
+        checks, rows = self.checks, self.checks["rows_asked_again"]
         told = (
-            f"{checks['rows_asked_again']} rows were asked again {checks['asked_again']} times: "
+            f"{counted(rows, 'row')} {'was' if rows == 1 else 'were'} asked again "
+            f"{counted(checks['asked_again'], 'time')}: "
             f"{checks['rows_mended']} then had a good answer, {checks['rows_failed']} failed; "
             f"{checks['output_tokens']:,} output tokens were rejected"
         )
-        return [told, *cause_lines(checks["causes"], "answers rejected", "times")]
+        return [told, *cause_lines(checks["causes"], "answers rejected", "time")]
 
     def _tokens(self) -> str:
         """Return the tokens that count: without decoding those of the prompts, where the engine told them."""
@@ -168,7 +170,7 @@ class Report:
     def _engine_lines(self) -> list[str]:
         """Describe the engine's failures, and the arguments that were changed after them."""
         failures = sum(incident["what"] in {"died", "hangs"} for incident in self.incidents)
-        lines = [f"the engine died or hung {failures} times"] if failures else []
+        lines = [f"the engine died or hung {counted(failures, 'time')}"] if failures else []
         for incident in self.incidents:
             if incident["what"] == "healed":
                 new = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
@@ -181,17 +183,18 @@ def says_next_step(reason: str) -> bool:
     return any(step in reason for step in ("--fresh", "--retry-failed", "again"))
 
 
-def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "rows") -> list[str]:
+def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row") -> list[str]:
     """Return the commonest causes of what went wrong with rows, each with its count and an example.
 
     `groups` are those of `Failures.summary`, which count what `unit` says.
     """
     lines = [
-        f"{what}: {group['rows']} {unit}: {group['example']} (row {group['example_row']})"
+        f"{what}: {counted(group['rows'], unit)}: {group['example']} (row {group['example_row']})"
         for group in groups[:CAUSES_SHOWN]
     ]
     if rest := groups[CAUSES_SHOWN:]:
-        lines.append(f"{what}: {sum(group['rows'] for group in rest)} {unit}: {len(rest)} more reasons")
+        more = counted(sum(group["rows"] for group in rest), unit)
+        lines.append(f"{what}: {more}: other reasons, {len(rest)} in all")
     return lines
 
 

@@ -12,6 +12,7 @@ from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, Request, RequestBody
+from batchrunner.core.wording import counted
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
@@ -68,8 +69,9 @@ class Check:
 
     def lines(self) -> list[str]:
         """Return the result as lines for a person."""
+        rows = counted(self.rows_in_input, "row")
         lines = [
-            f"input: {self.rows_in_input} rows in {self.files} file(s), {self.rows_total} selected",
+            f"input: {rows} in {self.files} file(s), {self.rows_total} selected",
             f"done: {self.rows_done} ({self.rows_failed} failed); to do: {self.rows_to_do}",
             str(self.order),
         ]
@@ -93,7 +95,7 @@ class Check:
         if self.exit_code:
             rows = f"the first {self.rows_looked_at} rows" if self.rows_looked_at > 1 else "the rows"
             return f"none of {rows} can be sent: correct the prompt or the data"
-        return f"{self.rows_not_sendable} of the first {self.rows_looked_at} rows cannot be sent"
+        return f"{self.rows_not_sendable} of the first {counted(self.rows_looked_at, 'row')} cannot be sent"
 
 
 def check(job: str, overrides: Sequence[str], *, no_python: bool = False) -> Check:

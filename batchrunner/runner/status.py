@@ -8,6 +8,7 @@ from typing import Any
 
 from pyroaring import BitMap64
 
+from batchrunner.core.wording import counted
 from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
 from batchrunner.output.events import last_reason, last_sample
 from batchrunner.output.failures import Failures
@@ -104,7 +105,7 @@ def status_lines(state: dict[str, Any]) -> list[str]:
     ended = [task for task in state["tasks"] if not task["running"] and task["task"] != MAIN_TASK]
     if len(ended) > MOST_NAMED:
         rows, failed = (sum(task[name] for task in ended) for name in ("rows_on_disk", "rows_failed"))
-        lines.append(f"{len(ended)} tasks that ended: {rows} rows on disk, {failed} failed")
+        lines.append(f"{len(ended)} tasks that ended: {counted(rows, 'row')} on disk, {failed} failed")
     for task in state["tasks"]:
         if task["running"] or len(ended) <= MOST_NAMED:
             lines += _task_lines(task, leases["held"].get(task["task"], 0) if leases else 0)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
+from batchrunner.core.wording import counted
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.simulation.steady import PassWork, RowLengths
 
@@ -223,7 +224,7 @@ class TrialWatch:
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         enough = rows >= GENERATIONS * self._peak and steady_s >= TIMING.trial_steady
         if enough or steady_s >= MOST_STEADY_S:
-            return "measured", f"{rows} rows in {steady_s:.0f} s of steady time"
+            return "measured", f"{counted(rows, 'row')} in {steady_s:.0f} s of steady time"
         return None
 
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Literal
 
+from batchrunner.core.wording import counted
 from batchrunner.tune.measurement import TrialSigns
 
 GUESS, GUESS_WEIGHT = 0.05, 4
@@ -54,7 +55,7 @@ def compare(
         return "no faster", text
     turns = min(len(mine), len(best))
     if turns >= MOST_TURNS or (more_per_pass and turns > 1):
-        return "no faster", f"{text}: no real difference in {turns} turns"
+        return "no faster", f"{text}: no real difference in {counted(turns, 'turn')}"
     return "again", text
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Request
+from batchrunner.core.wording import counted
 from batchrunner.input.prefixes import prompt_bytes
 from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.sort.plan import decide_order, open_order, prepare_order, remove_sorted_copies
@@ -45,9 +46,9 @@ class TuningSample:
 
     def __str__(self) -> str:
         if self.rows == self.of_rows:
-            return f"all {self.rows} rows"
-        blocks = self.rows // BLOCK_ROWS
-        return f"{self.rows} of {self.of_rows} rows, {blocks} blocks of {BLOCK_ROWS} from all over the input"
+            return f"all {self.rows} rows" if self.rows > 1 else "the only row"
+        blocks = counted(self.rows // BLOCK_ROWS, "block")
+        return f"{self.rows} of {self.of_rows} rows, {blocks} of {BLOCK_ROWS} from all over the input"
 
 
 def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:

@@ -105,7 +105,7 @@ def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:
 REAL: dict[str, set[str]] = {
     "real_conservative.log": {"conservative"},
     "real_queue_empty.log": {"queue-empty"},
-    "real_retractions.log": set(),
+    "real_retractions.log": {"pool-small"},  # 8,000 tokens for 128 places, and the machine has memory left
     "real_after_advice.log": {"conservative"},  # 0.3 now, and max_new_tokens is still far above the outputs
     "real_waves.log": set(),  # outputs of one length: usage goes from 0.4 to 0.99 again and again
 }
@@ -245,3 +245,11 @@ def test_healthy_is_an_answer(tmp_path: Path) -> None:
         ),
         "healthy: available_gpu_mem is 7.20 GB when the server is ready: 5-10 GB is good",
     ]
+
+
+def test_one_sample_is_one_sample(tmp_path: Path) -> None:
+    """A single line of a log is no `1 samples`, and a single retraction no `1 retractions`."""
+    log = LogWriter().started().decode(1, r=10, u=0.5)
+    said = judged(log.text(), tmp_path).lines()[0]
+    assert "1 sample over" in said
+    assert "1 samples" not in said

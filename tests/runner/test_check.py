@@ -83,7 +83,7 @@ def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     assert "3 of the first 10 rows cannot be sent; nothing was sent" in shown.stdout
     assert "cannot be sent: 2 rows: prompt: column 'text' is null (row 3)" in shown.stdout
-    assert "cannot be sent: 1 rows: prompt: column 'text' is empty (row 4)" in shown.stdout
+    assert "cannot be sent: 1 row: prompt: column 'text' is empty (row 4)" in shown.stdout
     found = json.loads(batchrun("check", file, "--json", "--set", "prompt.text={{ 6 // (n - 5) }}").stdout)
     assert (found["rows_looked_at"], found["rows_not_sendable"]) == (10, 1)
     assert found["not_sendable"][0]["example"].startswith("template: ZeroDivisionError: ")

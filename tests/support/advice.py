@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.advise.advise import AdviceReport, advise
+from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.situation import ClientActivity, Situation
+from batchrunner.engines.flags import of_arguments
+from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.thresholds import Thresholds
+from tests.conftest import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from batchrunner.advise.rules.rule import Advice
 
 GUIDES = {  # verbatim: which guide, its line, what it reads
     "G2": (
@@ -38,6 +45,8 @@ RETRACTIONS = {  # verbatim
     "G3": "decode out of memory happened, #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000",
 }
 
+FLAG_LOGS = ROOT / "tests" / "support" / "logs" / "flags"
+"""Lines from the middle of runs of the real engine (0.5.23, CPU, tiny model), each with one bad flag."""
 QUICK = Thresholds(span_s=0.2, samples=3)
 """Thresholds for a server that a test watches for a fraction of a second."""
 
@@ -60,3 +69,11 @@ def cuda_oom(frame: str) -> str:
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. "
         "GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
     )
+
+
+def said_of(name: str, **client: Any) -> list[Advice]:
+    """Return what to change after a run of the real engine with one bad flag, by its log and its client."""
+    log = LogReader(QUICK).read(FLAG_LOGS / f"{name}.log")
+    situation = Situation(log.series, log.series, log.facts, ClientActivity(kind="server", **client))
+    flags = of_arguments("0.5.23", log.facts.arguments)
+    return [advice for advice in apply_all(situation, flags) if advice.change]

@@ -5,7 +5,7 @@ They assume that requests wait all the time, and that nothing but what is said c
 
 import math
 
-from batchrunner.engines.logs.pass_times import PassTimes
+from batchrunner.engines.logs.pass_times import DecodeInterval, PassTimes
 
 WORTH = 1.05
 """Least gain for which a change is advised, where it can be estimated."""
@@ -22,13 +22,36 @@ def more_running(times: PassTimes | None, now: float, then: float) -> float | No
 
 def larger_chunk(times: PassTimes | None, factor: float) -> float | None:
     """Return the gain of a chunk that is larger by a factor: fewer full passes for the same tokens."""
-    if times is None or not times.total.passes:
+    if times is None or not times.total.passes or not (times.pass_known or times.step_known):
         return None
     return _gain(times, times.fixed_s * times.total.filled * (1 - 1 / factor))
 
 
-def decode_interval(times: PassTimes | None, output_tokens: float) -> tuple[int, float] | None:
-    """Return the best number of decode steps between two prefill passes, and its gain.
+def fewer_tokens(times: PassTimes | None, share: float) -> float | None:
+    """Return the gain of computing fewer prompt tokens by a share, and of as many fewer full passes."""
+    if times is None:
+        return None
+    return _gain(
+        times, share * (times.new_token_s * times.total.new_tokens + times.pass_s * times.total.filled)
+    )
+
+
+def mixed(passes: float, steps: float) -> float:
+    """Return the gain of `passes` prefill passes that decode as well, instead of as many of the decode steps.
+
+    It holds where both take about as long, as they do while reading the weights is most of the work.
+    """
+    return (passes + steps) / max(passes, steps, 1.0)
+
+
+def alike(passes: float, steps: float, decoded: float) -> PassTimes:
+    """Return times where the log does not tell them: a prefill pass takes as long as a decode step."""
+    total = DecodeInterval(steps + passes, steps, decoded, passes, 0, 0)
+    return PassTimes(1.0, 0.0, 1.0, 0.0, step_known=True, pass_known=True, total=total)
+
+
+def best_interval(times: PassTimes | None, output_tokens: float) -> int | None:
+    """Return the best number of decode steps between two prefill passes; None where it is not known.
 
     A place that a request leaves stands empty for half of that number on average, so of `output_tokens`
     steps of a request that many are lost; in return there are fewer prefill passes. The number for which both
@@ -38,9 +61,15 @@ def decode_interval(times: PassTimes | None, output_tokens: float) -> tuple[int,
         return None
     total = times.total
     step_s = (times.step_s * total.steps + times.decoded_s * total.decoded) / max(1.0, total.steps)
-    if not step_s:
+    return round(math.sqrt(2 * output_tokens * times.pass_s / step_s)) if step_s else None
+
+
+def decode_interval(times: PassTimes | None, output_tokens: float) -> tuple[int, float] | None:
+    """Return the best number of decode steps between two prefill passes, and its gain."""
+    steps = best_interval(times, output_tokens)
+    if times is None or steps is None:
         return None
-    steps = round(math.sqrt(2 * output_tokens * times.pass_s / step_s))
+    total = times.total
     if steps < LEAST_INTERVAL or total.passes * steps <= total.steps:
         return None
     busy = 1 - steps / 2 / output_tokens  # share of the places that decode

@@ -6,6 +6,7 @@ from typing import Any
 from batchrunner.advise.rules import gains
 from batchrunner.advise.rules.rule import Certainty, Finding
 from batchrunner.advise.situation import ClientActivity, Situation
+from batchrunner.core.wording import counted
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.recovery.safer_args import (
     LESS_CONSERVATIVE,
@@ -107,7 +108,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         args = flags.setting(name, as_flag(s.facts, name, LESS_CONSERVATIVE))
     elif share is not None and share >= s.limits.short_output:
         return None
-    cause, tighter, certainty = _cause(share, s.client, s.limits.short_output)
+    clip = _clip(s.client) if share is not None and share < s.limits.short_output else {}
+    cause, tighter, certainty = _cause(share, clip, s.limits.short_output)
     return Finding(
         f"token usage is below {s.limits.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
         f"waiting {s.often('conservative')}: SGLang admits too few; {cause}",
@@ -115,10 +117,16 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         ", or ".join(filter(None, (command_line(args), tighter))),
         {**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
         certainty,
+        env={} if args else clip,
     )
 
 
-def _cause(share: float | None, client: ClientActivity | None, short: float) -> tuple[str, str, Certainty]:
+def _clip(client: ClientActivity | None) -> dict[str, str]:
+    """Return the variable with which SGLang reserves what outputs need; empty without their lengths."""
+    return {CLIP: str(client.longest_output)} if client and client.longest_output else {}
+
+
+def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str, str, Certainty]:
     """Return why too few requests are admitted, what the job can change, and how certain that is."""
     tighter = "a max_new_tokens nearer to real outputs"
     if share is None:
@@ -126,11 +134,10 @@ def _cause(share: float | None, client: ClientActivity | None, short: float) -> 
     cause = f"outputs are {share:.0%} of max_new_tokens on average"
     if share >= short:
         return f"{cause}, which is not the cause", "", "low"
-    longest = client.longest_output if client else None
-    if longest:
+    for name, longest in clip.items():
         tighter += (
             f" (99% of the outputs have at most {longest} tokens), or "
-            f"{CLIP}={longest} in the server's environment (engine.env), with which SGLang reserves that "
+            f"{name}={longest} in the server's environment (engine.env), with which SGLang reserves that "
             "many and cuts no output"
         )
     return cause, tighter, "high"
@@ -150,7 +157,7 @@ def running_capped(s: Situation, flags: Flags) -> Finding | None:
         f"{s.often('capped')}: max_running_requests is the limit, not memory",
         flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
         evidence={**s.evidence("capped"), "max_running_requests": most},
-        gain=gains.more_running(s.log.pass_times(), most, target),
+        gain=gains.more_running(s.pass_times, most, target),
     )
 
 
@@ -159,7 +166,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     if not s.retractions:
         return None
     rate = s.retractions_per_min
-    seen = f"{s.retractions} retractions, {rate:.1f} a minute, in {s.load.over()}"
+    seen = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {s.load.over()}"
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
     if rate <= s.limits.retractions_per_min:
         return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)

@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from batchrunner.advise.roofline import UnknownLimitError, model_of_config
+from batchrunner.advise.rules import gains
 from batchrunner.advise.rules.rule import Finding
 from batchrunner.advise.situation import LONGEST_LINE, Situation, memory_band
 from batchrunner.engines.flags import Flags, command_line
@@ -12,6 +14,14 @@ from batchrunner.engines.logs.records import Phase
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
 
+POOL_SHARE = 4
+"""One part in so many of a machine's free memory is taken for a larger KV pool at most."""
+FLOAT32_BYTES = 4.0
+"""Bytes of a number in a CPU's KV pool, at most."""
+MOST_POOL = 8
+"""Most times by which one advice makes a CPU's pool larger."""
+LARGER_POOL = 1.1
+"""Least factor by which a larger pool is worth it."""
 STEP = 0.01
 """The guides' step of `--mem-fraction-static`."""
 
@@ -33,6 +43,33 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
             evidence=evidence,
         )
     return _fraction(s, flags, f"{seen}: more than {good}, the rest is unused", left, evidence)
+
+
+def pool_small(s: Situation, flags: Flags) -> Finding | None:
+    """Find that a CPU's KV pool, whose size is a flag, holds fewer requests than wait and may run."""
+    name, ready = "max-total-tokens", s.facts.ready
+    now, most, running = in_effect(s.facts, name), s.max_running, s.load.median("running")
+    if not s.facts.on_cpu or not now or not most or running < 1 or not (s.short_of_pool or s.retracts_often):
+        return None
+    target = min(now * min(MOST_POOL, most / running), now + _free_tokens(s, ready.cpu_gb if ready else None))
+    if target < LARGER_POOL * now:
+        return None
+    return Finding(
+        f"{running:.0f} of at most {most} requests run and others wait: the KV pool of {now:.0f} tokens "
+        f"holds no more, at token usage {s.load.median('usage'):.2f}",
+        flags.setting(name, int(target)),
+        evidence={**s.evidence("kv_bound", "conservative"), "pool_tokens": now, "max_running": most},
+        gain=gains.more_running(s.pass_times, running, running * target / now),
+    )
+
+
+def _free_tokens(s: Situation, free_gb: float | None) -> float:
+    """Return how many more tokens a quarter of the free memory holds; unless known, as many as now."""
+    try:
+        token_bytes = model_of_config(s.facts.config).kv_bytes(FLOAT32_BYTES)
+    except UnknownLimitError:
+        return in_effect(s.facts, "max-total-tokens") or 0.0
+    return (free_gb or 0.0) * (1 << 30) / POOL_SHARE / token_bytes
 
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:

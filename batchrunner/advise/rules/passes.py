@@ -25,6 +25,17 @@ SURELY_LARGE = 4096
 """Chunk in tokens from which a pass's fixed cost is small on any card: without an estimate it is left."""
 SMALL_PASS = 0.25
 """Share of a chunk up to which prefill passes are small."""
+WORTH_FEWER = 1.5
+"""Factor by which fewer decode steps between prefill passes have to be the best."""
+IDLE = 0.1
+"""Half of those steps, as a share of an output: from here on the empty places matter."""
+FEWER_PASSES = 1.25
+"""Least factor by which passes have to become fewer, where only their number is known and not their times."""
+LIKE_A_STEP = 512
+"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
+weights once, and compute little."""
+ROOM = 2
+"""A mixed chunk has to have room for this many times the running requests: the server fails without any."""
 LARGE_TP = 4
 """Tensor parallelism from which larger graphs pay (the guides)."""
 
@@ -50,8 +61,10 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < s.limits.samples or share < s.limits.frequent:
         return None
+    if s.facts.passes_limited_by:
+        return _pass_limit(s, flags, s.facts.passes_limited_by, share)
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
-    times = s.log.pass_times()
+    times = s.pass_times
     gain, factor = gains.larger_chunk(times, 2), 2
     while gain and factor < MOST_CHUNKS and chunk * factor < LARGEST_CHUNK:
         more = gains.larger_chunk(times, 2 * factor)
@@ -70,19 +83,84 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
+def _pass_limit(s: Situation, flags: Flags, name: str, share: float) -> Finding | None:
+    """Advise to lift a limit on a prefill pass that is smaller than its chunk."""
+    gain = gains.larger_chunk(s.pass_times, MOST_CHUNKS)
+    if name not in flags.names or (gain is not None and gain < gains.WORTH):
+        return None
+    now = s.facts.number(name.replace("-", "_"))
+    return Finding(
+        f"{share:.0%} of {s.log.prefills.passes} prefill passes take all that --{name} {now:g} allows, and "
+        "requests still wait",
+        {name: None},
+        evidence={"passes": s.log.prefills.passes, "full_waiting_share": round(share, 4)},
+        gain=gain,
+    )
+
+
+def prefill_seldom(s: Situation, flags: Flags) -> Finding | None:
+    """Find that places stand empty for long: prefill passes have to wait for too many decode steps."""
+    name = "prefill-decode-interval"
+    now, most = s.facts.number("prefill_decode_interval") or 0, s.max_running
+    if not now or not most or not s.load.frequent("conservative"):
+        return None
+    prefills, times = s.log.prefills, s.pass_times
+    decoded = times.total.decoded / max(1, prefills.prompts) if times else 0.0
+    outputs = (s.client.mean_output if s.client else None) or decoded
+    best = gains.best_interval(times, outputs) or 0
+    if not outputs or best * WORTH_FEWER >= now or now / 2 < IDLE * outputs:
+        return None
+    running = s.load.median("running")
+    useful = best if best >= gains.LEAST_INTERVAL else 0
+    return Finding(
+        f"{running:.0f} of at most {most} requests run and others wait {s.often('conservative')}: places "
+        f"stand empty for up to {now:.0f} decode steps, and an output has {outputs:.0f} tokens",
+        flags.setting(name, useful) if useful else {name: None},
+        evidence={**s.evidence("conservative"), "mean_output_tokens": round(outputs, 1)},
+        gain=gains.more_running(times, running, most * (1 - min(0.5, useful / 2 / outputs))),
+    )
+
+
+def mixed_chunk(s: Situation, flags: Flags) -> Finding | None:
+    """Find that decoding stops for many prefill passes, in which it could go on."""
+    name, prefills = "enable-mixed-chunk", s.log.prefills
+    if name not in flags.names or s.facts.arguments.get("enable_mixed_chunk") or not s.log.enough:
+        return None
+    if prefills.passes < s.limits.samples or s.load.frequent("empty"):
+        return None
+    running, steps = s.load.median("running"), s.log.counted * s.facts.steps_a_line
+    gain = gains.mixed(prefills.passes, steps)
+    if gain < FEWER_PASSES or (s.facts.chunk or 0) < ROOM * running:
+        return None
+    if prefills.new_tokens > LIKE_A_STEP * prefills.passes:
+        return None
+    share = prefills.passes / (prefills.passes + steps)
+    return Finding(
+        f"{share:.0%} of the passes are prefill passes, during which {running:.0f} requests do not decode",
+        flags.setting(name, value=True),
+        evidence={"passes": prefills.passes, "prefill_share": round(share, 4), "most_gain": round(gain, 2)},
+    )
+
+
 def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding stops again and again for prefill passes of a few tokens."""
     name = "prefill-decode-interval"
     prefills, chunk = s.log.prefills, s.facts.chunk or 0
     if name not in flags.names or s.facts.number("prefill_decode_interval") or not s.log.enough:
         return None
+    if s.facts.arguments.get("enable_mixed_chunk"):  # requests decode during prefill passes
+        return None
     mean = prefills.new_tokens / max(1, prefills.passes)
     if prefills.passes < s.limits.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
         return None
-    times = s.log.pass_times()
+    times = s.pass_times
+    timed = times is not None and times.pass_known
+    if not timed and mean <= LIKE_A_STEP:
+        decoded = s.load.median("running") * s.log.counted * s.facts.steps_a_line
+        times = gains.alike(prefills.passes, s.log.counted * s.facts.steps_a_line, decoded)
     outputs = times.total.decoded / max(1, prefills.prompts) if times else 0.0
     found = gains.decode_interval(times, outputs)
-    if times is None or found is None or found[1] < gains.WORTH:
+    if times is None or found is None or found[1] < (gains.WORTH if timed else FEWER_PASSES):
         return None
     steps, gain = found
     a_pass = times.total.steps / times.total.passes
@@ -94,9 +172,9 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
             "passes": prefills.passes,
             "mean_new_tokens": round(mean, 1),
             "decode_steps_a_pass": round(a_pass, 2),
-            "pass_s": round(times.pass_s, 6),
+            "pass_s": round(times.pass_s, 6) if timed else None,
         },
-        gain=gain,
+        gain=gain if timed else None,
     )
 
 

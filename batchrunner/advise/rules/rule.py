@@ -33,6 +33,8 @@ class Advice:
     estimated_gain: float | None = None
     """Throughput with the change over throughput without, by the log's own pass times; None where they do not
     tell it."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of the server for `engine.env`, where no flag but a variable is the change."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the advice as `--json` prints it."""
@@ -74,6 +76,8 @@ class Finding:
     """Throughput with the change over throughput without, where the log's pass times tell it."""
     fine: bool = False
     """Whether the finding is that all is well."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for `engine.env`; `change` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +112,5 @@ class Rule:
         certainty = found.certainty or self.certainty
         return Advice(
             self.name, found.sign, change, found.args, self.effect, self.tradeoff, certainty, found.evidence,
-            found.gain,
+            found.gain, found.env,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import re
 
 from batchrunner.advise.rules.rule import Finding
 from batchrunner.advise.situation import Situation
+from batchrunner.core.wording import counted
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.facts import FP8, Architecture, Facts
 
@@ -52,11 +53,12 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find that a model is split over GPUs although it fits one, or that GPUs are idle."""
     tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
     ours = s.client is not None and s.client.kind in {"server", "gateway"}
-    if s.facts.idle_gpus and s.client and s.client.kind == "server":
+    idle = s.facts.idle_gpus
+    if idle and s.client and s.client.kind == "server":
         return Finding(
-            f"{s.facts.idle_gpus} GPUs that the server could use are idle",
+            f"{counted(idle, 'GPU')} that the server could use {'is' if idle == 1 else 'are'} idle",
             change="`engine: {kind: gateway}`: a replica for every GPU",
-            evidence={"idle_gpus": s.facts.idle_gpus},
+            evidence={"idle_gpus": idle},
             certainty="high",
         )
     whole = (weights or 0.0) * tp * (s.facts.number("pp_size") or 1)

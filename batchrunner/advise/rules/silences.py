@@ -3,7 +3,7 @@
 _TAKES_MEMORY = ("running-low", "long-prompts", "prefill-full", "cuda-graph")
 _LOAD_RULES = (
     *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
-    "latency-high",
+    "latency-high", "pool-small", "pages-large",
 )  # fmt: skip
 _CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
 SILENCES: dict[str, tuple[str, ...]] = {
@@ -13,6 +13,9 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "oom-decode": ("oom-general", *_CARD_RULES),
     "oom-general": _CARD_RULES,
     "killed": (*_LOAD_RULES, "host-cache"),
+    "pages-large": ("pool-small", "conservative", "running-low"),
+    "pool-small": ("conservative", "running-low"),
+    "prefill-seldom": ("conservative", "running-low", "pool-small", "pages-large"),
     "queue-deep": ("queue-empty",),
     "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
     "running-capped": ("latency-high", "conservative"),
@@ -20,7 +23,10 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "cuda-graph": ("long-prompts", "running-low", "prefill-full"),
     "long-prompts": ("memory-left", "prefill-full"),
     "running-low": ("memory-left", "prefill-full"),
-    "prefill-full": ("memory-left", "small-prefills"),
+    "prefill-full": ("memory-left", "small-prefills", "mixed-chunk"),
+    "small-prefills": ("mixed-chunk",),
+    "cache-off": ("order-of-server", "shared-prefixes", "host-cache"),
+    "order-of-server": ("shared-prefixes", "host-cache"),
     "tensor-parallel": ("expert-parallel", "dp-attention"),
     "dp-attention": ("data-parallel",),
 }

@@ -1,5 +1,6 @@
 """The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure."""
 
+from batchrunner.advise.rules import cache as cache_rules
 from batchrunner.advise.rules import load as load_rules
 from batchrunner.advise.rules import memory as memory_rules
 from batchrunner.advise.rules import passes as pass_rules
@@ -195,8 +196,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "prefill-full",
         "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk, and requests wait after them; by the log's pass "
-        "times a larger chunk gains ≥ 5%, or there are none and the chunk is < 4096",
-        "`--chunked-prefill-size` 2 to 8 times as large, up to 16384 (with a lower mem-fraction-static)",
+        "times a larger chunk gains ≥ 5%, or there are none and the chunk is < 4096. The same for a smaller "
+        "`--max-prefill-tokens`, and for `--prefill-max-requests`",
+        "`--chunked-prefill-size` 2 to 8 times as large, up to 16384 (with a lower mem-fraction-static); "
+        "without the other flag",
         "measured on the real engine",
         pass_rules.prefill_full,
         "fewer, larger passes over the weights",
@@ -212,6 +215,66 @@ RULES: tuple[Rule, ...] = (
         "decoding is interrupted less often",
         "a request that ended leaves its place empty for some steps; not tried on a GPU here",
         "low",
+    ),
+    Rule(
+        "prefill-seldom",
+        f"`--prefill-decode-interval` N, half of which is ≥ 10% of an output; `#queue-req` > 0, token usage "
+        f"< 0.9, running below the limit {OFTEN}",
+        "the N that `small-prefills` gives, where the log's pass times tell it; else none",
+        "measured on the real engine",
+        pass_rules.prefill_seldom,
+        "a request that ended is followed sooner",
+        "decoding is interrupted more often",
+    ),
+    Rule(
+        "mixed-chunk",
+        "prefill passes of ≤ 512 tokens on average, so many that passes would be 1.25 times fewer if they "
+        "decoded as well; `#queue-req` not often 0; the chunk has room for twice the running requests",
+        "`--enable-mixed-chunk`",
+        "measured on the real engine",
+        pass_rules.mixed_chunk,
+        "requests decode during prefill passes",
+        "attention of the two kinds is computed in one pass: some models are slower; not with logprobs",
+        "low",
+    ),
+    Rule(
+        "cache-off",
+        "`--disable-radix-cache`, and ≥ 10% of the prompt tokens of a run could come from the cache",
+        "without it",
+        "measured on the real engine",
+        cache_rules.cache_off,
+        "common prefixes are computed once",
+        certainty="high",
+    ),
+    Rule(
+        "order-of-server",
+        "a `--schedule-policy` that is neither fcfs nor lpm; in a run, ≥ 10% of the prompt tokens were "
+        "computed that could come from the cache",
+        "`--schedule-policy fcfs`",
+        "measured on the real engine",
+        cache_rules.order_of_server,
+        "rows are taken in the runner's order, which keeps common prefixes together",
+        certainty="high",
+    ),
+    Rule(
+        "pages-large",
+        f"`--page-size` > 1, of which half is ≥ 15% of a request's place; requests wait for the KV pool "
+        f"{OFTEN}; not for backends that need pages",
+        "`--page-size 1`",
+        "measured on the real engine",
+        cache_rules.pages_large,
+        "more requests in the same KV pool, and shorter prefixes are found",
+        "some attention kernels are faster with pages",
+    ),
+    Rule(
+        "pool-small",
+        f"a CPU whose `--max-total-tokens` is the limit: token usage ≥ 0.9, or outputs that are reserved in "
+        f"full (`ignore_eos`), with `#queue-req` > 0 and running below the limit {OFTEN}; or retractions",
+        "`--max-total-tokens` for all places, up to 8 times as large, by a quarter of the free memory",
+        "measured on the real engine",
+        memory_rules.pool_small,
+        "more requests run at once",
+        "memory of the machine",
     ),
     Rule(
         "attention-backend",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchrunner.engines.logs.pass_times import STEPS_A_LINE
+from batchrunner.engines.logs.prefills import PassLimits
 from batchrunner.engines.logs.records import Died, OutOfMemory, Phase, ServerReady
 from batchrunner.engines.model_kinds import has_experts, has_latent_attention, has_sparse_attention
 
@@ -125,6 +126,22 @@ class Facts:
         """Tokens of a prefill chunk of one scheduler, `chunked_prefill_size`."""
         logged = self.ready.chunked_prefill_size if self.ready else None
         return logged or int(self.number("chunked_prefill_size") or 0) or None
+
+    @property
+    def pass_limits(self) -> PassLimits:
+        """Limits on a prefill pass of one scheduler."""
+        tokens, requests = (
+            int(self.number(name) or 0) for name in ("max_prefill_tokens", "prefill_max_requests")
+        )
+        return PassLimits(self.chunk or 0, tokens, requests)
+
+    @property
+    def passes_limited_by(self) -> str | None:
+        """The flag that limits a prefill pass to less than its chunk; None where the chunk is the limit."""
+        limits = self.pass_limits
+        if limits.requests > 0:
+            return "prefill-max-requests"
+        return "max-prefill-tokens" if 0 < limits.tokens < limits.chunk else None
 
     @property
     def architecture(self) -> Architecture | None:

@@ -48,7 +48,7 @@ _RATE = re.compile(rf"throughput \(token/s\): *{_NUMBER}")
 _READY = re.compile(
     r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
 )
-_GPU_GB = re.compile(rf"available_gpu_mem={_NUMBER}")
+_FREE_GB = re.compile(rf"available_([gc]pu)_mem={_NUMBER}")
 _RETRACTED = re.compile(rf"#retracted_reqs: {_COUNT}")
 _GAINED = re.compile(rf"#new_tokens_gained: {_COUNT}")
 _WEIGHTS = re.compile(rf"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem={_NUMBER} ?GB")
@@ -178,8 +178,8 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
 
 def _ready(line: str) -> records.ServerReady | None:
     limits = {name: int(value) for name, value in _READY.findall(line)}
-    gpu = _GPU_GB.search(line)
-    return records.ServerReady(**limits, gpu_gb=float(gpu[1]) if gpu else None)
+    free_gb = {device: float(gb) for device, gb in _FREE_GB.findall(line)}
+    return records.ServerReady(**limits, gpu_gb=free_gb.get("gpu"), cpu_gb=free_gb.get("cpu"))
 
 
 def _rare(line: str) -> Record | None:

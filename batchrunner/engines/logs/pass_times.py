@@ -5,27 +5,26 @@ and a line for every prefill pass. So a decode line tells the seconds of its int
 what was done in them. Least squares over many intervals parts these seconds.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from batchrunner.engines.least_squares import LeastSquares
 from batchrunner.engines.logs.records import LoggedBatch
+from batchrunner.engines.logs.thinned import Thinned
 
 STEPS_A_LINE = 40
 """Decode steps between two lines: SGLang's default of `--decode-log-interval`."""
 MOST_INTERVALS = 512
-"""Most intervals kept; when there are more, every second one is dropped."""
+"""Most intervals kept of a scheduler."""
 LEAST_INTERVALS = 8
 """Fewest intervals that are fitted."""
 OUTLIER = 4.0
 """Intervals that are off by so many times the median deviation are left out of the second fit: in them the
 server waited for requests, or the machine did something else."""
-ROUNDS = 400
-"""Most rounds of coordinate descent; four unknowns settle within some hundred."""
-SETTLED = 1e-6
-"""Relative change of a round after which the parts have settled."""
+USUAL_SHARE = 0.5
+"""Least share of the prefill passes in the intervals that are not left out: those have to stand for all."""
 TOLD_APART = 1.02
 """Factor by which leaving a part out must raise the sum of squares; a smaller one does not tell it apart."""
 
@@ -96,9 +95,8 @@ class PassTimes:
 class PassClock:
     """Collects the intervals of one scheduler."""
 
-    intervals: list[DecodeInterval] = field(default_factory=list)
-    _every: int = 1
-    _counted: int = 0
+    kept: Thinned[DecodeInterval] = field(default_factory=lambda: Thinned[DecodeInterval](MOST_INTERVALS))
+    """Some of the intervals, evenly thinned out."""
     _passes: int = 0
     _new_tokens: int = 0
     _filled: int = 0
@@ -113,7 +111,7 @@ class PassClock:
         """End an interval of so many decode steps."""
         tokens = float(steps * batch.running)
         if batch.throughput and tokens:
-            self._keep(
+            self.kept.add(
                 DecodeInterval(
                     tokens / batch.throughput, steps, tokens, self._passes, self._new_tokens,
                     self._filled,
@@ -121,32 +119,34 @@ class PassClock:
             )  # fmt: skip
         self._passes = self._new_tokens = self._filled = 0
 
-    def _keep(self, interval: DecodeInterval) -> None:
-        if self._counted % self._every == 0:
-            self.intervals.append(interval)
-            if len(self.intervals) > MOST_INTERVALS:
-                self.intervals = self.intervals[::2]
-                self._every *= 2
-        self._counted += 1
-
 
 def fit_pass_times(intervals: Sequence[DecodeInterval]) -> PassTimes | None:
-    """Fit the times of passes to intervals; None where they are too few."""
-    found = _fit(intervals)
-    if found is None:
+    """Fit the times of passes to intervals; None where they are too few, or do not agree."""
+    if len(intervals) < LEAST_INTERVALS:
         return None
+    found = _sums(intervals).parts()
     off = [abs(one.seconds - _seconds(found, one)) for one in intervals]
     most = OUTLIER * max(median(off), LEAST_OFF_S)
     usual = [one for one, error in zip(intervals, off, strict=True) if error <= most]
-    again = _fit(usual)
-    if again is None:
+    if len(usual) < LEAST_INTERVALS or _passes(usual) < USUAL_SHARE * _passes(intervals):
         return None
+    again = _sums(usual)
+    parts = again.parts()
+    step_s, decoded_s, pass_s, new_token_s = parts
+    squares = max(_squares(usual, parts), len(usual) * LEAST_OFF_S**2)
+    step_known, pass_known = (
+        _squares(usual, again.parts(without={part})) > TOLD_APART * squares for part in (_STEP, _PASS)
+    )
     total = DecodeInterval(*(sum(values) for values in zip(*usual, strict=True)))
-    step_s, decoded_s, pass_s, new_token_s = again
-    return PassTimes(
-        step_s, decoded_s, pass_s, new_token_s,
-        _is_known(usual, again, _STEP), _is_known(usual, again, _PASS), total,
-    )  # fmt: skip
+    return PassTimes(step_s, decoded_s, pass_s, new_token_s, step_known, pass_known, total)
+
+
+def _sums(intervals: Sequence[DecodeInterval]) -> LeastSquares:
+    return LeastSquares([_work(one) for one in intervals], [one.seconds for one in intervals])
+
+
+def _passes(intervals: Sequence[DecodeInterval]) -> float:
+    return sum(one.passes for one in intervals)
 
 
 def _work(interval: DecodeInterval) -> tuple[float, ...]:
@@ -155,32 +155,6 @@ def _work(interval: DecodeInterval) -> tuple[float, ...]:
 
 def _seconds(parts: Sequence[float], interval: DecodeInterval) -> float:
     return sum(part * amount for part, amount in zip(parts, _work(interval), strict=True))
-
-
-def _fit(intervals: Sequence[DecodeInterval], without: int | None = None) -> list[float] | None:
-    """Return the parts, none below 0, with the least sum of squares; the part `without` stays 0."""
-    if len(intervals) < LEAST_INTERVALS:
-        return None
-    scales = [max(values) or 1.0 for values in zip(*map(_work, intervals), strict=True)]
-    rows = [[value / scale for value, scale in zip(_work(one), scales, strict=True)] for one in intervals]
-    matrix = [[sum(row[i] * row[j] for row in rows) for j in range(4)] for i in range(4)]
-    vector = [sum(row[i] * one.seconds for row, one in zip(rows, intervals, strict=True)) for i in range(4)]
-    parts = [0.0] * 4
-    for _ in range(ROUNDS):
-        before = list(parts)
-        for i in range(4):
-            if i != without and matrix[i][i]:
-                others = sum(matrix[i][j] * parts[j] for j in range(4) if j != i)
-                parts[i] = max(0.0, (vector[i] - others) / matrix[i][i])
-        if all(math.isclose(one, other, rel_tol=SETTLED) for one, other in zip(parts, before, strict=True)):
-            break
-    return [part / scale for part, scale in zip(parts, scales, strict=True)]
-
-
-def _is_known(intervals: Sequence[DecodeInterval], parts: Sequence[float], part: int) -> bool:
-    """Tell whether the fit needs a part, or does about as well without it."""
-    other = _fit(intervals, without=part)
-    return other is not None and _squares(intervals, other) > TOLD_APART * _squares(intervals, parts)
 
 
 def _squares(intervals: Sequence[DecodeInterval], parts: Sequence[float]) -> float:

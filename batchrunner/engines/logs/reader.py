@@ -11,8 +11,9 @@ from batchrunner.core.errors import InputError
 from batchrunner.engines.logs import records
 from batchrunner.engines.logs.facts import Facts, Trouble
 from batchrunner.engines.logs.lines import clean, origin_of, record_in
+from batchrunner.engines.logs.prefills import Prefills
 from batchrunner.engines.logs.records import LoggedBatch, Phase, Record, ServerReady
-from batchrunner.engines.logs.series import LoadSample, Prefills, Series, is_full
+from batchrunner.engines.logs.series import LoadSample, Series
 from batchrunner.engines.logs.thresholds import Thresholds
 
 BLOCK_BYTES = 1 << 20
@@ -26,6 +27,8 @@ _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.B
 _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
+    "max_prefill_tokens", "prefill_max_requests", "prefill_decode_interval", "enable_mixed_chunk",
+    "page_size", "disable_radix_cache", "schedule_policy",
 )  # fmt: skip
 """Arguments that change the load: when a server restarts with others, what was read before is dropped."""
 _CAPTURES, _FORWARD = {"graph", "prefill-graph"}, {"prefill", "decode"}
@@ -129,8 +132,9 @@ class LogReader:
             self._prefills.add(
                 scheduler, LoadSample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
             )
-            clock.prefilled(batch, full=is_full(batch, self.facts.chunk))
-            self.series.prefills.add(batch, self.facts.chunk, scheduler)
+            limits = self.facts.pass_limits
+            clock.prefilled(batch, full=limits.is_full(batch))
+            self.series.prefills.add(batch, limits, scheduler)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
         """Return a line's scheduler and time; no scheduler where another rank's lines count for it."""

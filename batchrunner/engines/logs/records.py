@@ -45,6 +45,8 @@ class ServerReady(NamedTuple):
     context_len: int | None = None
     gpu_gb: float | None = None
     """Free memory of the GPU in GB, `available_gpu_mem`; None on a CPU."""
+    cpu_gb: float | None = None
+    """Free memory of the machine in GB, `available_cpu_mem`; None on a GPU."""
 
 
 class WeightsLoaded(NamedTuple):

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Self
 
+from batchrunner.core.wording import counted
 from batchrunner.engines.logs.pass_times import STEPS_A_LINE, PassClock, PassTimes, fit_pass_times
-from batchrunner.engines.logs.records import LoggedBatch
+from batchrunner.engines.logs.prefills import Prefills
+from batchrunner.engines.logs.thinned import Thinned
 from batchrunner.engines.logs.thresholds import Thresholds
 
 
@@ -71,7 +73,7 @@ SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
 
 
 MOST_SAMPLES = 512
-"""Most samples kept per scheduler; when there are more, every second one is dropped."""
+"""Most samples kept of a scheduler."""
 MOST_TRACKS = 256
 """Most schedulers that have a track each; all others share one."""
 PAUSE_S = 30.0
@@ -79,10 +81,6 @@ PAUSE_S = 30.0
 So does time that runs backwards by as much: an older log follows a newer one."""
 DAY_S = 86_400.0
 """Seconds in a day. Time stamps without a date are less, and begin again at midnight."""
-WHOLE = 0.9
-"""Fraction of a prefill chunk from which the pass counts as full."""
-FEW = 2
-"""Most prompts in a full pass that counts as filled by long prompts."""
 PEAKS = ("queue", "max_running")
 """Fields of a sample whose largest value is kept."""
 
@@ -91,14 +89,10 @@ PEAKS = ("queue", "max_running")
 class Track:
     """The samples of one scheduler."""
 
-    samples: list[LoadSample] = field(default_factory=list)
-    """The samples kept, evenly thinned out, oldest first."""
-    every: int = 1
-    """One of so many samples is kept."""
+    samples: Thinned[LoadSample] = field(default_factory=lambda: Thinned[LoadSample](MOST_SAMPLES))
+    """Some of the samples, evenly thinned out, oldest first."""
     largest: Counter[str] = field(default_factory=Counter)
     """Largest values of the fields in PEAKS, over all samples."""
-    counted: int = 0
-    """Number of all samples."""
     busy_s: float = 0.0
     """Seconds under load, without pauses."""
     timed: bool = False
@@ -132,7 +126,12 @@ class Track:
         self._last = sample
         for name in PEAKS:
             self.largest[name] = max(self.largest[name], getattr(sample, name) or 0)
-        self._keep(sample)
+        self.samples.add(sample)
+
+    @property
+    def counted(self) -> int:
+        """Number of all samples."""
+        return self.samples.counted
 
     def settle(self, limits: Thresholds) -> None:
         """End a stretch of work: the empty queue at its end is no sign, unless rows were left to send."""
@@ -152,84 +151,11 @@ class Track:
         gap_s = sample.at - last.at
         return gap_s + DAY_S if gap_s < -DAY_S / 2 and last.at < DAY_S else gap_s
 
-    def _keep(self, sample: LoadSample) -> None:
-        if self.counted % self.every == 0:
-            self.samples.append(sample)
-            if len(self.samples) > MOST_SAMPLES:
-                self.samples = self.samples[::2]
-                self.every *= 2
-        self.counted += 1
-
 
 def spread(retractions: int, tracks: Collection[Track]) -> None:
     """Add retractions to tracks evenly, where it is not known which scheduler had them."""
     for number, track in enumerate(tracks):
         track.retractions += (retractions + number) // len(tracks)
-
-
-def is_full(batch: LoggedBatch, chunk: int | None) -> bool:
-    """Tell whether a prefill pass took a whole chunk; `chunk` is `chunked_prefill_size` in tokens."""
-    return bool(chunk and chunk > 0 and batch.new_tokens >= WHOLE * chunk)
-
-
-@dataclass(slots=True)
-class Prefills:
-    """Sums over the prefill passes of all schedulers."""
-
-    passes: int = 0
-    prompts: int = 0
-    new_tokens: int = 0
-    """Prompt tokens computed."""
-    cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
-    retracted_tokens: int = 0
-    """Tokens computed and then lost to a retraction."""
-    filled: int = 0
-    """Passes that took a whole chunk."""
-    filled_waiting: int = 0
-    """Such passes after which requests still waited."""
-    few_long: int = 0
-    """Passes that one or two prompts filled."""
-    streaks: int = 0
-    """Runs of such passes: a long prompt takes several in succession, all but the first of them alone."""
-    long_tokens: int = 0
-    """Tokens of all of these passes."""
-    _in_streak: set[str] = field(default_factory=set)
-    """Schedulers whose last pass was one of them."""
-
-    def add(self, batch: LoggedBatch, chunk: int | None, scheduler: str) -> None:
-        """Count one pass; `chunk` is `chunked_prefill_size` in tokens."""
-        self.passes += 1
-        self.prompts += batch.new_seqs
-        self.new_tokens += batch.new_tokens
-        self.cached_tokens += batch.cached_tokens
-        full = is_full(batch, chunk)
-        few = full and batch.new_seqs <= FEW
-        self.filled += full
-        self.filled_waiting += full and batch.queue > 0
-        self.few_long += few
-        self.streaks += few and not (batch.new_seqs == 1 and scheduler in self._in_streak)
-        self.long_tokens += batch.new_tokens if few else 0
-        (self._in_streak.add if few else self._in_streak.discard)(scheduler)
-
-    def decoded(self, scheduler: str) -> None:
-        """End a scheduler's streak: it decoded between two prefill passes."""
-        self._in_streak.discard(scheduler)
-
-    @property
-    def cached_share(self) -> float:
-        """Fraction of prompt tokens that were in the cache."""
-        return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
-
-    @property
-    def mean_streak(self) -> float:
-        """Mean tokens of a streak of passes that one or two prompts filled."""
-        return self.long_tokens / max(1, self.streaks)
-
-    @property
-    def mean_prompt(self) -> float:
-        """Mean tokens of a prompt; each chunk of a long one counts as a prompt."""
-        return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
 
 
 @dataclass(slots=True)
@@ -309,7 +235,7 @@ class Series:
 
     def pass_times(self) -> PassTimes | None:
         """Return how long the passes of all schedulers take, None where the samples do not tell."""
-        return fit_pass_times([one for track in self.tracks.values() for one in track.clock.intervals])
+        return fit_pass_times([one for track in self.tracks.values() for one in track.clock.kept])
 
     def share(self, sign: str) -> float:
         """Return the fraction of samples with a sign, among those that it applies to; 0 without any."""
@@ -323,7 +249,7 @@ class Series:
     def median(self, name: str) -> float:
         """Return the median of a field, 0 if no sample has it; a kept sample stands for those dropped."""
         found = sorted(
-            (value, track.every)
+            (value, track.samples.every)
             for track in self.tracks.values()
             for sample in track.samples
             if (value := getattr(sample, name)) is not None
@@ -342,4 +268,6 @@ class Series:
         """Return, in words, how many samples there are and over how many seconds."""
         several = f" of {len(self.tracks)} schedulers" if len(self.tracks) > 1 else ""
         timed = any(track.timed for track in self.tracks.values())
-        return f"{self.counted} samples{several} over {'' if timed else 'about '}{self.busy_s:.0f} s"
+        return (
+            f"{counted(self.counted, 'sample')}{several} over {'' if timed else 'about '}{self.busy_s:.0f} s"
+        )

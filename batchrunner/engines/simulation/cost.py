@@ -1,15 +1,15 @@
 """How long a forward pass takes: a + b·samples + c·context tokens + d·prefilled tokens."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import NamedTuple
 
+from batchrunner.engines.least_squares import LeastSquares
 from batchrunner.engines.simulation.scheduler import StepResult
 from batchrunner.engines.simulation.steady import PassWork
 
-_PARTS = ("base_s", "sample_s", "kv_token_s", "prefill_token_s", "prefill_base_s")
+PARTS = 5
+"""Parts of a model."""
 RIDGE = 1e-3
 """Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
 
@@ -98,19 +98,18 @@ The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). 
 
 
 def fit(passes: Iterable[MeasuredPass]) -> CostModel:
-    """Fit a model to measured passes by least squares.
+    """Fit a model without negative parts to measured passes by least squares.
 
     Raises ValueError where the four parts cannot be told apart: give it prefills and decodes of several
-    sizes. Parts come out negative where passes are not linear; the caller has to check that.
+    sizes.
     """
-    rows = [((1.0, p.samples, p.kv_tokens, p.prefill_tokens), p.seconds) for p in passes]
-    # columns differ by six orders of magnitude, so each is scaled to at most 1
-    scales = [max((abs(x[column]) for x, _ in rows), default=0.0) or 1.0 for column in range(4)]
-    scaled = [([value / scale for value, scale in zip(x, scales, strict=True)], y) for x, y in rows]
-    matrix = [[sum(x[i] * x[j] for x, _ in scaled) for j in range(4)] for i in range(4)]
-    vector = [sum(x[i] * y for x, y in scaled) for i in range(4)]
-    solution = _solve(matrix, vector)
-    return CostModel(*(value / scale for value, scale in zip(solution, scales, strict=True)))
+    measured = list(passes)
+    found = LeastSquares(
+        [(1.0, p.samples, p.kv_tokens, p.prefill_tokens) for p in measured], [p.seconds for p in measured]
+    )
+    if not found.told_apart:
+        raise ValueError("the passes are too alike to tell the parts of their cost apart")
+    return CostModel(*found.parts())
 
 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
@@ -119,43 +118,10 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
     Parts that the stretches cannot tell apart share what they cost together, so the model is good for work
     that is not too unlike theirs. None where there are fewer stretches than parts.
     """
-    rows = [
-        (
-            (float(w.decodes + w.prefills), w.samples, w.kv_tokens, w.prefill_tokens, float(w.prefills)),
-            seconds,
-        )
-        for w, seconds in spans
-    ]
-    kept = [part for part in range(len(_PARTS)) if any(x[part] for x, _ in rows)]
-    if len(rows) < len(_PARTS):
+    if len(spans) < PARTS:
         return None
-    scales = {part: math.sqrt(fmean(x[part] ** 2 for x, _ in rows)) for part in kept}
-    while kept:
-        scaled = [[x[part] / scales[part] for part in kept] for x, _ in rows]
-        matrix = [[sum(x[i] * x[j] for x in scaled) for j in range(len(kept))] for i in range(len(kept))]
-        for at in range(len(kept)):
-            matrix[at][at] += RIDGE * len(rows)
-        vector = [sum(x[i] * y for x, (_, y) in zip(scaled, rows, strict=True)) for i in range(len(kept))]
-        solution = dict(zip(kept, _solve(matrix, vector), strict=True))
-        lowest = min(kept, key=solution.__getitem__)
-        if solution[lowest] >= 0:
-            return CostModel(
-                **{_PARTS[part]: solution.get(part, 0.0) / scales.get(part, 1) for part in range(len(_PARTS))}
-            )
-        kept.remove(lowest)
-    return None
-
-
-def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Solve a small system of linear equations by Gauss-Jordan elimination with pivots."""
-    rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
-    largest = max((abs(value) for row in matrix for value in row), default=0.0)
-    for column in range(len(rows)):
-        pivot = max(range(column, len(rows)), key=lambda at: abs(rows[at][column]))
-        if abs(rows[pivot][column]) <= 1e-12 * largest:
-            raise ValueError("the passes are too alike to tell the parts of their cost apart")
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        own = rows[column] = [value / rows[column][column] for value in rows[column]]
-        for at in {*range(len(rows))} - {column}:
-            rows[at] = [value - rows[at][column] * mine for value, mine in zip(rows[at], own, strict=True)]
-    return [row[-1] for row in rows]
+    rows = [
+        (float(w.decodes + w.prefills), w.samples, w.kv_tokens, w.prefill_tokens, float(w.prefills))
+        for w, _ in spans
+    ]
+    return CostModel(*LeastSquares(rows, [seconds for _, seconds in spans]).parts(ridge=RIDGE))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import NamedTuple
 
+from batchrunner.core.wording import counted
 from batchrunner.report.html.timeline import GridValue, Line, Timeline
 
 WIDTH, HEIGHT = 1000.0, 100.0
@@ -234,7 +235,7 @@ def _rising(step: float, top: float) -> list[AxisTick]:
 
 def _bar(counts: BinnedValues, at: int, rows: int, top: float) -> ChartBar:
     width, height = WIDTH / len(counts.bins), HEIGHT * rows / top
-    says = f"{_range(counts, at)} {counts.unit}: {rows:,} rows"
+    says = f"{_range(counts, at)} {counts.unit}: {counted(rows, 'row', ',')}"
     return ChartBar(at * width, HEIGHT - height, width, height, says)
 
 

@@ -21,6 +21,7 @@ from batchrunner.advise.advise import advise_run
 from batchrunner.advise.roofline import UnknownLimitError
 from batchrunner.core.corner import Corner
 from batchrunner.core.jsonfile import read_json
+from batchrunner.core.wording import counted
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample, read_events
 from batchrunner.output.files import whole_file, writing
@@ -138,7 +139,7 @@ def _headline(
         "rows_total": total,
         "rows_left": left,
         "working_s": working_s,
-        "how_often": _count(attempts, "attempt") + (f" of {tasks} tasks" if tasks > 1 else ""),
+        "how_often": counted(attempts, "attempt", ",") + (f" of {tasks} tasks" if tasks > 1 else ""),
         "output_tokens_per_s": counts.output_tokens / working_s if working_s else 0.0,
         "prompt_tokens_per_s": counts.prompt_tokens / working_s if working_s else 0.0,
         "cached_share": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
@@ -231,7 +232,9 @@ def _decisions(
         why = f": {tokens['why']}" if tokens.get("why") else ""
         found.append(("Prompts tokenized by", f"the {tokens.get('where')}{why}"))
     if leads := sum(history.leads for history in histories):
-        found.append(("Reuse distance", f"corrected {_count(leads, 'time')} by what was found in the cache"))
+        found.append(
+            ("Reuse distance", f"corrected {counted(leads, 'time', ',')} by what was found in the cache")
+        )
     changes = sum(history.windows.total() for history in histories)
     fixed = facts["job"].get("window", "auto")
     widths = [value for value in timeline.totals.get("window", []) if value]
@@ -239,7 +242,7 @@ def _decisions(
         found.append(("Window", f"{fixed}, set by the job"))
     elif widths:
         least, most = min(value.low for value in widths), max(value.high for value in widths)
-        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {_count(changes, 'time')}"))
+        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {counted(changes, 'time', ',')}"))
     return found
 
 
@@ -305,10 +308,6 @@ def _percent(share: float | None) -> str:
     if share is None:
         return "unknown"
     return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
-
-
-def _count(times: int, what: str) -> str:
-    return f"{times:,} {what}" + ("s" if times != 1 else "")
 
 
 def _read(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchrunner.core.errors import JobError
+from batchrunner.engines.logs.prefills import PassLimits
 from batchrunner.engines.logs.records import LoggedBatch
 from batchrunner.engines.logs.series import LoadSample, Series
 from batchrunner.engines.logs.thresholds import Thresholds
@@ -92,7 +93,7 @@ def test_passes_of_one_prompt_follow_each_other(
     for at, (scheduler, prompts) in enumerate(passes):
         if prompts:
             batch = LoggedBatch(False, 8, 5, 0.5, new_seqs=prompts[0], new_tokens=prompts[1])
-            series.prefills.add(batch, 2048, scheduler)
+            series.prefills.add(batch, PassLimits(2048), scheduler)
         else:
             series.add(scheduler, LoadSample(float(at), running=8, queue=5, usage=0.5))
     assert series.prefills.mean_streak == mean
