@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -454,6 +455,11 @@ def test_the_job_that_we_ship_and_its_neighbours(tmp_path: Path) -> None:
     unknown = shown("json.dumps")
     assert unknown.returncode == 1
     assert unknown.stderr == f"{tmp_path / 'run'}: no row with a vector has the title 'json.dumps'\n"
+    (part,) = (tmp_path / "run" / "parts").glob("*.parquet")
+    pq.write_table(pq.read_table(part).filter(pc.field("row") > 0), part)  # as if the job had fewer rows
+    assert "nearest to text 1:" in shown().stdout
+    pq.write_table(pq.read_table(part).drop_columns(["embedding"]), part)  # none has a vector
+    assert shown().stderr == f"{tmp_path / 'run'}: no row has a vector\n"
 
 
 def test_a_batch_file_on_an_open_engine(tmp_path: Path, embedder: FakeSGLang) -> None:
