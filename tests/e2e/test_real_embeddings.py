@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
 from tests.conftest import ROOT, require_modules, skip_without
+from tests.support.engine_processes import START_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,11 +30,15 @@ TEXTS = [
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 
-@pytest.fixture(scope="module")
-def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
-    """The real embedding model on a launched server."""
+@pytest.fixture(scope="module", autouse=True)
+def _prepared() -> None:
     require_modules("sglang")
     skip_without([] if MODEL.exists() else ["data/all-minilm-l6-v2 (make test)"])
+
+
+@pytest.fixture(scope="module")
+def minilm(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
+    """The real embedding model on a launched server."""
     spec = {"kind": "server", "model": str(MODEL), "device": "cpu"}
     with batchrunner.open_engine(spec, log_dir=tmp_path_factory.mktemp("minilm"), task="embed") as engine:
         yield engine
@@ -99,3 +106,19 @@ def test_dimensions_are_refused(minilm: batchrunner.OpenEngine) -> None:
     assert minilm.info.vector_lengths == ()
     with pytest.raises(batchrunner.JobError, match="makes vectors of its own length only"):
         batchrunner.embed(["a", "b"], engine=minilm, dimensions=64, limits={"max_failed_rows": 2})
+
+
+def test_an_engine_in_the_process(tmp_path: Path) -> None:
+    """`sglang.Engine` makes the vectors of transformers too, in lists, and ends with its run."""
+    out, path = tmp_path / "run", tmp_path / "texts.parquet"
+    pq.write_table(pa.table({"text": TEXTS[:6]}), path)
+    engine = f"engine={{kind: inprocess, model: {MODEL}, device: cpu}}"
+    prompt, bundle, columns = "prompt={text: text}", "bundle=4", "input.columns=[]"
+    overrides = [engine, prompt, bundle, columns, f"input.path={path}", f"output.path={out}"]
+    command = [sys.executable, "-m", "batchrunner", str(ROOT / "jobs" / "embed.yaml")]
+    command += [word for override in overrides for word in ("--set", override)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "report.json").read_text())["bundles"]["most_rows"] > 1
+    found = matrix_of(pq.read_table(out / "parts").sort_by("row"))
+    assert ((found * mean_pooling(TEXTS[:6])).sum(axis=1) >= 0.999).all()
