@@ -25,6 +25,8 @@ def start(app: Typer) -> NoReturn:
         signal.signal(signal.SIGINT, interrupts.handle)
     with SignalWatch(interrupts):
         code = _run(app)
+        if signal.getsignal(signal.SIGINT) == interrupts.handle:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # from now on a Ctrl-C has nothing to interrupt
     if lost := lost_output():
         tell(f"batchrun: standard output: cannot be written: {lost}")
         code = code or EXIT_STOPPED

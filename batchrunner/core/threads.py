@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
     """Open a pool of threads and wait for their end, but not after a Ctrl-C: a mount may never answer."""
     pool = ThreadPoolExecutor(threads)
-    waits = True
     try:
         yield pool
     except KeyboardInterrupt:
-        waits = False
+        pool.shutdown(wait=False, cancel_futures=True)
         raise
-    finally:
-        pool.shutdown(wait=waits, cancel_futures=True)
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()

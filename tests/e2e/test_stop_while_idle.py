@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import batchrun, job_of, started, write_job
+from tests.conftest import job_of, started, started_python, write_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,18 +75,29 @@ def test_a_signal_before_the_first_row(
     assert [line for line in process.lines if told in line] == [f"batchrun: {told} {when}\n"]
 
 
-@pytest.mark.parametrize("command", ["merge", "export", "status"])
-def test_an_interrupt_of_a_command_that_reads_for_ever(tmp_path: Path, command: str) -> None:
-    """Its main thread or its other threads are in a call that never returns."""
-    assert batchrun(write_job(job_of(tmp_path), tmp_path)).exit_code == 0
-    (part,) = (tmp_path / "run" / "parts").glob("*.parquet")
-    part.unlink()
-    os.mkfifo(part)
-    arguments = [command, tmp_path / "run", *([tmp_path / "answers.csv"] if command == "export" else [])]
-    with started(*arguments) as process, part.open("wb"):  # once the command reads it
+def test_an_interrupt_of_a_blocked_main_thread() -> None:
+    """A call that never returns, such as one to a dead mount, does not keep the command."""
+    blocked = """
+import signal, sys, time
+from batchrunner.cli import results
+from batchrunner.cli.command import main
+from batchrunner.report import merged
+
+def merge_run(run):
+    # as in a call that does not return to Python: its handler of the signal does not run
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    print("blocked", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+merged.merge_run = merge_run
+sys.argv = ["batchrun", "merge", "run"]
+main()
+"""
+    with started_python("-c", blocked) as process:
+        process.wait_for_line("blocked")
         process.process.send_signal(signal.SIGINT)
         assert process.end() == 130
-    assert process.lines == ["batchrun: interrupted\n"]
+    assert process.lines == ["blocked\n", "batchrun: interrupted\n"]
 
 
 def test_an_interrupt_of_a_check_that_blocks(mark: Path, blocking_job: Path) -> None:
