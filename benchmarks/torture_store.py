@@ -32,6 +32,7 @@ import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.core.exit_codes import EXIT_WRONG
 from benchmarks.measure import save
 from tests.support.other_machine import be_another_machine
 from tests.support.store_server import VARIABLES, StoreBucket, new_bucket, store_server
@@ -42,6 +43,8 @@ TOGETHER = 3
 MACHINES = ("a", "b", "c")
 LONGEST_S = 900.0
 """A start that takes longer hangs."""
+MOST_REFUSED = 30
+"""Starts in succession that are refused, since another machine still seems to write."""
 PAUSE_S = 6.0
 """Longer than a silent machine is waited for."""
 
@@ -107,6 +110,7 @@ class StoreRound:
     ) -> None:
         """Write the job into the folder."""
         self._folder, self._bucket, self._totals, self._made = folder, bucket, totals, made
+        self._refused = 0  # starts that were refused, since another one was not
         self._environ = {**os.environ, **VARIABLES, "AWS_ENDPOINT_URL": bucket.endpoint}
         self._environ["XDG_CACHE_HOME"] = str(folder / "disks")
         job = {
@@ -137,6 +141,9 @@ class StoreRound:
                 if status == -signal.SIGKILL:
                     kills -= 1
                     self._note(each, running)
+                self._refused = self._refused + 1 if status == EXIT_WRONG else 0
+                if self._refused > MOST_REFUSED:
+                    raise SystemExit(f"no start goes on any more in {self._folder}")
                 if status:  # 1: others died, and their rows are left; 2: another machine still seems to write
                     running.append(self._spawn(join=join, kill=kills > 0))
         last = self._spawn(join=join, kill=False).process.wait(LONGEST_S)

@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 
 from batchrunner.cli.options import (
+    FreshOption,
     JobArgument,
     JsonOption,
     LimitOption,
     NoPythonOption,
     QuietOption,
+    RetryFailedOption,
     SetOption,
     VerboseOption,
     with_limit,
@@ -38,6 +40,8 @@ def ray(
     cpus: Annotated[float, typer.Option(metavar="N", help="Cores that Ray keeps for a worker.")] = 1,
     overrides: SetOption = None,
     limit: LimitOption = None,
+    fresh: FreshOption = False,
+    retry_failed: RetryFailedOption = False,
     no_python: NoPythonOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -62,7 +66,7 @@ def ray(
     with telling_report(quiet=quiet or as_json):
         done = run_on_ray(
             job, with_limit(overrides, limit), workers=workers, address=address, cpus=cpus,
-            no_python=no_python, quiet=quiet, as_json=as_json,
+            fresh=fresh, retry_failed=retry_failed, no_python=no_python, quiet=quiet, as_json=as_json,
         )  # fmt: skip
     if as_json:
         show(done.as_dict())

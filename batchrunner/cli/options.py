@@ -25,6 +25,8 @@ LimitOption = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Send the first N rows only, as --set input.limit=N."),
 ]
+FreshOption = Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")]
+RetryFailedOption = Annotated[bool, typer.Option(help="Send failed rows again.")]
 NoPythonOption = Annotated[
     bool,
     typer.Option("--no-python", help="Refuse a job that runs Python functions of its author."),

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from batchrunner.cli.options import JsonOption, RunArgument
+from batchrunner.cli.running import telling_report
 from batchrunner.core.console import show, tell
 
 
@@ -24,16 +25,28 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
     show(state if as_json else status_lines(state))
 
 
-def merge(run: RunArgument, as_json: JsonOption = False) -> None:
+def merge(
+    run: RunArgument,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Push it to this data set of the Hugging Face Hub, hf://datasets/OWNER/NAME; "
+            "the job's output.push unless given.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Write a run's results as one dataset in input order: RUN/merged.
 
-    The exit code is 1 while rows are missing.
+    The exit code is 1 while rows are missing; then nothing is pushed.
 
     Example: batchrun merge out/summarize
     """
     from batchrunner.report.merged import merge_run  # noqa: PLC0415
 
-    merged = merge_run(run)
+    with telling_report(quiet=as_json):
+        merged = merge_run(run, push)
     if not as_json:
         tell("\n".join(merged.lines()))
     show(merged.as_dict() if as_json else [merged.path])

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from batchrunner.cli.options import (
+    FreshOption,
     JobArgument,
     JsonOption,
     LimitOption,
@@ -17,6 +18,7 @@ from batchrunner.cli.options import (
     MetricsPortOption,
     NoPythonOption,
     QuietOption,
+    RetryFailedOption,
     SetOption,
     VerboseOption,
     with_limit,
@@ -56,8 +58,8 @@ def run(
     job: JobArgument,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    fresh: Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")] = False,
-    retry_failed: Annotated[bool, typer.Option(help="Send failed rows again.")] = False,
+    fresh: FreshOption = False,
+    retry_failed: RetryFailedOption = False,
     shard: Annotated[
         str | None,
         typer.Option(

@@ -129,6 +129,12 @@ class StorageError(BatchrunError):
     advice = "make room and run the same command again: it resumes"
 
 
+class PushError(BatchrunError):
+    """The merged results could not be pushed to the Hub; they are kept on this machine."""
+
+    advice = "run `batchrun merge` again once the Hub takes it: what is there already is not sent twice"
+
+
 class TaskLockLostError(StorageError):
     """Another process took over the lock of this task, so this process may not write results any more."""
 

@@ -26,6 +26,7 @@ from batchrunner.input.formats.batch_lines import BatchHow
 from batchrunner.input.formats.json_lines import JsonLinesRecords, have_one_schema
 from batchrunner.input.formats.parquet import FooterBudget
 from batchrunner.input.formats.text import TextContent
+from batchrunner.input.hub_files import without_commit
 from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.schemas import normalize, normalized, not_for_parquet
 from batchrunner.input.source_file import SourceFile
@@ -100,8 +101,8 @@ class Dataset:
     def added_files(self) -> list[str]:
         """Return the files that `input.path` names now and did not name before."""
         with contextlib.suppress(InputError):
-            known = {source.path for source in self._sources}
-            return [path for path in self._find()[1] if path not in known]
+            known = {without_commit(source.path) for source in self._sources}
+            return [path for path in self._find()[1] if without_commit(path) not in known]
         return []
 
     def field(self, name: str, *, where: str) -> pa.Field:

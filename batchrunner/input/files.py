@@ -13,6 +13,7 @@ import pyarrow.fs as pafs
 from batchrunner.core.errors import InputError
 from batchrunner.core.file_format import ENDINGS, known_format
 from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
+from batchrunner.input.hub_files import at_commit
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.files import is_special
 from batchrunner.output.stores.addresses import NEEDS_EXTRA, StoreAddress, has_client, store_address
@@ -75,6 +76,7 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
         return _object_files(address, storage), "/".join(filter(None, (address.bucket, address.key)))
     try:
         fs, path = pafs.FileSystem.from_uri(given)
+        path = at_commit(fs, path) if given.startswith("hf://") else path
     except Exception as failure:  # noqa: BLE001 - hf:// and others are opened by packages with their own errors
         said = first_line(failure)
         unknown = said.startswith("Unrecognized filesystem type")

@@ -17,7 +17,7 @@ from batchrunner.input.read_ahead import BLOCK_BYTES, BlockFile
 from batchrunner.input.small_objects import SmallObjects
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
-from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket, read_whole
+from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, e_tag_of, open_bucket, read_whole
 
 FETCHERS = 16
 """Requests for bytes of files that are under way at once."""
@@ -144,7 +144,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             raise as_os_error(failure, directory) from None
 
     def _note(self, path: str, found: Any) -> ObjectState:
-        state = ObjectState(found["size"], found["last_modified"], found["e_tag"])
+        state = ObjectState(found["size"], found["last_modified"], e_tag_of(found))
         with self._lock:
             self._states[path] = state
         return state
@@ -188,7 +188,7 @@ class _ObjectRanges:
     def check(self) -> None:
         """Raise OSError where the object has changed, or is gone."""
         try:
-            is_same = obstore.head(self._bucket, self._key)["e_tag"] == self._state.e_tag
+            is_same = e_tag_of(obstore.head(self._bucket, self._key)) == self._state.e_tag
         except STORE_ERRORS as failure:
             raise as_os_error(failure, self._path) from None
         if not is_same:

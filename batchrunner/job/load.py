@@ -157,6 +157,13 @@ def _engine_of_short_form(source: object) -> dict[str, Any]:
         raise JobError(f"engine: an address starts with http:// or https:// (got {source!r})")
     if source in ENGINE_KINDS:
         raise JobError(f"engine: {source!r} needs more than its name", hint="give the `engine` part of a job")
+    if difflib.get_close_matches(source.lower(), ("simulated",), cutoff=0.8) and not Path(source).exists():
+        raise JobError(
+            f"engine: {source!r} is no engine",
+            hint="did you mean 'simulated'? Else give an address (http://host:30000), a model's directory "
+            "or its name on the Hub",
+            mark=";",
+        )
     return {"kind": "server", "model": source}
 
 

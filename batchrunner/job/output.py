@@ -10,6 +10,7 @@ from pydantic import Field
 from batchrunner.core.errors import WrongValueError
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.fields import Duration, Spec, UserPath
+from batchrunner.job.hub import HubAddress
 from batchrunner.job.tasks.embed import Dtype
 
 RESULT_COLUMNS = {
@@ -94,6 +95,9 @@ class OutputSpec(Spec):
     durable: Duration = 1.0
     """Time within which a finished row is safe on disk, in a journal or in a part; in an object store it is
     10 s by default."""
+    push: HubAddress | None = None
+    """Data set of the Hugging Face Hub that `batchrun merge` pushes the merged results to, once all rows are
+    done: `hf://datasets/OWNER/NAME`, also with a folder behind it, or with a branch, `OWNER/NAME@BRANCH`."""
     dtype: Dtype = "float32"
     """With `task: embed`: type of the numbers of a vector."""
     normalize: bool = False

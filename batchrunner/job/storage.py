@@ -6,9 +6,9 @@ import os
 import re
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from batchrunner.core.errors import JobError
+from batchrunner.core.errors import JobError, WrongValueError
 from batchrunner.job.fields import Spec, UserPath
 
 Secret: TypeAlias = Literal[
@@ -44,6 +44,16 @@ class StorageSpec(Spec):
         if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
             raise ValueError(f"an address starts with http:// or https:// (got {endpoint!r})")
         return endpoint
+
+    @model_validator(mode="after")
+    def _one_way(self) -> StorageSpec:
+        if self.anonymous and self.secrets:
+            raise WrongValueError(
+                "storage.anonymous goes without credentials, and storage.secrets names some",
+                hint="leave one of them out",
+                mark=";",
+            )
+        return self
 
     def secret_values(self) -> dict[str, str]:
         """Return the credentials; raises JobError where a variable is not set."""

@@ -86,7 +86,8 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
             write_part(run_dir, number_of(path), tables, lock)
             schema = schema or tables[0].schema
         run_dir.store.remove(path)
-    if lock.replaced_unclean and schema is not None:
+    # without a run.json the holder before wrote no part, and a part alone would be taken for a strange run
+    if lock.replaced_unclean and schema is not None and run_dir.run_json.exists():
         _take_name(run_dir, next_number, schema, lock)
         lock.replaced_unclean = False
     lock.note_recovered()

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
 from batchrunner.core.errors import JobError
@@ -15,6 +17,7 @@ from batchrunner.core.timing import TIMING
 
 LOCAL = "local"
 """Address that stands for a new cluster of this machine alone."""
+_MODE = "RAY_AUTH_MODE"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a client of HTTP/2 says first, with empty settings (RFC 9113, section 3.4)."""
 _HEAD, _SETTINGS = 9, 4
@@ -36,6 +39,8 @@ def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
         )
     if found not in {LOCAL, "auto"}:
         _try(found)
+    if found == "auto":
+        found = _without_token() or found
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     try:
@@ -47,7 +52,7 @@ def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
                 f"--address {found}: Ray cannot connect: {said}",
                 hint="if the cluster wants a token, Ray's default, export RAY_AUTH_MODE=token here too",
             ) from None
-        if found == "auto":
+        if found == "auto" and isinstance(failure, ConnectionError):
             raise JobError(
                 "no Ray cluster runs on this machine",
                 hint="give --address host:port, or start one: `ray start --head` or --address local",
@@ -57,6 +62,36 @@ def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _without_token() -> str | None:
+    """Return the address of the cluster on this machine where it wants no token, although there is one here.
+
+    For a cluster that it finds by itself, Ray would take the token of this machine (~/.ray/auth_token), and
+    then refuse what the cluster asks without it: every worker would be ended as it starts. None leaves the
+    choice to Ray.
+    """
+    if _MODE in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return None
+    with contextlib.suppress(RayError, RuntimeError, ValueError, OSError), _no_lines_of_ray():
+        address = canonicalize_bootstrap_address_or_die("auto")
+        GcsClient(address=address)  # asks for the name of the cluster
+        return str(address)
+    return None
+
+
+@contextlib.contextmanager
+def _no_lines_of_ray() -> Iterator[None]:
+    """Drop what Ray's own code writes to standard error when it is refused."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:  # noqa: PTH123 - a device
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _try(address: str) -> None:

@@ -23,6 +23,7 @@ from batchrunner.ray.shared_path import shared_path
 from batchrunner.ray.workers import WorkerNeeds, Workers
 from batchrunner.report.report import Report
 from batchrunner.report.totals import report_of_all
+from batchrunner.runner.begin_again import discard_run, plan_failed_rows
 from batchrunner.runner.foreground import TERM_DRAIN_S
 
 log = logging.getLogger(__name__)
@@ -68,12 +69,15 @@ def run_on_ray(
     address: str | None,
     cpus: float,
     no_python: bool,
+    fresh: bool,
+    retry_failed: bool,
     quiet: bool,
     as_json: bool,
 ) -> Report:
     """Do a job with so many workers, each with `cpus` cores and the GPUs of its engine; return the report.
 
-    Raises BatchrunError. A signal drains the run, a second SIGINT ends it at once.
+    `fresh` discards what earlier attempts wrote, `retry_failed` sends their failed rows again. Raises
+    BatchrunError. A signal drains the run, a second SIGINT ends it at once.
     """
     if workers < 1:
         raise JobError(f"--workers {workers}", hint="give a number from 1 on")
@@ -84,6 +88,10 @@ def run_on_ray(
     with connected(address, log_to_driver=not silent), shared_path(loaded.output.path) as shared:
         needs = WorkerNeeds(cpus, gpus_asked(loaded.engine, gpus_of_nodes()))
         _check_cores(cpus)
+        if fresh:
+            discard_run(loaded)
+        elif retry_failed:
+            plan_failed_rows(loaded)
         group = Workers(loaded, shared, needs, quiet=silent)
         progress = RunProgress(loaded.output.path, quiet=silent)
         with _noted_signals() as stops, contextlib.closing(group), contextlib.closing(progress):

@@ -16,6 +16,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from batchrunner.core.errors import BatchrunError
+from batchrunner.core.exit_codes import EXIT_WRONG
 from batchrunner.job.spec import Job
 from batchrunner.ray.job_worker import JobWorker
 from batchrunner.ray.shared_path import SharedPath
@@ -116,7 +117,8 @@ class Workers:
             return
         if not isinstance(cause, BatchrunError):
             cause = BatchrunError(f"a worker failed: {type(cause).__name__}: {_first_line(cause)}")
-        log.warning("a worker ended: %s", cause)
+        if self._actors and cause.exit_code != EXIT_WRONG:  # else it is what the command ends with
+            log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
             self.error = cause  # a wrong job before an engine that was lost
 

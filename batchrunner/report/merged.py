@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
 
+from batchrunner.core.errors import JobError, PushError
 from batchrunner.core.exit_codes import EXIT_DONE, EXIT_STOPPED
+from batchrunner.job.hub import HubFolder, hub_folder
 from batchrunner.job.output import SAMPLE
 from batchrunner.output.export import export
 from batchrunner.output.merge import distinct_rows, merge
 from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_json import read_run_json
 from batchrunner.output.task_holder import is_held
 from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report
@@ -36,6 +39,12 @@ class MergedRun:
     """Whether a task of the run is at work."""
     command: Literal["merge", "export"] = "merge"
     """The command that made it."""
+    push: str | None = None
+    """The data set of the Hub that the run is to be pushed to."""
+    pushed: str | None = None
+    """URL of its commit with these files; None where there is none, as while rows are missing."""
+    told: str | None = None
+    """What the push did, for a person."""
 
     @property
     def exit_code(self) -> int:
@@ -49,6 +58,7 @@ class MergedRun:
             "rows": self.rows,
             "rows_missing": max(0, self.report.rows_total - self.rows),
             "is_at_work": self.is_at_work,
+            "pushed": self.pushed,
             "exit_code": self.exit_code,
             "report": self.report.as_dict(),
         }
@@ -67,18 +77,60 @@ class MergedRun:
                 f"{_DONE[self.command]}: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
                 f"{journals}: {then}, then {self.command} again"
             )
-        return lines
+            if self.push is not None:
+                lines.append(f"not pushed to {self.push}: rows are missing")
+        return [*lines, *([self.told] if self.told else [])]
 
 
-def merge_run(run: str | Path) -> MergedRun:
-    """Merge a run and write its report; raises OutputError, ResumeError or StorageError, as `merge` does."""
+def merge_run(run: str | Path, push: str | None = None) -> MergedRun:
+    """Merge a run, write its report, and push it once it has all rows.
+
+    `push` is the address on the Hub, by default that of the job. Raises what `merge` does, JobError for a
+    wrong address, or PushError with the report of the run.
+    """
     run_dir = look_at_run(run)
+    target = _push_target(run_dir, push)
     path = merge(run_dir)
     rows = sum(map(_input_rows, path.glob("*.parquet")))
     report = report_of_all(run_dir)
     leave_page(run_dir)
     place = f"{run_dir.store.uri}/{path.name}" if run_dir.store.uri else str(path)
-    return MergedRun(place, report, rows, _is_at_work(run_dir))
+    merged = MergedRun(place, report, rows, _is_at_work(run_dir), push=str(target) if target else None)
+    if target is None or merged.exit_code != EXIT_DONE:
+        return merged
+    try:
+        pushed = _pushing().push_merged(path, target)
+    except PushError as error:
+        error.report = report
+        raise
+    return replace(merged, pushed=pushed.commit, told=pushed.line())
+
+
+def _push_target(run_dir: RunDir, given: str | None) -> HubFolder | None:
+    """Return where a run is to be pushed to; raises JobError for a wrong address, or without the package."""
+    where, address = "--push", given
+    if given is None:
+        where, address = "output.push", (read_run_json(run_dir) or {}).get("job", {})["output"].get("push")
+    if address is None:
+        return None
+    try:
+        target = hub_folder(str(address))
+    except ValueError as failure:
+        raise JobError(f"{where}: {failure}") from None
+    _pushing()
+    return target
+
+
+def _pushing() -> Any:
+    try:
+        from batchrunner.output import hub_push  # noqa: PLC0415 - its package may be missing
+    except ImportError as missing:
+        raise JobError(
+            f"a push to the Hub needs huggingface_hub from 1.0 on ({missing})",
+            hint="pip install 'batchrunner[hub]'",
+            mark=";",
+        ) from None
+    return hub_push
 
 
 def _input_rows(file: Path) -> int:

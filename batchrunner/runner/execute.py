@@ -72,7 +72,7 @@ async def execute(
     control, display = control or Control(), display or NoDisplay()
     counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
-        at_last.callback(_leave, prepared)
+        at_last.callback(leave, prepared)
         await asyncio.to_thread(prepared.check_engine_task, opened_for)
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
@@ -125,7 +125,7 @@ async def execute(
             return await run.go()
 
 
-def _leave(prepared: PreparedJob) -> None:
+def leave(prepared: PreparedJob) -> None:
     """Close what is open, and delete the working copy of a task whose name no later start will have."""
     prepared.close()
     if isinstance(prepared.part, JoinTask) and not prepared.run_dir.journals():

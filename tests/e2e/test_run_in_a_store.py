@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import INSTANT, ROOT, batchrun, eventually, job_of, started, write_job, write_rows
+from tests.conftest import (
+    INSTANT,
+    ROOT,
+    batchrun,
+    eventually,
+    job_of,
+    started,
+    started_python,
+    write_job,
+    write_rows,
+)
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
@@ -135,6 +147,30 @@ def test_a_kill(tmp_path: Path, store_bucket: StoreBucket, cache: Path, is_lost:
     assert report.rows_resumed > 0
     assert len(server.prompts) - sent == 40 - report.rows_resumed
     assert [row["row"] for row in stored_rows(store_bucket)] == list(range(40))
+
+
+def test_kills_before_the_first_row(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """Two machines die before their engine answers, one in place of the other; the next one begins."""
+    script = ROOT / "tests" / "support" / "other_machine.py"
+    job = job_of(tmp_path, output={"path": f"{store_bucket.uri}/run"})
+
+    def recovered(host: str) -> bool:
+        if not store_bucket.keys("run/tasks/main/owner"):
+            return False
+        owner = json.loads(store_bucket.get("run/tasks/main/owner"))
+        return bool(owner["holder"]["host"] == host and owner["recovered"] == len(owner["before"]))
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        waiting = write_job({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path)
+        for name in "ab":
+            with started_python(script, name, waiting) as run:
+                eventually(partial(recovered, name))
+                run.process.kill()
+                run.process.wait()
+    with started_python(script, "c", write_job(job, tmp_path)) as run:
+        assert run.end() == 0
+    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(10))
 
 
 def test_another_run_in_its_place(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:

@@ -112,7 +112,7 @@ class ObjectStore:
             self.copy.fetch(name)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         temporary.replace(path)
-        self.copy.note(name, e_tag)
+        self.copy.published(name, e_tag)
 
     def claim(self, temporary: Path, path: Path) -> None:
         """Create the object, as `add` does."""
@@ -122,7 +122,7 @@ class ObjectStore:
         """Write the object, then the file."""
         e_tag = self.objects.put(self._name(path), temporary)
         temporary.replace(path)
-        self.copy.note(self._name(path), e_tag)
+        self.copy.published(self._name(path), e_tag)
 
     def add_segment(self, path: Path, number: int, content: bytes) -> None:
         """Create the object of a segment."""
@@ -132,7 +132,7 @@ class ObjectStore:
 
     def publish(self, path: Path) -> None:
         """Write the object."""
-        self.copy.note(self._name(path), self.objects.put(self._name(path), path))
+        self.copy.published(self._name(path), self.objects.put(self._name(path), path))
 
     def publish_directory(self, directory: Path) -> None:
         """Delete the mark, write the new files, delete the other old ones, and set the mark again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -33,6 +33,12 @@ _STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
 _HINTS = {
     "NoSuchBucket": "there is no such bucket",
     "ContainerNotFound": "there is no such container",
+    "AuthenticationFailed": "the credentials are wrong",
+    "AuthorizationFailure": "the credentials are wrong",
+    "AuthenticationRequired": "the credentials are wrong",
+    "AuthorizationPermissionMismatch": "the credentials do not allow it",
+    "PublicAccessNotPermitted": "the store wants credentials",
+    "NoAuthenticationInformation": "the store wants credentials",
     "InvalidAccessKeyId": "the store does not know the credentials",
     "SignatureDoesNotMatch": "the credentials are wrong",
     "InvalidToken": "the session token is wrong",
@@ -45,6 +51,7 @@ _HINTS = {
     "SlowDown": "the store asks for fewer requests",
 }
 """What the codes of answers mean."""
+_NO_BUCKET = ("(NoSuchBucket)", "(ContainerNotFound)")
 _WORDS = {
     "169.254.169.254": "no credentials were found",
     "metadata.google.internal": "no credentials were found",
@@ -84,10 +91,16 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     }
     if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
         options |= _aws_credentials()
+    if address.scheme == "gs" and storage.anonymous:  # writes would look for credentials all the same
+        options["credential_provider"] = _no_google_credentials
     try:
         return obstore.store.from_url(f"{address.scheme}://{address.bucket}", **options)
     except (BaseError, ValueError) as failure:
         raise JobError(f"{address}: cannot be opened: {reason_of(failure)}") from None
+
+
+def _no_google_credentials() -> dict[str, Any]:
+    return {"token": "none", "expires_at": None}
 
 
 def _aws_credentials() -> dict[str, Any]:
@@ -108,6 +121,15 @@ def _aws_credentials() -> dict[str, Any]:
             hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
             "or storage.anonymous for a public bucket",
         ) from None
+
+
+def e_tag_of(found: Mapping[str, Any]) -> str | None:
+    """Return the e_tag of an object in quotes, as conditions take it; None where the store has none.
+
+    `found` is what obstore tells of an object. In a listing of Azure the quotes are missing.
+    """
+    e_tag = found["e_tag"]
+    return f'"{e_tag}"' if e_tag and not e_tag.endswith('"') else e_tag
 
 
 def read_whole(read: Callable[[], Answer]) -> Answer:
@@ -133,7 +155,10 @@ def reason_of(failure: BaseException) -> str:
     text = str(failure)
     if answer := _ANSWER.search(text):
         code = answer["code"]
-        return f"{_HINTS.get(code, answer['message'].strip() or code)} ({code})"
+        message = (
+            answer["message"].strip().partition("\n")[0].strip()
+        )  # Azure has lines of IDs and times below
+        return f"{_HINTS.get(code, message or code)} ({code})"
     if meaning := next((meaning for words, meaning in _WORDS.items() if words in text), None):
         return meaning
     if status := _STATUS.search(text):
@@ -145,6 +170,6 @@ def reason_of(failure: BaseException) -> str:
 def as_os_error(failure: BaseException, name: str) -> OSError:
     """Return the OSError for a failed request about an object: FileNotFoundError where it is not there."""
     reason = reason_of(failure)
-    if isinstance(failure, FileNotFoundError) and "(NoSuchBucket)" not in reason:
+    if isinstance(failure, FileNotFoundError) and not reason.endswith(_NO_BUCKET):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     return StoreRequestError(errno.EIO, reason, name)

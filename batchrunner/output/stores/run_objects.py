@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from batchrunner.job.storage import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
-from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, open_bucket, read_whole
+from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, e_tag_of, open_bucket, read_whole
 
 PIECE_BYTES = 4 << 20
 """Least bytes of an object that are in memory while it is downloaded."""
@@ -56,8 +57,8 @@ class RunObjects:
 
         A lost reply is recognised as in `create`.
         """
-        mode: Any = {"e_tag": e_tag}
         try:
+            mode = self._unless_changed(name, e_tag)
             return _tag(obstore.put(self._bucket, self._key(name), content, mode=mode))
         except (PreconditionError, AlreadyExistsError, FileNotFoundError):
             found = self.read(name)
@@ -109,7 +110,7 @@ class RunObjects:
         except STORE_ERRORS as failure:
             raise as_os_error(failure, str(self.address)) from None
         every = [
-            StoredObject(found["path"][begin:], found["e_tag"] or "", found["size"])
+            StoredObject(found["path"][begin:], _tag(found), found["size"])
             for page in pages
             for found in page
         ]
@@ -117,11 +118,12 @@ class RunObjects:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects, where they are there."""
+        keys = [self._key(name) for name in names]
         try:
-            if names:
-                obstore.delete(self._bucket, [self._key(name) for name in names])
-        except FileNotFoundError:
-            return
+            if keys:
+                obstore.delete(self._bucket, keys)
+        except FileNotFoundError:  # Google and Azure stop at one that is not there
+            self._delete_one_by_one(keys)
         except STORE_ERRORS as failure:
             raise as_os_error(failure, str(self.address)) from None
 
@@ -145,9 +147,30 @@ class RunObjects:
                 return None
             raise error from None
 
+    def _delete_one_by_one(self, keys: Collection[str]) -> None:
+        for key in keys:
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(self._bucket, key)
+            except STORE_ERRORS as failure:
+                raise as_os_error(failure, str(self.address)) from None
+
+    def _unless_changed(self, name: str, e_tag: str) -> Any:
+        """Return the mode of a write that fails where the object has not this e_tag any more.
+
+        Google's conditions name the generation of an object, which its listings do not tell. So the object is
+        asked for it; raises PreconditionError where it has changed already.
+        """
+        if self.address.scheme != "gs":
+            return {"e_tag": e_tag}
+        found = obstore.head(self._bucket, self._key(name))
+        if _tag(found) != e_tag:
+            raise PreconditionError(f"{name}: it has changed")
+        return {"version": found["version"]}
+
     def _key(self, name: str) -> str:
         return "/".join(filter(None, (self.address.key, name)))
 
 
 def _tag(result: Any) -> str:
-    return str(result["e_tag"] or "")
+    return e_tag_of(result) or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import threading
 from collections.abc import Collection
 from pathlib import Path
 
@@ -39,10 +40,16 @@ class WorkingCopy:
         self.places = places
         self._objects = objects
         self._e_tags: dict[str, str] = read_json(root / INDEX)
+        self._turn = threading.Lock()
 
     def note(self, name: str, e_tag: str) -> None:
         """Note that the file is the object with this e_tag."""
         self._e_tags[name] = e_tag
+
+    def published(self, name: str, e_tag: str) -> None:
+        """Note that the file is the object with this e_tag, for the next start on this machine too."""
+        self.note(name, e_tag)
+        self._save()
 
     def forget(self, name: str) -> None:
         """Note that there is no such object any more."""
@@ -81,8 +88,8 @@ class WorkingCopy:
 
     def _save(self) -> None:
         """Write down which objects are here; without that they are fetched again."""
-        with contextlib.suppress(Exception):
-            write_json(self.root / INDEX, self._e_tags)
+        with self._turn, contextlib.suppress(Exception):
+            write_json(self.root / INDEX, dict(self._e_tags))
 
     def _has(self, found: StoredObject) -> bool:
         return self._e_tags.get(found.name) == found.e_tag and (self.root / found.name).exists()

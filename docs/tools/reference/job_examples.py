@@ -61,6 +61,7 @@ EXAMPLES = {
     "output.explode": "true",
     "output.part_rows": "50000",
     "output.durable": "10s",
+    "output.push": "hf://datasets/my-org/summaries",
     "output.dtype": "float16",
     "output.normalize": "true",
     "output.dimensions": "256",
