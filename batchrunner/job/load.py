@@ -158,12 +158,7 @@ def _engine_of_short_form(source: object) -> dict[str, Any]:
     if source in ENGINE_KINDS:
         raise JobError(f"engine: {source!r} needs more than its name", hint="give the `engine` part of a job")
     if difflib.get_close_matches(source.lower(), ("simulated",), cutoff=0.8) and not Path(source).exists():
-        raise JobError(
-            f"engine: {source!r} is no engine",
-            hint="did you mean 'simulated'? Else give an address (http://host:30000), a model's directory "
-            "or its name on the Hub",
-            mark=";",
-        )
+        raise JobError(f"engine: {source!r} is no engine", hint="give 'simulated', an address or a model")
     return {"kind": "server", "model": source}
 
 

@@ -15,6 +15,8 @@ from ray.exceptions import RayError
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 
+log = logging.getLogger(__name__)
+
 LOCAL = "local"
 """Address that stands for a new cluster of this machine alone."""
 _MODE = "RAY_AUTH_MODE"
@@ -62,6 +64,35 @@ def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+class HeadNode:
+    """The head node of the cluster, without which Ray ends this process after a minute."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is its host:port."""
+        self._address = address
+        self._was_there = True
+
+    def look(self) -> None:
+        """Say once that it does not answer any more."""
+        is_there = _is_there(self._address)
+        if self._was_there and not is_there:
+            log.warning(
+                "the head node of the Ray cluster, %s, does not answer: Ray ends this command if it stays "
+                "away; run the same command again once it is back: it resumes",
+                self._address,
+            )
+        self._was_there = is_there
+
+
+def _is_there(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), TIMING.ray_answer).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _without_token() -> str | None:

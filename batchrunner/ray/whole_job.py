@@ -16,7 +16,7 @@ from batchrunner.core.exit_codes import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMIN
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.output.task_holder import DEAD_AFTER_S
-from batchrunner.ray.connection import connected
+from batchrunner.ray.connection import HeadNode, connected
 from batchrunner.ray.gpus import gpus_asked, gpus_of_nodes
 from batchrunner.ray.progress import RunProgress
 from batchrunner.ray.shared_path import shared_path
@@ -95,7 +95,8 @@ def run_on_ray(
         group = Workers(loaded, shared, needs, quiet=silent)
         progress = RunProgress(loaded.output.path, quiet=silent)
         with _noted_signals() as stops, contextlib.closing(group), contextlib.closing(progress):
-            Supervision(group, stops, progress).run(workers)
+            head = HeadNode(ray.get_runtime_context().gcs_address)
+            Supervision(group, stops, progress, head).run(workers)
         return _report(group, loaded.output.path, stops)
 
 
@@ -110,8 +111,9 @@ def _check_cores(cpus: float) -> None:
 class Supervision:
     """Looks after the workers until all rows are done, none can go on, or the run is to stop."""
 
-    def __init__(self, group: Workers, stops: Stops, seen: RunProgress) -> None:
+    def __init__(self, group: Workers, stops: Stops, seen: RunProgress, head: HeadNode) -> None:
         self._group = group
+        self._head = head
         self._stops = stops
         self._seen = seen
         self._stopping = False
@@ -128,9 +130,11 @@ class Supervision:
                 self._group.wait(TIMING.ray_poll)
             else:
                 time.sleep(TIMING.ray_poll)
-            if self._seen.is_due and self._seen.update(self._group.placed):
-                self._group.progressed()
-                self._rounds = 0
+            if self._seen.is_due:
+                self._head.look()  # before Ray is asked, which waits for it
+                if self._seen.update(self._group.placed):
+                    self._group.progressed()
+                    self._rounds = 0
             self._stop_if_told()
 
     def _goes_on(self) -> bool:

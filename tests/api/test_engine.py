@@ -81,6 +81,7 @@ def test_an_engine_by_its_name() -> None:
         ([], "urls"),
         ("", "engine: give an open engine"),
         ("server", "'server' needs more than its name"),
+        ("simulatd", "engine: 'simulatd' is no engine: give 'simulated', an address or a model"),
         (7, "engine: give an open engine"),
     ],
 )

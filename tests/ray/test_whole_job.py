@@ -32,10 +32,16 @@ WORKER = "JobWorker"
 
 def on_cluster(nodes: RayNodes, job: Path, *options: object) -> subprocess.CompletedProcess[str]:
     """Run the command on the cluster to its end."""
-    command = [sys.executable, "-m", "batchrunner", "ray", job, "--address", nodes.address, *options]
+    return on_ray(job, "--address", nodes.address, *options)
+
+
+def on_ray(job: Path, *options: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    command = [sys.executable, "-m", "batchrunner", "ray", job, *options]
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+        list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        env={**os.environ, **environ},
+    )  # fmt: skip
 
 
 def pid_with_rows_in_flight(run: Path, rows_done: int) -> int:
@@ -84,6 +90,33 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
     assert not list(tmp_path.glob(".*.ray"))
 
 
+def test_failed_rows_again_and_a_fresh_start(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
+    """`--retry-failed` sends the failed rows alone, whichever worker comes first; `--fresh` all of them."""
+    server.script = lambda sent: "too long" if int(sent.prompt.split()[1]) % 10 == 3 else "answer"
+    job = job_of(tmp_path, server, rows=40, limits={"max_failed_rows": 10})
+    path = write_job(job, tmp_path)
+    assert on_cluster(nodes, path, "--workers", 2).returncode == 0
+    server.script = lambda _: "answer"
+    done = on_cluster(nodes, path, "--workers", 2, "--retry-failed", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows_failed"] == 0
+    assert (len(server.prompts), [row["error"] for row in results_of(job)]) == (44, [None] * 40)
+    done = on_cluster(nodes, path, "--workers", 2, "--fresh")
+    assert done.returncode == 0, done.stderr
+    assert (len(server.prompts), [row["row"] for row in results_of(job)]) == (84, list(range(40)))
+
+
+def test_a_token_of_this_machine_that_the_cluster_does_not_want(nodes: RayNodes, tmp_path: Path) -> None:
+    """Ray would take the token for a cluster that it finds by itself, and its workers would be ended."""
+    for place, content in ((".ray/auth_token", "f" * 64), ("tmp/ray/ray_current_cluster", nodes.address)):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).write_text(content)
+    job = job_of(tmp_path)
+    done = on_ray(write_job(job, tmp_path), HOME=str(tmp_path), RAY_TMPDIR=str(tmp_path / "tmp"))
+    assert done.returncode == 0, done.stderr
+    assert len(results_of(job)) == 10
+
+
 def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Path) -> None:
     """No worker is started that no node has room for."""
     model = {"kind": "server", "model": "m", "device": "cuda", "tp": 2}
@@ -93,6 +126,11 @@ def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Pat
     assert last_line(done.stderr) == (
         "batchrun: engine: it takes 2 GPUs, and no node of the Ray cluster has more than 0; "
         "set engine.tp to fewer, or add a node with as many"
+    )
+    path = write_job(job_of(tmp_path, input={"path": str(tmp_path / "nothing.csv")}), tmp_path)
+    done = on_cluster(nodes, path, "--workers", 2)
+    assert (done.returncode, done.stderr.count("nothing.csv: no such file or directory")) == (2, 1), (
+        done.stderr
     )
     done = on_cluster(nodes, write_job(job_of(tmp_path), tmp_path), "--cpus", 64, "--json")
     assert done.returncode == 2
