@@ -251,6 +251,18 @@ def summary(found: dict[str, Any]) -> str:
     return f"advise names the bad flag first in {named} of {len(found)} cases; healthy in error: {len(false)}"
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """Return the table for docs/advice.md."""
+    lines = ["| bad value | flag | seen | named first | gain of what was named | gain of the flag |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for name, case in found.items():
+        known = f"{case['known']['gain']:.2f}" if "known" in case else "the same"
+        named = f"{case['gain']:.2f}" if case["steps"] else "nothing"
+        seen, first = ("yes" if case[key] else "no" for key in ("seen", "first"))
+        lines.append(f"| {name} | `{case['flag']}` | {seen} | {first} | {named} | {known} |")
+    return lines
+
+
 def measure_flags(model: Path, folder: Path, only: list[str]) -> None:
     """Measure the cases of the flags in `only`, all by default; those measured before are kept."""
     path = RESULTS / "advise_flags.json"
@@ -260,3 +272,4 @@ def measure_flags(model: Path, folder: Path, only: list[str]) -> None:
             found[name] = measure(name, model, folder / str(number))
             kept = {name: found[name] for name in CASES if name in found}
             save("advise_flags", summary(kept), {"cases": kept}, ("sglang", "torch"), "advice")
+            print("\n".join(table(kept)))

@@ -140,6 +140,15 @@ def versions(*packages: str) -> dict[str, str | None]:
     return found
 
 
+def commit() -> str | None:
+    """Return the commit that is checked out; None outside of a repository."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        check=False, capture_output=True, text=True, cwd=RESULTS.parent,
+    )  # fmt: skip
+    return done.stdout.strip() or None
+
+
 def save(
     name: str, line: str, figures: dict[str, Any], packages: Sequence[str], module: str | None = None
 ) -> None:
@@ -150,6 +159,7 @@ def save(
         "command": f"python -m benchmarks.{module or name} {' '.join(sys.argv[1:])}".strip(),
         "machine": {**machine(), "load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
         "versions": versions(*packages),
+        "commit": commit(),
         **figures,
     }
     RESULTS.mkdir(exist_ok=True)

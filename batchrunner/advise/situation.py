@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from batchrunner.engines.logs.facts import Facts
-from batchrunner.engines.logs.pass_times import PassTimes
+from batchrunner.engines.logs.pass_times import PassTimes, of_counts
 from batchrunner.engines.logs.series import Series
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.recovery.safer_args import in_effect
@@ -16,6 +16,9 @@ USUAL_CHUNK = 8192
 """Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
 """Memory for activations of a prefill chunk, in GB a token (SGLang's memory_hook)."""
+LIKE_A_STEP = 512
+"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
+weights once, and compute little."""
 LONGEST_LINE = 160
 """Characters of a log line that advice shows."""
 
@@ -97,6 +100,15 @@ class Situation:
     def pass_times(self) -> PassTimes | None:
         """How long forward passes take, by the log; None where it does not tell."""
         return self.log.pass_times()
+
+    @cached_property
+    def pass_counts(self) -> PassTimes | None:
+        """The log's counts of passes, each as long as any other; None where prefill passes are longer."""
+        prefills, steps = self.log.prefills, self.log.counted * self.facts.steps_a_line
+        if not prefills.passes or prefills.new_tokens > LIKE_A_STEP * prefills.passes:
+            return None
+        decoded = self.load.median("running") * steps
+        return of_counts(steps, decoded, prefills.passes, prefills.filled)
 
     @property
     def max_running(self) -> int | None:

@@ -78,8 +78,8 @@ def output_rate(lines: Iterable[str]) -> float | None:
             if rank not in tokens:
                 tokens[rank] = 0.0
                 continue
-            seconds[rank] += record.running / record.throughput
-            tokens[rank] += record.running
+            seconds[rank] += record.running * record.accepted / record.throughput
+            tokens[rank] += record.running * record.accepted
             count += 1
     if count < FEWEST_DECODES:
         return None
@@ -114,12 +114,13 @@ def spans_of(lines: Iterable[str]) -> tuple[PassSpan, ...]:
 
 def _span(before: LoggedBatch, after: LoggedBatch, prefills: list[LoggedBatch]) -> PassSpan:
     """Return the stretch between two lines; a throughput leaves out the first token of each output."""
-    tokens = LOG_INTERVAL * (before.running + after.running) / 2
+    samples = LOG_INTERVAL * (before.running + after.running) / 2
+    tokens = samples * after.accepted
     kv_tokens = LOG_INTERVAL * ((before.tokens or 0) + (after.tokens or 0)) / 2
     work = PassWork(
         LOG_INTERVAL,
         len(prefills),
-        tokens + sum(batch.new_seqs for batch in prefills),
+        samples + sum(batch.new_seqs for batch in prefills),
         kv_tokens,
         sum(batch.new_tokens for batch in prefills),
         tokens,

@@ -186,6 +186,18 @@ def test_replicas_are_the_gateways(name: str) -> None:
     assert candidates_of(TuningState({}, BUSY, replace(four, one_of_several=True))) == "one replica"
 
 
+def test_what_a_machine_with_two_gpus_would_do() -> None:
+    """One replica a GPU behind a gateway; a model that is split over both is told to try one GPU each."""
+    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "parallelism")
+    two = replace(CARD, cards=2)
+    assert candidates_of(TuningState({}, BUSY, two)) == (
+        "engine: {kind: gateway, tp: 1} has 2 replicas on 2 GPUs, each about as fast"
+    )
+    assert candidates_of(TuningState({"tp-size": 2}, BUSY, two)) == (
+        "engine: {kind: gateway} with a tp under 2 is faster, where the weights fit fewer GPUs"
+    )
+
+
 def test_flags_go_by_the_names_that_are_there() -> None:
     """A flag is set under the name that the job has for it, else under that of the installed version."""
     card = replace(CARD, flags=Flags("0.5.2", frozenset({"cuda-graph-max-bs", "attention-backend"})))

@@ -27,6 +27,7 @@ def cache_off(s: Situation, flags: Flags) -> Finding | None:
         {"disable-radix-cache": None},
         evidence={"possible_share": round(shared, 4), "computed_tokens": s.log.prefills.new_tokens},
         gain=gains.fewer_tokens(s.pass_times, shared),
+        fewer=gains.fewer_tokens(s.pass_counts, shared),
     )
 
 
@@ -61,6 +62,7 @@ def pages_large(s: Situation, flags: Flags) -> Finding | None:
     if lost < LOST_IN_PAGES:
         return None
     running = s.load.median("running")
+    then = min(s.max_running or running, running / (1 - lost))
     return Finding(
         f"requests of {tokens:.0f} tokens lie in pages of {page}: a last page is half empty, {lost:.0%} of "
         f"the KV pool, and {running:.0f} of at most {s.max_running} requests run",
@@ -70,5 +72,6 @@ def pages_large(s: Situation, flags: Flags) -> Finding | None:
             "page_tokens": page,
             "lost_share": round(lost, 4),
         },
-        gain=gains.more_running(s.pass_times, running, min(s.max_running or running, running / (1 - lost))),
+        gain=gains.more_running(s.pass_times, running, then),
+        fewer=gains.more_running(s.pass_counts, running, then),
     )

@@ -5,7 +5,7 @@ They assume that requests wait all the time, and that nothing but what is said c
 
 import math
 
-from batchrunner.engines.logs.pass_times import DecodeInterval, PassTimes
+from batchrunner.engines.logs.pass_times import PassTimes
 
 WORTH = 1.05
 """Least gain for which a change is advised, where it can be estimated."""
@@ -36,18 +36,12 @@ def fewer_tokens(times: PassTimes | None, share: float) -> float | None:
     )
 
 
-def mixed(passes: float, steps: float) -> float:
-    """Return the gain of `passes` prefill passes that decode as well, instead of as many of the decode steps.
+def mixed(counts: PassTimes) -> float:
+    """Return the gain of prefill passes that decode as well, each instead of a decode step.
 
     It holds where both take about as long, as they do while reading the weights is most of the work.
     """
-    return (passes + steps) / max(passes, steps, 1.0)
-
-
-def alike(passes: float, steps: float, decoded: float) -> PassTimes:
-    """Return times where the log does not tell them: a prefill pass takes as long as a decode step."""
-    total = DecodeInterval(steps + passes, steps, decoded, passes, 0, 0)
-    return PassTimes(1.0, 0.0, 1.0, 0.0, step_known=True, pass_known=True, total=total)
+    return counts.total.seconds / max(counts.total.passes, counts.total.steps, 1.0)
 
 
 def best_interval(times: PassTimes | None, output_tokens: float) -> int | None:

@@ -158,6 +158,7 @@ def running_capped(s: Situation, flags: Flags) -> Finding | None:
         flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
         evidence={**s.evidence("capped"), "max_running_requests": most},
         gain=gains.more_running(s.pass_times, most, target),
+        fewer=gains.more_running(s.pass_counts, most, target),
     )
 
 

@@ -60,6 +60,7 @@ def pool_small(s: Situation, flags: Flags) -> Finding | None:
         flags.setting(name, int(target)),
         evidence={**s.evidence("kv_bound", "conservative"), "pool_tokens": now, "max_running": most},
         gain=gains.more_running(s.pass_times, running, running * target / now),
+        fewer=gains.more_running(s.pass_counts, running, running * target / now),
     )
 
 

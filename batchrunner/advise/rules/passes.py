@@ -9,6 +9,7 @@ from batchrunner.advise.rules.rule import Finding
 from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Situation, memory_band
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.facts import prefill_graph_off
+from batchrunner.engines.logs.pass_times import PassTimes
 from batchrunner.engines.recovery.safer_args import LESS_CONSERVATIVE, in_effect, least_fraction
 
 LARGEST_CHUNK = 16_384
@@ -31,9 +32,6 @@ IDLE = 0.1
 """Half of those steps, as a share of an output: from here on the empty places matter."""
 FEWER_PASSES = 1.25
 """Least factor by which passes have to become fewer, where only their number is known and not their times."""
-LIKE_A_STEP = 512
-"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
-weights once, and compute little."""
 ROOM = 2
 """A mixed chunk has to have room for this many times the running requests: the server fails without any."""
 LARGE_TP = 4
@@ -65,12 +63,9 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
         return _pass_limit(s, flags, s.facts.passes_limited_by, share)
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
     times = s.pass_times
-    gain, factor = gains.larger_chunk(times, 2), 2
-    while gain and factor < MOST_CHUNKS and chunk * factor < LARGEST_CHUNK:
-        more = gains.larger_chunk(times, 2 * factor)
-        if not more or more < WORTH_DOUBLING * gain:
-            break
-        gain, factor = more, 2 * factor
+    gain = gains.larger_chunk(times, 2)
+    factor = _chunks_worth(times if gain else s.pass_counts, chunk)
+    gain = gains.larger_chunk(times, factor)
     if (chunk >= SURELY_LARGE) if gain is None else gain < gains.WORTH:
         return None
     return Finding(
@@ -80,7 +75,19 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
         certainty=None if times and times.pass_known else "low",
         gain=gain,
+        fewer=gains.larger_chunk(s.pass_counts, factor),
     )
+
+
+def _chunks_worth(times: PassTimes | None, chunk: int) -> int:
+    """Return the factor by which a chunk is made larger: until doubling it once more gains little."""
+    gain, factor = gains.larger_chunk(times, 2), 2
+    while gain and factor < MOST_CHUNKS and chunk * factor < LARGEST_CHUNK:
+        more = gains.larger_chunk(times, 2 * factor)
+        if not more or more < WORTH_DOUBLING * gain:
+            break
+        gain, factor = more, 2 * factor
+    return factor
 
 
 def _pass_limit(s: Situation, flags: Flags, name: str, share: float) -> Finding | None:
@@ -95,6 +102,7 @@ def _pass_limit(s: Situation, flags: Flags, name: str, share: float) -> Finding 
         {name: None},
         evidence={"passes": s.log.prefills.passes, "full_waiting_share": round(share, 4)},
         gain=gain,
+        fewer=gains.larger_chunk(s.pass_counts, MOST_CHUNKS),
     )
 
 
@@ -112,12 +120,14 @@ def prefill_seldom(s: Situation, flags: Flags) -> Finding | None:
         return None
     running = s.load.median("running")
     useful = best if best >= gains.LEAST_INTERVAL else 0
+    then = most * (1 - min(0.5, useful / 2 / outputs))
     return Finding(
         f"{running:.0f} of at most {most} requests run and others wait {s.often('conservative')}: places "
         f"stand empty for up to {now:.0f} decode steps, and an output has {outputs:.0f} tokens",
         flags.setting(name, useful) if useful else {name: None},
         evidence={**s.evidence("conservative"), "mean_output_tokens": round(outputs, 1)},
-        gain=gains.more_running(times, running, most * (1 - min(0.5, useful / 2 / outputs))),
+        gain=gains.more_running(times, running, then),
+        fewer=gains.more_running(s.pass_counts, running, then),
     )
 
 
@@ -128,17 +138,18 @@ def mixed_chunk(s: Situation, flags: Flags) -> Finding | None:
         return None
     if prefills.passes < s.limits.samples or s.load.frequent("empty"):
         return None
-    running, steps = s.load.median("running"), s.log.counted * s.facts.steps_a_line
-    gain = gains.mixed(prefills.passes, steps)
-    if gain < FEWER_PASSES or (s.facts.chunk or 0) < ROOM * running:
+    running, counts = s.load.median("running"), s.pass_counts
+    if counts is None or (s.facts.chunk or 0) < ROOM * running:
         return None
-    if prefills.new_tokens > LIKE_A_STEP * prefills.passes:
+    fewer = gains.mixed(counts)
+    if fewer < FEWER_PASSES:
         return None
-    share = prefills.passes / (prefills.passes + steps)
+    share = counts.total.passes / counts.total.seconds
     return Finding(
         f"{share:.0%} of the passes are prefill passes, during which {running:.0f} requests do not decode",
         flags.setting(name, value=True),
-        evidence={"passes": prefills.passes, "prefill_share": round(share, 4), "most_gain": round(gain, 2)},
+        evidence={"passes": prefills.passes, "prefill_share": round(share, 4)},
+        fewer=fewer,
     )
 
 
@@ -155,9 +166,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
         return None
     times = s.pass_times
     timed = times is not None and times.pass_known
-    if not timed and mean <= LIKE_A_STEP:
-        decoded = s.load.median("running") * s.log.counted * s.facts.steps_a_line
-        times = gains.alike(prefills.passes, s.log.counted * s.facts.steps_a_line, decoded)
+    times = times if timed else s.pass_counts
     outputs = times.total.decoded / max(1, prefills.prompts) if times else 0.0
     found = gains.decode_interval(times, outputs)
     if times is None or found is None or found[1] < (gains.WORTH if timed else FEWER_PASSES):
@@ -175,6 +184,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
             "pass_s": round(times.pass_s, 6) if timed else None,
         },
         gain=gain if timed else None,
+        fewer=gain,
     )
 
 

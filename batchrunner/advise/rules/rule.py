@@ -35,6 +35,8 @@ class Advice:
     tell it."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the server for `engine.env`, where no flag but a variable is the change."""
+    fewer_passes: float | None = None
+    """Passes without the change over passes with it, by the log's counts; None where they do not tell."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the advice as `--json` prints it."""
@@ -74,6 +76,9 @@ class Finding:
     """How certain it is, where that differs from the rule."""
     gain: float | None = None
     """Throughput with the change over throughput without, where the log's pass times tell it."""
+    fewer: float | None = None
+    """Passes without the change over passes with it, where the log's counts tell it: it puts advice in order
+    where times are not known."""
     fine: bool = False
     """Whether the finding is that all is well."""
     env: dict[str, str] = field(default_factory=dict)
@@ -112,5 +117,5 @@ class Rule:
         certainty = found.certainty or self.certainty
         return Advice(
             self.name, found.sign, change, found.args, self.effect, self.tradeoff, certainty, found.evidence,
-            found.gain, found.env,
+            found.gain, found.env, found.fewer,
         )  # fmt: skip

@@ -422,4 +422,5 @@ def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
 
 def _place(advice: Advice) -> tuple[bool, bool, float]:
     """Return the key by which advice is sorted: what to change first, and of that what gains most."""
-    return not advice.change, BY_NAME[advice.rule].option, -(advice.estimated_gain or USUAL_GAIN)
+    gain = advice.estimated_gain or advice.fewer_passes or USUAL_GAIN
+    return not advice.change, BY_NAME[advice.rule].option, -gain

@@ -45,6 +45,7 @@ _RUNNING, _QUEUE, _TOKENS = (
 _PREFILLED = [re.compile(rf"#{name}: *{_COUNT}") for name in ("new-seq", "new-token", "cached-token")]
 _USAGE = re.compile(rf"usage: *{_NUMBER}")  # token usage; a hybrid model has mamba usage too
 _RATE = re.compile(rf"throughput \(token/s\): *{_NUMBER}")
+_ACCEPTED = re.compile(rf"(?<!block )accept len: *{_NUMBER}")
 _READY = re.compile(
     r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
 )
@@ -159,7 +160,8 @@ def _batch(line: str) -> records.LoggedBatch | None:
         return None
     usages = _USAGE.findall(line, start)
     tokens, rate = _TOKENS.search(line, start), _RATE.search(line, start)
-    return records.LoggedBatch(
+    accepted = _ACCEPTED.search(line, start)
+    batch = records.LoggedBatch(
         decode,
         int(running[1]),
         int(queue[1]),
@@ -169,6 +171,7 @@ def _batch(line: str) -> records.LoggedBatch | None:
         float(rate[1]) if rate else None,
         *(() if decode else (_count(pattern, line) for pattern in _PREFILLED)),
     )
+    return batch._replace(accepted=float(accepted[1])) if accepted else batch
 
 
 def _count(pattern: re.Pattern[str], line: str) -> int:

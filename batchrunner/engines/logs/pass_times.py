@@ -42,7 +42,7 @@ class DecodeInterval(NamedTuple):
     steps: float
     """Decode steps."""
     decoded: float
-    """Tokens decoded: steps times running requests."""
+    """Tokens decoded: steps times running requests, times those of a request in a step with speculation."""
     passes: float
     """Prefill passes."""
     new_tokens: float
@@ -109,7 +109,7 @@ class PassClock:
 
     def decoded(self, batch: LoggedBatch, steps: int) -> None:
         """End an interval of so many decode steps."""
-        tokens = float(steps * batch.running)
+        tokens = steps * batch.running * batch.accepted
         if batch.throughput and tokens:
             self.kept.add(
                 DecodeInterval(
@@ -139,6 +139,12 @@ def fit_pass_times(intervals: Sequence[DecodeInterval]) -> PassTimes | None:
     )
     total = DecodeInterval(*(sum(values) for values in zip(*usual, strict=True)))
     return PassTimes(step_s, decoded_s, pass_s, new_token_s, step_known, pass_known, total)
+
+
+def of_counts(steps: float, decoded: float, passes: float, filled: float) -> PassTimes:
+    """Return times of 1 for each decode step and prefill pass, whatever is in it: for counts of passes."""
+    total = DecodeInterval(steps + passes, steps, decoded, passes, 0, filled)
+    return PassTimes(1.0, 0.0, 1.0, 0.0, step_known=True, pass_known=True, total=total)
 
 
 def _sums(intervals: Sequence[DecodeInterval]) -> LeastSquares:

@@ -27,6 +27,8 @@ class LoggedBatch(NamedTuple):
     """Prompt tokens that the pass computes."""
     cached_tokens: int = 0
     """Prompt tokens that it finds in the prefix cache."""
+    accepted: float = 1.0
+    """Tokens of a request in a decode step, `accept len`; above 1 with speculation."""
 
 
 class Retraction(NamedTuple):
