@@ -110,7 +110,8 @@ def _push_target(run_dir: RunDir, given: str | None) -> HubFolder | None:
     """Return where a run is to be pushed to; raises JobError for a wrong address, or without the package."""
     where, address = "--push", given
     if given is None:
-        where, address = "output.push", (read_run_json(run_dir) or {}).get("job", {})["output"].get("push")
+        output = (read_run_json(run_dir) or {}).get("job", {}).get("output")
+        where, address = "output.push", output.get("push") if isinstance(output, dict) else None
     if address is None:
         return None
     try:

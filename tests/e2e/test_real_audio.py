@@ -61,7 +61,7 @@ def _ids(engine: batchrunner.OpenEngine, prompt: dict[str, Any], rows: list[dict
 def _by_transformers(directory: Path) -> list[list[int]]:
     """Return the tokens that transformers generates for each sound, and the number of its prompt's.
 
-    Its model hears no frames after the end of a sound. That of SGLang 0.5.23 also hears the silence up to 30 s.
+    Its model hears nothing after the end of a sound; that of SGLang 0.5.23 hears the silence up to 30 s.
     """
     import torch
     from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration

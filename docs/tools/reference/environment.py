@@ -25,6 +25,7 @@ READ = {
     "HF_HUB_OFFLINE": "Passed on to an engine. Where its model is a directory, `1` is the default: then "
     "it asks nothing of "
     "the Hub.",
+    "HF_ENDPOINT": "Address of the Hub that `hf://` means, if it is not the Hugging Face Hub.",
     "CUDA_VISIBLE_DEVICES": "GPUs that engines may use; with an empty text or `-1` there is none, and "
     "engines run on "
     "the CPU.",
@@ -34,6 +35,7 @@ READ = {
     "AWS_ENDPOINT": "The same, where neither is set.",
     "RAY_ADDRESS": "Address of the Ray cluster for `batchrun ray` without `--address`; jobs of `ray job "
     "submit` have it.",
+    "RAY_AUTH_MODE": "`token` for a Ray cluster that wants a token, as Ray reads it.",
     "RAY_USE_TLS": "`1` for a Ray cluster with TLS, as Ray reads it: its address is tried less strictly.",
     "RAY_COLOR_PREFIX": "`0`, as `batchrun ray` sets it where there is no terminal, shows log lines of the "
     "cluster without colours.",

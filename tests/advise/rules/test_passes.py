@@ -84,7 +84,7 @@ def test_passes_that_do_not_mix(arguments: dict[str, Any], passes: int, tokens: 
 
 
 def test_small_chunks_on_a_noisy_machine() -> None:
-    """Times of passes that do not agree hide nothing: passes are counted, and real small chunks come first."""
+    """Times of passes that do not agree hide nothing: passes are counted, and small chunks come first."""
     first = said_of("small_chunk")[0]
     assert first.args == {"chunked-prefill-size": 2048}
     assert first.estimated_gain is None
