@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import gc
 import json
 import logging
 import os
@@ -21,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import HealthCheck, settings
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from batchrunner.cli import app
@@ -34,7 +37,7 @@ from tests.support.server_thread import PATIENCE_S
 from tests.support.store_server import VARIABLES, new_bucket, store_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
     from typer.testing import Result
 
@@ -49,6 +52,8 @@ settings.load_profile("short")
 ROOT = Path(__file__).parent.parent
 SMALL_MODEL = ROOT / "data" / "smollm2-135m-instruct"
 INSTANT = {"kind": "simulated", "step_s": 0}
+NO_PAGE = "BATCHRUNNER_TEST_NO_PAGE"
+"""Variable that tells a process of a test to leave no report.html."""
 
 
 def pytest_configure() -> None:
@@ -61,6 +66,17 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among 5,000 tests while they are collected, nor later: all of them stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -117,6 +133,14 @@ def _quick_imports() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _one_command() -> Iterator[None]:
+    """Let typer make the command of its functions once, and not for each `batchrun` of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", functools.cache(get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _full_parts() -> Iterator[None]:
     """Let parts be written when they are full, and not because a machine is slow."""
     with pytest.MonkeyPatch.context() as patch:
@@ -126,9 +150,13 @@ def _full_parts() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process leave no report.html, which costs 0.1 s of CPU, but for tests marked `page`."""
+    """Runs leave no report.html, which costs 0.1 to 0.3 s of CPU, but for tests marked `page`.
+
+    So do those of `started` in other processes.
+    """
     if not request.node.get_closest_marker("page"):
         monkeypatch.setattr("batchrunner.runner.execute.leave_page", lambda _: None)
+        monkeypatch.setenv(NO_PAGE, "1")
 
 
 @pytest.fixture(autouse=True)
@@ -298,15 +326,18 @@ class Started:
         return self.process.wait(PATIENCE_S)
 
 
-_COMMAND = """
-import sys
+_COMMAND = f"""
+import os, sys
 from batchrunner.cli import main
 from batchrunner.core.timing import TIMING
+from batchrunner.runner import execute
 TIMING.part = 3600.0
+if "{NO_PAGE}" in os.environ:
+    execute.leave_page = lambda _: None
 sys.argv[0] = "batchrun"
 main()
 """
-"""The command, but that a part is written when it is full and not because of a slow machine."""
+"""The command, but that parts are written when they are full, and no page where NO_PAGE is set."""
 
 
 @contextlib.contextmanager

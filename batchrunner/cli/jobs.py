@@ -1,7 +1,5 @@
 """Commands that make and improve a job: init, check, tune, schema."""
 
-from __future__ import annotations
-
 import logging
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The command that does a job on a Ray cluster."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

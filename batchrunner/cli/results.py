@@ -1,7 +1,5 @@
 """Commands that read runs: status, merge, export, report, compare, advise."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """Commands that send rows: run, batch, slurm."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Versions of this package and of the SGLang that it is tested with."""
 
+import functools
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -7,8 +8,12 @@ SOURCE_TREE = "from a source tree"
 """Stands for the version where this package is not installed."""
 
 
+@functools.cache
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed, as in a source tree."""
+    """Return the version of an installed package; None where it is not installed, as in a source tree.
+
+    It is looked up once: what this process has imported does not change.
+    """
     try:
         return version(name)
     except PackageNotFoundError:

@@ -120,9 +120,11 @@ class StruckRun:
 def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
     """One run takes every blow: a start of the engine costs half a minute.
 
-    Its engine has an interpreter of its own.
+    Its engine has an interpreter of its own. When the runner is killed, the engine's processes were spawned,
+    as users have them.
     """
     directory = tmp_path_factory.mktemp("struck")
+    spawn = directory / "spawn"
     command = _tiny_job(directory, tiny, rows=STRUCK_ROWS, tokens=40)
     command += ["--set", "limits.hang=3", "--set", f"engine.python={OTHER_PYTHON}"]
     command += ["--set", "engine.args={max-total-tokens: 100000}"]
@@ -139,7 +141,7 @@ def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
         process = stack.enter_context(
             subprocess.Popen(
                 group.command(*command) if group else command,
-                env={**environ, SPAWN: "1"}, stderr=subprocess.PIPE, text=True,
+                env={**environ, SPAWN: str(spawn)}, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
         stack.callback(process.kill)
@@ -154,6 +156,7 @@ def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
             victim, before, comebacks = scheduler_of(process), written(), backs()
             wait_while_it_runs(process, partial(_more_than, before, written))
             if blow == "hang":
+                spawn.touch()
                 os.kill(victim, signal.SIGSTOP)
             elif group:
                 group.run_out(victim)

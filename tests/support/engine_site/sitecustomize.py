@@ -5,8 +5,8 @@ Python imports this file at its start where its folder is in PYTHONPATH.
 An import makes millions of objects that stay: looking for garbage among them every 700 objects finds none.
 
 SGLang starts its scheduler and detokenizer with `spawn`, so that each imports everything again, for 12 s of
-CPU time. On a CPU they can be forks as well. A test that is about these processes sets SPAWN, to have them as
-users have them.
+CPU time. On a CPU they can be forks as well. A test that is about these processes names a file by SPAWN:
+servers that start while it is there have them as users have them.
 
 SGLang's LoRA adapters lie in pinned memory, for which torch needs the driver of a GPU. A test of adapters
 sets UNPINNED, and then no memory is pinned.
@@ -22,7 +22,7 @@ SPAWN, UNPINNED = "BATCHRUNNER_TEST_SPAWN", "BATCHRUNNER_TEST_UNPINNED"
 
 if any("launcher.py" in word or "spawn_main" in word for word in sys.orig_argv):  # a server, or a part of it
     gc.set_threshold(OBJECTS, 10, 10)
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and SPAWN not in os.environ:
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not os.path.isfile(os.environ.get(SPAWN, "")):  # noqa: PTH113
         import multiprocessing
 
         set_method = multiprocessing.set_start_method
