@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import job_of, results_of, started, write_job, write_rows
+from tests.conftest import job_of, results_of, started, started_python, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.hub_server import REPO, Branch, HubServer
 from tests.support.refusals import told
@@ -37,23 +37,40 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield running
 
 
-@pytest.mark.parametrize(
-    ("path", "ids"),
-    [
-        ("/en/train/0.parquet", range(5, 10)),
-        ("/en", range(10)),
-        ("/en/*/0.parquet", range(10)),
-        ("@old/en/test", range(90, 95)),
-    ],
-)
-def test_a_data_set(tmp_path: Path, hub: HubServer, path: str, ids: range) -> None:
+PATHS = {
+    "/en/train/0.parquet": range(5, 10),
+    "/en": range(10),
+    "/en/*/0.parquet": range(10),
+    "@old/en/test": range(90, 95),
+}
+"""Paths in the data set, and what the column `id` of their rows has."""
+COMMANDS = """
+import sys
+from batchrunner.cli import main
+for file in sys.argv[1:]:
+    sys.argv = ["batchrun", file]
+    try:
+        main()
+    except SystemExit as ended:
+        print("ended with", ended.code, file=sys.stderr)
+"""
+"""The command for one job after the other, in a process that learns of the stand-in."""
+
+
+def test_a_data_set(tmp_path: Path, hub: HubServer) -> None:
     """A file, a directory, a pattern, and another branch are read, and the same command resumes."""
-    job = job_of(tmp_path, input={"path": f"hf://datasets/{REPO}{path}", "columns": ["id"]})
-    file = write_job(job, tmp_path)
-    for _ in range(2):
-        with started(file) as run:
-            assert run.end() == 0
-    assert [row["id"] for row in results_of(job)] == list(ids)
+    jobs, files = [], []
+    for number, path in enumerate(PATHS):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        job = job_of(directory, input={"path": f"hf://datasets/{REPO}{path}", "columns": ["id"]})
+        jobs.append(job)
+        files += [write_job(job, directory)] * 2
+    with started_python("-c", COMMANDS, *files) as runs:
+        assert runs.end() == 0
+    ends = [line.split()[-1] for line in runs.lines if line.startswith("ended with")]
+    assert ends == ["0"] * len(files), runs.lines
+    assert [[row["id"] for row in results_of(job)] for job in jobs] == [list(ids) for ids in PATHS.values()]
 
 
 @pytest.mark.parametrize(

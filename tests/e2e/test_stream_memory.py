@@ -7,7 +7,7 @@ import sys
 
 from tests.conftest import ROOT
 
-ROWS, MOST_GROWTH_MIB = 200_000, 60
+ROWS, MOST_GROWTH_MIB = 80_000, 60
 PROGRAM = """
 import asyncio, resource, sys
 import batchrunner
@@ -19,7 +19,7 @@ def most_memory_mib():
 
 def rows():
     for number in range(ROWS):
-        yield {"text": f"{number} " + "x" * 1000}
+        yield {"text": f"{number} " + "x" * 2500}
 
 async def main():
     ended, begin = 0, 0
@@ -37,7 +37,7 @@ asyncio.run(main())
 
 
 def test_a_long_stream_takes_no_more_memory_than_a_short_one() -> None:
-    """After the first 20,000 rows of 1 kB, the other 180,000 add nothing to the process."""
+    """After the first 8,000 rows of 2.5 kB, the other 72,000 add nothing to the process."""
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(ROWS)], check=True, capture_output=True, text=True, cwd=ROOT
     )
