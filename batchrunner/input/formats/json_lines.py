@@ -5,6 +5,7 @@ A line that is no object is a row that fails. A key that a line lacks is null th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.exact_json import has_more_levels
-from batchrunner.input.formats.shapes import Shape, arrow_type, merge_into, merged
+from batchrunner.core.exact_json import has_more_levels, read_exactly
+from batchrunner.input.formats.shapes import MIXED, Shape, arrow_type, merge_into, merged
 from batchrunner.input.formats.text import Lines
 from batchrunner.input.formats.values import TYPES, BlockRows, Column, column_of, text_of
 from batchrunner.output.arrow_arrays import arrow_array
@@ -25,6 +26,8 @@ MOST_COLUMNS = 10_000
 
 DEEPEST = 250
 """Most levels of a value: orjson reads 1,024 and writes 254, one of them around the row."""
+_LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}")
+"""Part of each number that neither 64 bits nor a float may hold: 16 characters, not counting an exponent."""
 
 
 class JsonLinesRecords:
@@ -48,7 +51,7 @@ class JsonLinesRecords:
         for line in lines:
             if not line.strip():
                 continue
-            values, problem = _object_in(line)
+            values, problem = _object_in(line, exactly=_LONG_NUMBER.search(line) is not None)
             found = found or values is not None
             first = first or f" (line {lines.number - 1}: {problem})"
             if problem and not found and line.lstrip()[:1] in (b"[", b"{"):
@@ -65,9 +68,10 @@ class JsonLinesRecords:
     def parse(self, lines: Lines, columns: Sequence[str]) -> pa.RecordBatch:
         """Return the lines as rows with these columns, and PROBLEM."""
         rows = BlockRows(self._path)
+        exactly = any(name in self._types or self.shapes[name] == MIXED for name in columns)
         for line in lines:
             if line.strip():
-                rows.add(lines.number - 1, *_object_in(line))
+                rows.add(lines.number - 1, *_object_in(line, exactly=exactly))
         return rows.batch({name: self._column(name, rows.values) for name in columns})
 
     def _column(self, name: str, rows: Sequence[dict[str, Any] | None]) -> Column:
@@ -100,12 +104,14 @@ def have_one_schema(files: Sequence[JsonLinesRecords]) -> None:
         file.shapes = shapes
 
 
-def _object_in(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the object on a line, or what is wrong with it."""
+def _object_in(line: bytes, *, exactly: bool) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the object on a line, or what is wrong with it; `exactly` keeps numbers as they are written."""
     try:
         value = orjson.loads(line.strip())
     except orjson.JSONDecodeError as failure:
         return None, f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
     if line.count(b"[") + line.count(b"{") > DEEPEST and has_more_levels(value, DEEPEST + 1):
         return None, f"nested deeper than {DEEPEST}"
-    return (value, None) if isinstance(value, dict) else (None, "not a JSON object")
+    if not isinstance(value, dict):
+        return None, "not a JSON object"
+    return (read_exactly(line) if exactly else value), None

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from batchrunner.core.exact_json import write_exactly
 from batchrunner.input.formats.base import PROBLEM
 from batchrunner.output.arrow_arrays import arrow_array
 
@@ -68,7 +68,7 @@ def column_of(texts: Sequence[str | None], kind: pa.DataType) -> Column:
     stripped = [(text.strip() or None) if text is not None else None for text in texts]
     clean, problems = _texts(stripped)
     try:
-        return pc.cast(clean, kind), problems
+        return _cast(clean, kind), problems
     except pa.ArrowException:
         good = [None if _misfits(text, kind) else text for text in stripped]
     for at, text in enumerate(stripped):
@@ -77,11 +77,21 @@ def column_of(texts: Sequence[str | None], kind: pa.DataType) -> Column:
     return pc.cast(arrow_array(good, pa.string()), kind), problems
 
 
+def _cast(texts: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return texts as values; raises ArrowException, also for a number that is too large for a float."""
+    found = pc.cast(texts, kind)
+    if pt.is_floating(kind):
+        overflows = pc.and_(pc.is_inf(found), pc.match_substring_regex(texts, "[0-9]"))
+        if pc.any(overflows).as_py():
+            raise pa.ArrowInvalid("too large")
+    return found
+
+
 def text_of(value: Any) -> str | None:
-    """Return a JSON value as a text: a text as it is, null as None, anything else as JSON."""
+    """Return a value of `read_exactly` as a text: a text as it is, null as None, anything else as JSON."""
     if value is None or isinstance(value, str):
         return value
-    return orjson.dumps(value).decode()
+    return write_exactly(value)
 
 
 def _texts(texts: Sequence[str | None]) -> Column:
@@ -109,7 +119,7 @@ def bad_bytes(text: str | None) -> str | None:
 
 def _misfits(text: str | None, kind: pa.DataType) -> bool:
     try:
-        pc.cast(arrow_array([text], pa.string()), kind)
+        _cast(arrow_array([text], pa.string()), kind)
     except (pa.ArrowException, UnicodeEncodeError):
         return True
     return False
