@@ -80,7 +80,7 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     prompt_tokens = count_tokens(request)
     if prompt_tokens >= limit_tokens:
         raise RowRefusedError(
-            f"The input ({prompt_tokens} tokens) is longer than "
+            f"400: The input ({prompt_tokens} tokens) is longer than "
             f"the model's context length ({limit_tokens} tokens)."
         )
     if request.task is not None:

@@ -193,3 +193,19 @@ def test_settings_that_are_the_command_s(tmp_path: Path, setting: str) -> None:
         f"batchrun: {setting.partition('=')[0]}: the command sets it itself: leave"
     )
     assert not batch.run.exists()
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
+def test_a_prompt_over_the_context_of_the_simulated_engine(tmp_path: Path, url: str) -> None:
+    """Its line in the errors is what SGLang's refusal makes: status 400 and the sentence."""
+    long = "word " * 50
+    body = {"model": "m", "messages": [{"role": "user", "content": long}], "prompt": long, "input": [long]}
+    lines = [{**request_of(0), "url": url, "body": body}]
+    batch = Batch(tmp_path, lines)
+    done = batch.do("--errors", batch.errors, "--set", "engine.context_length=20")
+    assert done.exit_code == 0, done.stderr
+    (line,) = lines_of(batch.errors)
+    assert line["response"]["status_code"] == 400
+    said = "tokens) is longer than the model's context length (20 tokens)."
+    assert line["response"]["body"]["error"]["message"].endswith(said)
+    assert line["error"]["code"] == "invalid_request"
