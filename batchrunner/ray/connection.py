@@ -41,12 +41,11 @@ def connected(address: str | None, *, log_to_driver: bool) -> Iterator[None]:
         )
     if found not in {LOCAL, "auto"}:
         _try(found)
-    if found == "auto":
-        found = _without_token() or found
+    place = (_without_token() if found == "auto" else None) or found
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     try:
-        ray.init(address=found, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+        ray.init(address=place, log_to_driver=log_to_driver, logging_level=logging.ERROR)
     except (RayError, RuntimeError, ValueError, OSError) as failure:
         said = " ".join(str(failure).split())[:300]
         if "Failed to connect" in said:  # it is there, but refuses this process
@@ -102,8 +101,10 @@ def _without_token() -> str | None:
     then refuse what the cluster asks without it: every worker would be ended as it starts. None leaves the
     choice to Ray.
     """
-    if _MODE in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    tokens = AuthenticationTokenLoader.instance()
+    if _MODE in os.environ or not tokens.has_token(ignore_auth_mode=True):
         return None
+    tokens.reset_cache()  # a token that was looked at is wanted from whoever asks this process, in any mode
     with contextlib.suppress(RayError, RuntimeError, ValueError, OSError), _no_lines_of_ray():
         address = canonicalize_bootstrap_address_or_die("auto")
         GcsClient(address=address)  # asks for the name of the cluster

@@ -123,6 +123,8 @@ def test_storage_in_the_job(
     message = refusal(job, tmp_path)
     told(message, "storage.secrets.secret_access_key", "this is no name of an environment variable")
     assert "wJalr" not in message
+    job["storage"]["anonymous"] = True
+    told(refusal(job, tmp_path), "storage.anonymous goes without credentials, and storage.secrets names some")
 
 
 @pytest.mark.parametrize(
