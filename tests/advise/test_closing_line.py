@@ -41,6 +41,18 @@ def test_the_change_is_typed_where_the_flags_are(kind: str, typed: str, own: Pat
     assert line.endswith(f"(batchrun advise {own})")
 
 
+def test_a_variable_of_the_server_is_typed_too(own: Path) -> None:
+    """A limit on what is reserved is no flag: it goes into the engine's environment."""
+    with_job(own, engine={"kind": "server"})
+    facts = json.loads((own / "run.json").read_text())
+    facts["fingerprint"]["sampling"]["max_new_tokens"] = 4000
+    (own / "run.json").write_text(json.dumps(facts))
+    LogWriter().started(schedule_conservativeness=0.3).decode(30, r=20, u=0.3).write(own, "engine-server.log")
+    tell(own / "events.jsonl", running=20, max_running=256, token_usage=0.3)
+    line = closing_line(own) or ""
+    assert line.startswith("to gain more: --set engine.env.SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION=")
+
+
 def test_a_flag_to_remove_is_said_in_words(own: Path) -> None:
     """`--set` cannot take a flag out of a job."""
     with_job(own, engine={"kind": "server"})
