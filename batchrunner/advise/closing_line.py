@@ -38,13 +38,12 @@ def _typed(advice: Advice, *, launched: bool) -> str:
     """Return the change as options of `batchrun`, or as flags of a server that somebody else starts."""
     if advice.args and not launched:
         return f"start the server {'' if advice.change.startswith('without ') else 'with '}{advice.change}"
-    settings = {f"args.{name}": value for name, value in advice.args.items()}
-    settings |= {f"env.{name}": value for name, value in advice.env.items()} if launched else {}
-    if not settings or None in settings.values():
+    settings = [f"engine.args.{name}={_value(value)}" for name, value in advice.args.items()]
+    if launched:
+        settings += [f'engine.env.{name}="{value}"' for name, value in advice.env.items()]  # YAML: a text
+    if not settings or None in advice.args.values():
         return advice.change
-    return " ".join(
-        f"--set {shlex.quote(f'engine.{name}={_value(value)}')}" for name, value in settings.items()
-    )
+    return " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
 
 
 def _value(value: Any) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from batchrunner.advise.closing_line import closing_line
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.load import load_job
 from tests.advise.test_from_run import tell, with_job
 from tests.conftest import batchrun, job_of, write_job
 from tests.support.fake_sglang import FakeSGLang
@@ -49,8 +52,15 @@ def test_a_variable_of_the_server_is_typed_too(own: Path) -> None:
     (own / "run.json").write_text(json.dumps(facts))
     LogWriter().started(schedule_conservativeness=0.3).decode(30, r=20, u=0.3).write(own, "engine-server.log")
     tell(own / "events.jsonl", running=20, max_running=256, token_usage=0.3)
-    line = closing_line(own) or ""
-    assert line.startswith("to gain more: --set engine.env.SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION=")
+    typed = shlex.split((closing_line(own) or "").removeprefix("to gain more: "))
+    assert typed[0] == "--set"
+    name, _, value = typed[1].removesuffix(":").removesuffix(",").partition("=")
+    assert name == "engine.env.SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+    assert int(value.strip('"')) > 0
+    job = job_of(own, {"kind": "server", "model": str(own)}, rows=3)
+    engine = load_job(job, overrides=[f"{name}={value}"]).engine
+    assert isinstance(engine, ServerEngine)
+    assert engine.env == {name.rpartition(".")[2]: value.strip('"')}
 
 
 def test_a_flag_to_remove_is_said_in_words(own: Path) -> None:
