@@ -16,6 +16,8 @@ USUAL_CHUNK = 8192
 """Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
 """Memory for activations of a prefill chunk, in GB a token (SGLang's memory_hook)."""
+RESERVED = 0.8
+"""Share of the KV pool in reservations from which it is the limit, though it is not full yet."""
 LIKE_A_STEP = 512
 """Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
 weights once, and compute little."""
@@ -121,15 +123,20 @@ class Situation:
         return self.load.share("full") >= self.limits.peaks
 
     @property
-    def reserves_outputs(self) -> bool:
-        """Whether the scheduler reserves what outputs need: then a pool that is not full may hold no more."""
-        return self.client is not None and self.client.ignore_eos
+    def reserved_share(self) -> float:
+        """Share of the KV pool that is reserved where outputs are reserved in full (`ignore_eos`), else 0."""
+        pool = self.facts.ready.max_total_num_tokens if self.facts.ready else None
+        if self.client is None or not self.client.ignore_eos or not pool:
+            return 0.0
+        page = self.facts.number("page_size") or 1  # admission leaves one more to each request
+        row = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
+        return self.load.median("running") * row / pool
 
     @property
     def short_of_pool(self) -> bool:
         """Whether requests wait for room in the KV pool, not for places or for a bolder scheduler."""
         return self.load.frequent("kv_bound") or (
-            self.reserves_outputs and self.load.frequent("conservative")
+            self.reserved_share >= RESERVED and self.load.frequent("conservative")
         )
 
     @property

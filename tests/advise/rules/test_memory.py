@@ -31,7 +31,10 @@ def pool_named(
         reader.take(ready.replace("available_gpu_mem=7.20", f"available_cpu_mem={free_gb}"))
     reader.facts.config = LLAMA if known else {}
     situation = Situation(
-        reader.series, reader.series, reader.facts, ClientActivity(kind="server", ignore_eos=ignore_eos)
+        reader.series,
+        reader.series,
+        reader.facts,
+        ClientActivity(kind="server", ignore_eos=ignore_eos, outputs=600, output_tokens=600 * 60),
     )
     flags = of_arguments("0.5.23", reader.facts.arguments)
     found = {advice.rule: advice.args for advice in apply_all(situation, flags) if advice.change}
@@ -49,7 +52,7 @@ def on_cpu() -> LogWriter:
         (on_cpu().decode(30, r=8, u=0.95), {}, 16_000),
         (on_cpu().decode(30, r=8, u=0.95), {"free_gb": 0.01}, 2000 + int(0.01 * 2**30 / 4 / 512)),
         (on_cpu().decode(30, r=8, u=0.95), {"known": False}, 4000),
-        (on_cpu().decode(30, r=32, u=0.64), {"ignore_eos": True}, 8000),
+        (on_cpu().prefill(9, n=1, new=24).decode(30, r=32, u=0.64), {"ignore_eos": True}, 8000),
     ],
     ids=[
         "for all places",
@@ -68,12 +71,13 @@ def test_a_small_pool_is_made_larger(log: LogWriter, given: dict[str, Any], pool
     ("log", "given"),
     [
         (on_cpu().decode(30, r=32, u=0.64), {}),
+        (on_cpu().prefill(9, n=1, new=24).decode(30, r=8, u=0.26), {"ignore_eos": True}),
         (on_cpu().decode(30, r=32, u=0.95, q=0), {}),
         (on_cpu().decode(30, r=127, u=0.95), {}),
         (on_cpu().decode(30, r=32, u=0.95), {"free_gb": 0.0001}),
         (LogWriter().started(most=128, max_total_tokens=2000).decode(30, r=32, u=0.95), {}),
     ],
-    ids=["not full", "nothing waits", "all places taken", "no memory", "a GPU"],
+    ids=["not full", "not reserved", "nothing waits", "all places taken", "no memory", "a GPU"],
 )
 def test_others_are_left_alone(log: LogWriter, given: dict[str, Any]) -> None:
     """Where the pool is not the limit, or cannot grow."""
