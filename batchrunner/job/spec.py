@@ -216,6 +216,11 @@ class Job(Spec):
             drops = GATEWAY_DROPS["chat" if chat else "generate"]
             if self.prompt.python is not None:  # it may make both; a row whose own kind is not served fails
                 drops = GATEWAY_DROPS["chat"] & GATEWAY_DROPS["generate"]
+            if chat and self.prompt.audio is not None:
+                raise WrongValueError(
+                    "prompt.audio: the gateway refuses chats with audio",
+                    hint="use engine.kind attach with the urls of the replicas, or server",
+                )
             dropped = sorted(given & drops)
             if dropped:
                 raise WrongValueError(

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.job.load import load_job
 from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.pictures import document, picture
@@ -234,6 +235,16 @@ def test_models_without(tmp_path: Path, field: str, told_by_server: dict[str, An
 def test_refused_jobs(tmp_path: Path, prompt: dict[str, Any], column: list[Any], words: list[str]) -> None:
     """What cannot mean anything is one line, and exit code 2."""
     told(refusal(_job(tmp_path, INSTANT, prompt, {"file": column}), tmp_path), *words)
+
+
+def test_gateways(tmp_path: Path) -> None:
+    """The gateway refuses chats with audio: so does the job. Texts with audio pass it, and so do videos."""
+    gateway = {"kind": "gateway", "url": "http://127.0.0.1:9"}
+    chat = _job(tmp_path, gateway, {"user": "x", "audio": "file"}, {"file": [LOW]})
+    told(refusal(chat, tmp_path), "prompt.audio: the gateway refuses chats with audio", "attach")
+    placeholder = {"columns": ["file"], "placeholder": "<x>"}
+    for prompt in ({"text": "x", "audio": placeholder}, {"user": "x", "videos": "file"}):
+        load_job(_job(tmp_path, gateway, prompt, {"file": [LOW]}))
 
 
 @pytest.mark.parametrize("task", ["embed", "rerank"])

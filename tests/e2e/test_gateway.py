@@ -20,7 +20,7 @@ import batchrunner
 from batchrunner.core.errors import (
     RowRefusedError,
 )
-from batchrunner.core.media import MediaRules, PromptFile
+from batchrunner.core.media import KINDS, KindName, MediaRules, PromptFile
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.base import IncidentQueue
@@ -485,14 +485,15 @@ async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool
 
 @pytest.mark.gateway
 @pytest.mark.parametrize("chat", [True, False])
-async def test_images_pass_the_gateway(real_gateway: RealGateway, chat: bool) -> None:
-    """The images of a request arrive as they were sent, of 2 MB too."""
-    rules = MediaRules("/", confined=False, allow_urls=False, max_pixels=None)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_files_pass_the_gateway(real_gateway: RealGateway, kind: KindName, chat: bool) -> None:
+    """The images, audio or videos of a request arrive as they were sent, of 2 MB too."""
+    rules = MediaRules("/", confined=False, allow_urls=False, max_pixels=None, kind=kind)
     files = (b"\x89PNG" + bytes(range(256)) * 8192, b"\xff\xd8 small")
-    image = PromptFile(b"", 1, "", b"", "", "", rules, files)
-    content = [{"type": "image", "image": 0}, {"type": "text", "text": "What?"}]
+    file = PromptFile(b"", 1, "", b"", "", "", rules, files)
+    content = [{"type": kind, kind: 0}, {"type": "text", "text": "What?"}]
     request = _request("", {}, chat=chat)._replace(
-        prompt=[{"role": "user", "content": content}] if chat else "What?", media=(image,)
+        prompt=[{"role": "user", "content": content}] if chat else "What?", media=(file,)
     )
     body = wire.body_of(request)
     headers = {"Authorization": f"Bearer {real_gateway.key}"}
@@ -502,14 +503,18 @@ async def test_images_pass_the_gateway(real_gateway: RealGateway, chat: bool) ->
             aiohttp.ClientSession(headers=headers) as session,
             session.post(real_gateway.url + wire.path_of(request), json=body) as reply,
         ):
-            assert reply.status == 200
+            passes = kind != "audio" or not chat
+            assert reply.status == (200 if passes else 400), await reply.text()
         await real_gateway.use()
+    if not passes:  # sglang_router 0.3.2 knows no such part: a job with it is refused
+        return
     got = worker.sent[-1].body
     if not chat:
-        assert got["image_data"] == body["image_data"]
+        assert got[file.kind.data_field] == body[file.kind.data_field]
         return
-    found = [part.get("image_url", {}).get("url") for part in got["messages"][0]["content"]]
-    assert found == [part.get("image_url", {}).get("url") for part in body["messages"][0]["content"]]
+    part = file.kind.url_part
+    found = [each.get(part, {}).get("url") for each in got["messages"][0]["content"]]
+    assert found == [each.get(part, {}).get("url") for each in body["messages"][0]["content"]]
     assert None not in found[:2]
 
 

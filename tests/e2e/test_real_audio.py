@@ -61,7 +61,8 @@ def _ids(engine: batchrunner.OpenEngine, prompt: dict[str, Any], rows: list[dict
 def _by_transformers(directory: Path) -> list[list[int]]:
     """Return the tokens that transformers generates for each sound, and the number of its prompt's.
 
-    Its model hears nothing after the end of a sound; that of SGLang 0.5.23 hears the silence up to 30 s.
+    Its model does not hear what comes after the end of a sound; that of SGLang 0.5.23 hears the silence up to
+    30 s too, and so does this one here.
     """
     import torch
     from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
