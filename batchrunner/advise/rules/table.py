@@ -221,7 +221,7 @@ RULES: tuple[Rule, ...] = (
         f"`--prefill-decode-interval` N, half of which is ≥ 10% of an output; `#queue-req` > 0, token usage "
         f"< 0.9, running below the limit {OFTEN}",
         "the N that `small-prefills` gives, where the log's pass times tell it; else none",
-        "measured on the real engine",
+        "SGLang's scheduler; its gain is not measured yet",
         pass_rules.prefill_seldom,
         "a request that ended is followed sooner",
         "decoding is interrupted more often",
@@ -231,7 +231,7 @@ RULES: tuple[Rule, ...] = (
         "prefill passes of ≤ 512 tokens on average, so many that passes would be 1.25 times fewer if they "
         "decoded as well; `#queue-req` not often 0; the chunk has room for twice the running requests",
         "`--enable-mixed-chunk`",
-        "measured on the real engine",
+        "SGLang's scheduler; its gain is not measured yet",
         pass_rules.mixed_chunk,
         "requests decode during prefill passes",
         "attention of the two kinds is computed in one pass: some models are slower; not with logprobs",
@@ -251,7 +251,7 @@ RULES: tuple[Rule, ...] = (
         "a `--schedule-policy` that is neither fcfs nor lpm; in a run, ≥ 10% of the prompt tokens were "
         "computed that could come from the cache",
         "`--schedule-policy fcfs`",
-        "measured on the real engine",
+        "SGLang's scheduler; its gain is not measured yet",
         cache_rules.order_of_server,
         "rows are taken in the runner's order, which keeps common prefixes together",
         certainty="high",
