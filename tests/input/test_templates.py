@@ -146,8 +146,11 @@ def test_two_interrupts_end_a_template_that_never_ends(tmp_path: Path, where: st
         else:
             eventually((tmp_path / "run" / "tasks" / "main" / "owner").exists)
         process.process.send_signal(signal.SIGINT)
-        process.wait_for_line("interrupted: waiting for the rows in flight")
-        process.process.send_signal(signal.SIGINT)
+        if where == "prompt":
+            process.wait_for_line("interrupted: waiting for the rows in flight")
+            process.process.send_signal(signal.SIGINT)
+        else:  # no row is in flight: the first one does
+            process.wait_for_line("batchrun: interrupted before the first row was sent")
         assert process.end() == 130
     assert "Traceback" not in "".join(process.lines)
 
