@@ -21,6 +21,7 @@ from batchrunner.input.formats.csv_records import CsvRecords
 from batchrunner.input.formats.json_lines import JsonLinesRecords
 from batchrunner.input.formats.parquet import FooterBudget, ParquetContent
 from batchrunner.input.formats.text import TextContent, TextSource
+from batchrunner.input.hub_files import without_commit
 from batchrunner.input.object_state import objects_of
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class SourceFile:
         self._fs = fs
         self.path = path
         self._objects = objects_of(fs)
+        self._is_of_hub = isinstance(fs, pafs.PyFileSystem) and self._objects is None
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
         """Whether it costs little to look at the file again."""
         self.read_errors = read_errors(fs)
@@ -77,6 +79,13 @@ class SourceFile:
         except self.read_errors as failure:
             if too_many_files(failure) or isinstance(failure, StoreRequestError):
                 raise InputError(f"{path}: cannot be opened: {first_line(failure)}") from None
+            if self._is_of_hub and not isinstance(failure, pa.ArrowException):
+                place = f"hf://{without_commit(path)}"
+                raise InputError(
+                    f"{place}: cannot be opened: {first_line(failure)}",
+                    hint="if its page on the Hub asks for it, ask for access there, and set HF_TOKEN",
+                    mark=";",
+                ) from None
             raise InputError(f"{path}: not a readable {kind} file: {first_line(failure)}") from None
         self.row_groups = self.content.row_groups
         self.rows: int = sum(self.row_groups)

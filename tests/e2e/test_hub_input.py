@@ -92,7 +92,7 @@ def test_what_cannot_be_read(
     with started(file) as run:
         assert run.end() == 2
     (line,) = run.lines
-    told(line, f"batchrun: hf://{path}: ", words)
+    told(line, f"batchrun: hf://{path}", words)
 
 
 def test_a_commit_during_the_run(tmp_path: Path, hub: HubServer) -> None:
