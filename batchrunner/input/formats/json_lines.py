@@ -26,8 +26,8 @@ MOST_COLUMNS = 10_000
 
 DEEPEST = 250
 """Most levels of a value: orjson reads 1,024 and writes 254, one of them around the row."""
-_LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}")
-"""Part of each number that neither 64 bits nor a float may hold: 16 characters, not counting an exponent."""
+_LONG_NUMBER = re.compile(rb"(?<![0-9.])(?:[1-9][0-9.]{18}|0[.][0-9]{18})")
+"""Beginning of each number of which orjson makes a float that may not be equal to it: 18 digits or more."""
 
 
 class JsonLinesRecords:
@@ -51,7 +51,9 @@ class JsonLinesRecords:
         for line in lines:
             if not line.strip():
                 continue
-            values, problem = _object_in(line, exactly=_LONG_NUMBER.search(line) is not None)
+            values, problem = _object_in(line, exactly=False)
+            if _has_float(values) and _LONG_NUMBER.search(line):
+                values = read_exactly(line)
             found = found or values is not None
             first = first or f" (line {lines.number - 1}: {problem})"
             if problem and not found and line.lstrip()[:1] in (b"[", b"{"):
@@ -102,6 +104,12 @@ def have_one_schema(files: Sequence[JsonLinesRecords]) -> None:
             shapes[name] = merged(shapes[name], shape) if name in shapes else shape
     for file in files:
         file.shapes = shapes
+
+
+def _has_float(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_has_float(part) for part in value.values())
+    return isinstance(value, float) or (isinstance(value, list) and any(map(_has_float, value)))
 
 
 def _object_in(line: bytes, *, exactly: bool) -> tuple[dict[str, Any] | None, str | None]:
