@@ -222,7 +222,9 @@ class _BadLines:
 
 def _shown(text: bytes) -> str:
     shown = text.decode(errors="replace")
-    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"
+    end = "…" if len(shown) > SHOWN_CHARACTERS else ""
+    one_line = [char if char.isprintable() else repr(char)[1:-1] for char in shown[:SHOWN_CHARACTERS]]
+    return "".join(one_line) + end
 
 
 def _json(value: Any) -> str:
