@@ -74,7 +74,7 @@ class AdviceReport:
         if self.situation.facts.mute:
             return "the server does not tell its load by /v1/loads or by /metrics (--enable-metrics)"
         if not load.counted:
-            return "no request was running"
+            return "no request was running when the load was sampled"
         if load.enough:
             return load.over()
         return (

@@ -1,9 +1,12 @@
 """Finds the files of `input.path`, and the Hive partition columns in their paths."""
 
+import contextlib
+import difflib
 import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path, PurePath, PurePosixPath
 from urllib.parse import unquote
 
@@ -20,6 +23,8 @@ from batchrunner.output.stores.addresses import NEEDS_EXTRA, StoreAddress, has_c
 
 _SCHEMES = "give a path on this machine, or one that begins with s3://, gs://, az://, hdfs:// or hf://"
 
+NAMES_COMPARED = 10_000
+"""Names in a directory at most in which that of a missing file is looked for."""
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""
 
@@ -109,13 +114,22 @@ def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
         if not files:
             raise InputError(f"{given}: no file matches")
     else:
-        raise InputError(f"{given}: no such file or directory")
+        raise InputError(f"{given}: no such file or directory", hint=_nearest(path), mark=";")
     for file in files:
         if is_special(file):
             raise InputError(
                 f"{file}: is a device or a pipe", hint="save it to a file: it is read several times"
             )
     return {str(file.parent.resolve() / file.name): str(file) for file in files}
+
+
+def _nearest(path: Path) -> str | None:
+    """Return what may help where nothing has this path: the nearest name beside it, else where it begins."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a NUL in the path
+        names = [name.name for name in islice(path.parent.iterdir(), NAMES_COMPARED)]
+        if near := difflib.get_close_matches(path.name, names, n=1, cutoff=0.8):
+            return f"did you mean {str(path.with_name(near[0]))!r}?"
+    return None if path.is_absolute() else f"relative paths begin in the current directory, {Path.cwd()}"
 
 
 def _local_files_below(directory: Path) -> Iterator[Path]:

@@ -16,6 +16,7 @@ import yaml
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError, JobError, OutputError
+from batchrunner.core.file_format import format_of
 from batchrunner.input.columns_read import template_of_column
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.messages import holds_messages
@@ -31,6 +32,8 @@ TEXT_NAMES = (
 )  # fmt: skip
 """Names of columns that commonly hold what is asked, the likeliest first."""
 ID_NAME = re.compile(r"(.*[_-])?(id|uuid|guid|key)|.*[a-z]Id", re.IGNORECASE)
+OTHER_SEPARATORS = (";", "\t", "|")
+"""Characters between the columns of files that are CSV to others."""
 ROWS_LOOKED_AT = 100
 """Rows whose texts are measured where no name tells the text column."""
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
@@ -80,6 +83,7 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
     dataset = Dataset(user_paths(path))
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
+    _refuse_other_separator(path, dataset)
     usable = _usable(dataset)
     prompt, column = _prompt(dataset, usable)
     carried = [n for n, kind in usable.items() if ID_NAME.fullmatch(n) and not pt.is_nested(kind)]
@@ -105,6 +109,18 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
         "\nlimits:\n  max_failed_rows: 1%             # with more the exit code is 3\n"
     )
     return NewJob(text, column, known)
+
+
+def _refuse_other_separator(path: str, dataset: Dataset) -> None:
+    """Refuse a CSV file whose one column has a name with another separator in it."""
+    names = dataset.schema.names
+    found = [mark for mark in OTHER_SEPARATORS if len(names) == 1 and mark in names[0]]
+    if found and format_of(dataset.files[0].path).kind == "CSV":
+        raise InputError(
+            f"{path}: has one column, {names[0]!r}: {found[0]!r} separates no columns here",
+            hint=f"write it with commas, or as Parquet; duckdb reads it by read_csv('…', delim='{found[0]}')",
+            mark=";",
+        )
 
 
 def save(job: NewJob, path: str) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputChangedError, InputError, StoreRequestError
-from batchrunner.core.file_format import COMPRESSIONS, FileFormat, format_of, known_format
+from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, format_of, known_format
 from batchrunner.core.open_files import too_many_files
 from batchrunner.input.files import first_line, read_errors
 from batchrunner.input.formats.arrow import ArrowContent
@@ -86,7 +86,14 @@ class SourceFile:
                     hint="if its page on the Hub asks for it, ask for access there, and set HF_TOKEN",
                     mark=";",
                 ) from None
-            raise InputError(f"{path}: not a readable {kind} file: {first_line(failure)}") from None
+            hint = (
+                None
+                if known_format(path)
+                else f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
+            )
+            raise InputError(
+                f"{path}: not a readable {kind} file: {first_line(failure)}", hint=hint, mark=";"
+            ) from None
         self.row_groups = self.content.row_groups
         self.rows: int = sum(self.row_groups)
 

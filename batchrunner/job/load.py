@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from batchrunner.core.errors import JobError, WrongValueError
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
-from batchrunner.job.yaml_text import parse, read_standard_input, read_text
+from batchrunner.job.yaml_text import data_file_error, parse, read_standard_input, read_text
 
 T = TypeVar("T")
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
@@ -46,8 +46,7 @@ def load_job(
 
     `overrides` are texts `a.b=c`, where c is YAML or a plain text. `environ` is the process's environment by
     default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none; `name`
-    stands for the source in errors. With `no_python` a job that runs Python functions is refused. Raises
-    JobError, one line that says where the job is wrong, and how.
+    stands for the source in errors. `no_python` refuses a job that runs Python functions. Raises JobError.
     """
     overrides = _checked(overrides)
     if isinstance(source, Job) and not overrides:
@@ -173,7 +172,10 @@ def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    return _tree_in(read_text(path), str(path))
+    try:
+        return _tree_in(read_text(path), str(path))
+    except JobError as failure:
+        raise data_file_error(path) or failure from None
 
 
 def _tree_in(text: str, name: str) -> dict[str, Any]:

@@ -1,20 +1,40 @@
 """Reads YAML strictly and in bounded time: no repeated key, no huge file, no aliases that multiply."""
 
 import codecs
+import re
 import sys
 from collections.abc import Hashable
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 import yaml
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.file_format import known_format
 from batchrunner.core.uris import is_uri, uri_of
 
 MOST_BYTES = 2 << 20
 """Bytes of a job file at most: tens of thousands of times a common one, and read in some seconds."""
 MOST_VALUES = 200_000
 """Values of a job at most, with those that aliases repeat."""
+_BARE_TEMPLATE = re.compile(r"(?:^|[{,])\s*(?:- )?\w+:\s*\{\{")
+"""A template that is no text for YAML, since it begins with a brace and has no quotes."""
+_QUOTE_TEMPLATES = "put quotes around a text that begins with {{, or write it below `|`"
+_HINTS = {
+    "found unhashable key": _QUOTE_TEMPLATES,
+    "mapping values are not allowed": "put quotes around a text that has a colon and a space in it, "
+    "and let the keys of one level begin in one column",
+    "'\\t' that cannot start any token": "indent with spaces, not with tabs",
+    "that cannot start any token": "put quotes around a text that begins with this character",
+    "alphabetic or numeric character": "put quotes around a text that begins with this character",
+    "expected <block end>": "let the keys of one level begin in one column; "
+    "write a text that has quotes in it below `|`",
+    "end of stream": "close the quotes",
+    "expected ',' or": "close the brackets, and put quotes around a text between them "
+    "that has , : or brackets in it",
+}
+"""What to do about a problem, by words of the YAML parser."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -99,12 +119,21 @@ def _decoded(file: BinaryIO, name: str) -> str:
     return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
 
 
+def data_file_error(path: Path) -> JobError | None:
+    """Return what to say of a data file that was given as a job; None for another file."""
+    if known_format(path.name) is None or path.suffix == ".json" or not path.is_file():
+        return None
+    return JobError(
+        f"{path}: is a data file and no job", hint=f"make one with: batchrun init {quote(str(path))}"
+    )
+
+
 def parse(text: str, where: str) -> Any:
     """Return the value of a YAML text; raises JobError, naming `where`."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as failure:
-        raise JobError(f"{where}: {_problem(failure)}") from None
+        raise JobError(f"{where}: {_problem(failure)}", hint=_hint(failure, text), mark=";") from None
     except RecursionError:
         raise JobError(f"{where}: not valid YAML: it is nested too deeply") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
@@ -116,3 +145,12 @@ def _problem(failure: yaml.YAMLError) -> str:
     mark = getattr(failure, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark else ""
     return f"{where}not valid YAML: {getattr(failure, 'problem', None) or str(failure).splitlines()[0]}"
+
+
+def _hint(failure: yaml.YAMLError, text: str) -> str | None:
+    """Return what to do about a mistake in a YAML text; None where its problem says it all."""
+    problem = getattr(failure, "problem", None) or ""
+    hint = next((hint for words, hint in _HINTS.items() if words in problem), None)
+    mark = getattr(failure, "problem_mark", None)
+    line = text.splitlines()[mark.line : mark.line + 1] if mark else []
+    return _QUOTE_TEMPLATES if hint and line and _BARE_TEMPLATE.search(line[0]) else hint

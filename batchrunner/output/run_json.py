@@ -231,7 +231,11 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
     """Return the content of run.json; raises OutputError where there is no file, else as `read_run_json`."""
     found = read_run_json(run_dir)
     if found is None:
-        raise OutputError(f"{run_dir.name}: not a run's output path (no run.json)")
+        raise OutputError(
+            f"{run_dir.name}: not a run's output path (no run.json)",
+            hint="give the job's output.path, without /parts",
+            mark=";",
+        )
     return found
 
 

@@ -34,6 +34,28 @@ def test_missing_input(tmp_path: Path, server: FakeSGLang) -> None:
     assert server.sent == []
 
 
+def test_misspelt_input(tmp_path: Path) -> None:
+    """A file whose name is nearly right is named."""
+    (tmp_path / "documents.csv").write_text("text\na\n")
+    place = tmp_path / "docments.csv"
+    told(
+        refusal(job_of(tmp_path, input={"path": str(place)}), tmp_path),
+        place,
+        f"did you mean '{tmp_path}/documents",
+    )
+
+
+def test_another_format(tmp_path: Path) -> None:
+    """A spreadsheet is not called a broken Parquet file only: the endings that are read are named."""
+    (tmp_path / "sheet.xlsx").write_bytes(b"PK\x03\x04 and more of a spreadsheet")
+    place = tmp_path / "sheet.xlsx"
+    told(
+        refusal(job_of(tmp_path, input={"path": str(place)}), tmp_path),
+        place,
+        "another ending than .parquet, .csv",
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "problem"), [("*.parquet", "no file matches"), ("", "no *.parquet file in this directory")]
 )

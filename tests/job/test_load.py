@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from shlex import quote
 
 import pytest
 import yaml
@@ -253,6 +254,19 @@ def test_an_argument_beside_the_fields_of_an_engine_is_told_where_it_goes(engine
         ("input: !!int x", "not valid YAML"),
         ("input: 2024-13-45", "not valid YAML: month must be in 1..12"),
         ("? !!set {a}\n: 1", "not valid YAML: found unhashable key"),
+        ("prompt:\n  user: {{ text }}", "; put quotes around a text that begins with {{"),
+        ("prompt: {user: {{ text }} is it?}", "; put quotes around a text that begins with {{"),
+        (
+            'prompt:\n  user: "a {{ row["b"] }}"',
+            "; let the keys of one level begin in one column; write a text",
+        ),
+        ("input:\n  path: x\n columns: [a]", "; let the keys of one level begin in one column"),
+        ("input:\n\tpath: x", "; indent with spaces, not with tabs"),
+        ("prompt:\n  user: Topic: x", "; put quotes around a text that has a colon and a space in it"),
+        ("prompt:\n  user: %d", "; put quotes around a text that begins with this character"),
+        ("prompt:\n  user: *bold* words", "; put quotes around a text that begins with this character"),
+        ('prompt:\n  user: "not closed\noutput: x', "; close the quotes"),
+        ("input: {path: x, filter: row[1]}", "; close the brackets, and put quotes around a text"),
         (b"\xff\xfe\xfa", "cannot be read as a job file"),
         (EXAMPLE.replace("output: {path: out/run}\n", ""), "output is missing"),
         (EXAMPLE.replace("64", "many"), "sampling.max_new_tokens: should be a valid integer"),
@@ -316,3 +330,13 @@ def test_columns_in_the_environment_keep_their_case() -> None:
     """A column's name is the user's own."""
     job = example(environ={"BATCHRUN__INPUT__TYPES__Score": "int64"})
     assert job.input.types == {"Score": "int64"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("d.csv", b"id,text\n1,a\n"), ("d.parquet", b"PAR1\xff"), ("a b.jsonl.gz", b"\x1f\x8b")],
+)
+def test_data_instead_of_a_job(tmp_path: Path, name: str, content: bytes) -> None:
+    """Who gives a data file learns how to make a job for it."""
+    told = file_refusal(tmp_path / name, content)
+    assert f"is a data file and no job: make one with: batchrun init {quote(str(tmp_path / name))}" in told
