@@ -22,6 +22,8 @@ from batchrunner.input.sandbox import (
     text_environment,
 )
 
+LINE_SHOWN = 100
+"""Characters of a template's line that an error shows at most."""
 _RESULT = "batchrunner_value"
 """Variable in which a compiled expression leaves its value."""
 
@@ -140,6 +142,13 @@ def _expression_tree(environment: TemplateEnvironment, source: str) -> jinja2.no
     return tree
 
 
+def _syntax_problem(failure: jinja2.TemplateSyntaxError, source: str) -> str:
+    """Return what is wrong in a template, with the line of it."""
+    lines = source.splitlines()[failure.lineno - 1 : failure.lineno]
+    problem = (failure.message or "is no template").removesuffix(".")
+    return f"{problem}, in {lines[0].strip()[:LINE_SHOWN]!r}" if lines else problem
+
+
 def _compiled(
     tree_of: TreeMaker, source: str, environment: TemplateEnvironment, where: str, available: Collection[str]
 ) -> tuple[jinja2.Template, ColumnsRead]:
@@ -150,7 +159,9 @@ def _compiled(
         raise
     except jinja2.TemplateSyntaxError as failure:
         raise JobError(
-            f"{where}: line {failure.lineno}: {failure.message}", hint=odd_names(available), mark=";"
+            f"{where}: line {failure.lineno}: {_syntax_problem(failure, source)}",
+            hint=odd_names(available),
+            mark=";",
         ) from None
     except RecursionError:
         raise JobError(f"{where}: cannot be compiled: it is nested too deeply") from None

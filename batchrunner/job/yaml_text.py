@@ -124,7 +124,8 @@ def data_file_error(path: Path) -> JobError | None:
     if known_format(path.name) is None or path.suffix == ".json" or not path.is_file():
         return None
     return JobError(
-        f"{path}: is a data file and no job", hint=f"make one with: batchrun init {quote(str(path))}"
+        f"{path}: is a data file and no job",
+        hint=f"this writes a job for it: batchrun init {quote(str(path))}",
     )
 
 

@@ -245,6 +245,7 @@ def test_a_column_called_row_is_itself(tmp_path: Path, server: FakeSGLang) -> No
     [
         ("{{ max_tok }}", ['did you mean row["max tok"]?']),
         ("{{ max tok }}", ["line 1: ", 'is written row["max tok"]']),
+        ("{{ max tok | upcase }", ["line 1: ", ", in '{{ max tok | upcase }'"]),
         ("{{ Description-en }}", ['did you mean row["Description-en"]?']),
         ('{{ row["max tk"] }}', ["unknown column 'max tk'", 'did you mean row["max tok"]?']),
         ("{{ row.rnge }}", ["unknown column 'rnge'", "did you mean 'range'?"]),

@@ -339,4 +339,7 @@ def test_columns_in_the_environment_keep_their_case() -> None:
 def test_data_instead_of_a_job(tmp_path: Path, name: str, content: bytes) -> None:
     """Who gives a data file learns how to make a job for it."""
     told = file_refusal(tmp_path / name, content)
-    assert f"is a data file and no job: make one with: batchrun init {quote(str(tmp_path / name))}" in told
+    assert (
+        f"is a data file and no job: this writes a job for it: batchrun init {quote(str(tmp_path / name))}"
+        in told
+    )
