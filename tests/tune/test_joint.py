@@ -7,7 +7,7 @@ from batchrunner.engines.simulation.steady import RowLengths
 from batchrunner.tune.forecast import Forecast
 from batchrunner.tune.joint import JointMoves, arguments_of, clips
 from batchrunner.tune.search import TrialRequest
-from batchrunner.tune.space import TuningState
+from batchrunner.tune.space import Args, TuningState
 from batchrunner.tune.variables import CLIP
 from tests.support.tuned import tuned
 from tests.support.tuning_lab import CPU, Lab, chat_rows
@@ -34,6 +34,25 @@ def test_two_flags_out_of_a_corner() -> None:
     )
     assert true >= 0.95 * good
     assert "the simulated scheduler expects" in found.notes["prefill-decode-interval"]
+
+
+def test_a_change_that_a_server_dies_of_is_tried_half_as_far() -> None:
+    """A server whose memory is too small for the forecast's best still leaves the corner, in few trials."""
+
+    def deadly(args: Args) -> str | None:
+        too_much = args.get("chunked-prefill-size", 0) > 1024 or args["max-running-requests"] > 64
+        return "no memory" if too_much else None
+
+    small = lab()
+    small.deadly = deadly
+    found, search = tuned(small, CORNER, budget_s=300)
+    first, second, third = found.trials[:3]
+    assert first["args"] == {}
+    assert second["verdict"] == "unsafe: no memory"
+    assert {"max-running-requests": 32, "chunked-prefill-size": 512}.items() <= third["args"].items()
+    assert third["verdict"].startswith("faster")
+    assert 32 <= search.best.args["max-running-requests"] <= 64
+    assert 512 <= search.best.args["chunked-prefill-size"] <= 1024
 
 
 def test_nothing_is_proposed_without_a_forecast() -> None:
