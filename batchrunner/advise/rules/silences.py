@@ -18,7 +18,7 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "prefill-seldom": ("conservative", "running-low", "pool-small", "pages-large"),
     "queue-deep": ("queue-empty",),
     "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
-    "running-capped": ("latency-high", "conservative"),
+    "running-capped": ("latency-high", "conservative", "mixed-chunk"),
     "memory-tight": _TAKES_MEMORY,
     "cuda-graph": ("long-prompts", "running-low", "prefill-full"),
     "long-prompts": ("memory-left", "prefill-full"),

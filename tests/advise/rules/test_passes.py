@@ -83,6 +83,16 @@ def test_passes_that_do_not_mix(arguments: dict[str, Any], passes: int, tokens: 
     assert bool(rules.keys() & {"mixed-chunk", "small-prefills"}) is found
 
 
+def test_few_places_come_before_mixed_chunks() -> None:
+    """Where all places are taken and the pool has room, more of them are advised, and passes not mixed."""
+    log = LogWriter().started(most=32, decode_log_interval=10, enable_mixed_chunk=False)
+    for _ in range(30):
+        log.prefill(20, n=2, new=100).decode(1, r=32, u=0.2, q=20)
+    rules = named(log, outputs=600, output_tokens=600 * 4)
+    assert "running-capped" in rules
+    assert "mixed-chunk" not in rules
+
+
 def test_small_chunks_on_a_noisy_machine() -> None:
     """Times of passes that do not agree hide nothing: passes are counted, and small chunks come first."""
     first = said_of("small_chunk")[0]
