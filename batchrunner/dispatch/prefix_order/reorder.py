@@ -178,7 +178,7 @@ class Reorderer:
                 _find_group(row, common)
             groups = {row.group for row in window if row.group is not row}
             for row in window:
-                if row.group is row and row not in groups:
+                if row.group is row and row not in groups:  # alone in it: any route will do
                     row.group = None
 
     def _prime_leader_of(self, row: PendingRow, primes: dict[PendingRow, PrimeTask]) -> None:
