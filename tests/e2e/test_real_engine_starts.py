@@ -339,13 +339,15 @@ async def test_trials_of_flags(tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     )
     own = await bench.run(TrialRequest({"max-running-requests": 2}, "", 0), 0, START_S)
     more = await bench.run(
-        TrialRequest({"max-running-requests": 32}, "", 0, Incumbent(own.curve, 0.3)), 1, START_S
+        TrialRequest({"max-running-requests": 32}, "", 0, Incumbent(own.curve, 0.9)), 1, START_S
     )
     refused = await bench.run(TrialRequest({"schedule-policy": "none"}, "", 0), 2, START_S)
     assert (own.ended, more.ended, refused.ended) == ("measured", "measured", "died"), (own, more, refused)
-    assert more.tokens_per_s > 1.5 * own.tokens_per_s
+    assert min(own.tokens_per_s, more.tokens_per_s) > 0  # which is faster, a busy machine does not say
     assert (own.signs.max_running, own.signs.at_limit, own.signs.waits) == (2, True, True)
     assert own.signs.tokens_per_pass == pytest.approx(16 * 2 / 17, rel=0.15)  # a prefill pass for each two
+    assert more.signs.tokens_per_pass is not None
+    assert more.signs.tokens_per_pass > 2 * 16 * 2 / 17
     assert own.signs.prefill_limit is not None
     assert not (tmp_path / "tune" / "000" / "run").exists()
     assert "invalid choice" in refused.why
