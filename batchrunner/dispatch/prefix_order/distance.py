@@ -59,7 +59,7 @@ class ReuseDistance:
         self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._missed, self._evicted = 0, 0, 0
-        self._last_miss_share = 0.0
+        self._last_miss_share, self._mean_miss_share = 0.0, 0.0
         self._clock, self._changed_at = 0.0, 0.0  # prefill tokens sent: until now, until the last change
         self._factor = WIDER
         self._expected_tokens, self._found_tokens = 0.0, 0.0
@@ -68,6 +68,11 @@ class ReuseDistance:
     def tokens(self) -> int:
         """Prefill tokens between a row and its followers."""
         return round(self._tokens * self._schedulers)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a prefix outlives even three distances: the KV pool is that much larger."""
+        return 3 * self._tokens <= self._most
 
     @property
     def bytes_a_token(self) -> float:
@@ -118,21 +123,24 @@ class ReuseDistance:
     def _correct(self) -> DistanceChange | None:
         """Change the distance if too many followers did not find their prefix in the cache.
 
-        The prefix was evicted if it had been computed before they were sent, or if they were more than a pass
-        behind: then the distance shrinks. Otherwise the reason is unknown: the last kind of change is tried
-        again, and reversed if it made matters worse.
+        The last check and the mean over the checks at this distance must both say so, since the misses of one
+        check may be chance; the last check has half the weight in the mean. The prefix was evicted if it had
+        been computed before they were sent, or if they were more than a pass behind: then the distance
+        shrinks. Otherwise the reason is unknown: the last kind of change is tried again, and reversed if it
+        made matters worse.
         """
         rows, missed, evicted, old = self._followers, self._missed, self._evicted, self.tokens
         self._followers = self._missed = self._evicted = 0
         share, before = missed / rows, self._last_miss_share
         self._last_miss_share = share
-        if share <= MISS_SHARE:
+        self._mean_miss_share += (share - self._mean_miss_share) / 2
+        if min(share, self._mean_miss_share) <= MISS_SHARE:
             return None
         if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
         elif share > before > MISS_SHARE:
             self._factor = NEARER if self._factor == WIDER else WIDER
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
-        self._changed_at = self._clock
+        self._changed_at, self._mean_miss_share = self._clock, 0.0
         reason = f"{missed} of {rows} followers did not find their prefix in the cache"
         return DistanceChange(old, self.tokens, reason) if self.tokens != old else None

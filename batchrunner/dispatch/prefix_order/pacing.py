@@ -87,8 +87,11 @@ class FollowerRelease:
         return serial, row
 
     def _is_near_end(self) -> bool:
-        """Tell whether the last leaders should go now, so that other rows are left to follow behind them."""
-        if self._distance is None or not self._leaders:
+        """Tell whether the last leaders should go now, so that other rows are left to follow behind them.
+
+        Until then followers wait up to three distances: where the prefix would be evicted, none waits longer.
+        """
+        if self._distance is None or not self._leaders or not self._distance.has_room:
             return False
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 

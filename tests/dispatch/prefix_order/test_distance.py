@@ -59,6 +59,16 @@ def test_followers_that_hit_change_nothing() -> None:
     assert follow(ReuseDistance(INFO, 1), missed=3) == []
 
 
+def test_single_misses_change_nothing() -> None:
+    """A few of 32 may be chance; as many in the next check are not."""
+    lead = ReuseDistance(TIGHT, 1)
+    before = lead.tokens
+    assert [follow(lead, missed=missed) for missed in (0, 4, 0, 5, 1)] == [[]] * 5
+    assert lead.tokens == before
+    lead = ReuseDistance(TIGHT, 1)
+    assert [len(follow(lead, missed=5)) for _ in range(2)] == [0, 1]
+
+
 def test_the_distance_is_bounded_by_the_pool() -> None:
     """A small KV pool could not hold the beginnings of a whole pass."""
     small = EngineInfo(kind="test", model="m", max_total_tokens=2000, prefill_tokens=8192)
