@@ -194,6 +194,12 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TIMING, "first_retry", 0.001)
 
 
+@pytest.fixture
+def full_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let requests with several rows go when they are full, or nothing else comes, however slow it comes."""
+    monkeypatch.setattr(TIMING, "bundle_fill", PATIENCE_S)
+
+
 def require_modules(*modules: str) -> None:
     """Skip, by name, what needs modules of `make .venv/.engine` that are missing; under CI it fails."""
     skip_without(f"{module} (make .venv/.engine)" for module in modules if not find_spec(module))

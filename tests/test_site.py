@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import new_page
+from tests.support.server_thread import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href"}
@@ -40,7 +41,7 @@ def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=source, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
 

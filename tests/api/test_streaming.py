@@ -412,10 +412,10 @@ async def test_a_pause_after_a_refusal(server: FakeSGLang) -> None:
     """While the consumer pauses nothing is sent: that is no time in which the engine takes no row."""
     server.script = lambda sent: "busy 503" if sent.prompt == "row 10" and sent.tries < 3 else "answer"
     server.refusal_s = 0.5  # it comes when all others wait to be given
-    options: dict[str, Any] = {"engine": server.url, "limits": {"engine_wait": 1.2}}
+    options: dict[str, Any] = {"engine": server.url, "limits": {"engine_wait": 4.5}}
     async with aclosing(batchrunner.stream((f"row {i}" for i in range(300)), prompt=TEXT, **options)) as rows:
         seen = [(await anext(rows))["row"]]
-        await asyncio.sleep(2)  # longer than refusal and limits.engine_wait
+        await asyncio.sleep(5.5)  # longer than refusal and limits.engine_wait
         server.refusal_s, server.delay_s = 0.0, 0.2  # the next refusal comes before any answer
         seen += [row["row"] async for row in rows]
     assert sorted(seen) == list(range(300))

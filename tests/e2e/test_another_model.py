@@ -15,14 +15,14 @@ from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, results_of, write_job
 from tests.support.fake_gateway import FakeGateway
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.server_thread import is_free
+from tests.support.server_thread import PATIENCE_S, is_free
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
-LIMITS = {"max_attempts": 1, "engine_wait": 20}
+LIMITS = {"max_attempts": 1, "engine_wait": PATIENCE_S}
 OTHERS: list[dict[str, Any]] = [
     {"model": "fake/other"},
     {"arguments": {"served_model_name": "other"}},
@@ -115,7 +115,7 @@ def test_an_old_server_that_still_answers(tmp_path: Path) -> None:
             return "disconnect" if len(relay.first.sent) >= 40 else "answer"
 
         relay.first.script = script
-        limits = {"max_attempts": 1000, "engine_wait": 20}
+        limits = {"max_attempts": 1000, "engine_wait": PATIENCE_S}
         job = job_of(tmp_path, relay.first, rows=200, window=8, limits=limits)
         with pytest.raises(AnotherModelError, match="was 'fake/model' and is 'fake/other'"):
             batchrunner.run(job)
@@ -128,6 +128,7 @@ def test_one_of_two_servers(tmp_path: Path, server: FakeSGLang) -> None:
     server.arguments, server.delay_s = FIRST["arguments"], 0.02
     with contextlib.ExitStack() as stack:
         relay = Relay(stack, 10, 0.2, model="fake/other")
+        server.script = lambda _: "answer" if len(server.sent) <= 1000 else "hold"  # the run cannot end
         engine = {"kind": "attach", "urls": [relay.first.url, server.url]}
         job = job_of(tmp_path, engine, rows=2000, window=8, limits=LIMITS)
         with pytest.raises(AnotherModelError, match="fake/other"):
@@ -212,7 +213,11 @@ def test_replicas_of_two_versions(tmp_path: Path, server: FakeSGLang) -> None:
 
 def behind_gateway(gateway: FakeGateway, directory: Path) -> dict[str, Any]:
     return job_of(
-        directory, {"kind": "gateway", "url": gateway.url}, rows=2000, window=8, limits={"engine_wait": 20}
+        directory,
+        {"kind": "gateway", "url": gateway.url},
+        rows=2000,
+        window=8,
+        limits={"engine_wait": PATIENCE_S},
     )
 
 

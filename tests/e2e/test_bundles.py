@@ -22,6 +22,7 @@ from tests.support.fragile import FRAGILE
 from tests.support.launchable import launchable
 from tests.support.raw_answers import Body, Endless, OnWire
 from tests.support.rows import rows_once, status_of
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +61,7 @@ def check_answers(job: dict[str, Any], *failed: int, rows: int = ROWS) -> dict[i
     return results
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_rows_share_requests(tmp_path: Path, server: FakeSGLang) -> None:
     """8 rows come in one request, and the results are those of 40 requests."""
     job = bundled_job(tmp_path, server)
@@ -82,8 +84,11 @@ def test_rows_share_requests(tmp_path: Path, server: FakeSGLang) -> None:
         assert [row[name] for name in columns] == [bundled[number][name] for name in columns]
 
 
-def test_sizes_follow_the_rows_a_second(tmp_path: Path, server: FakeSGLang) -> None:
+def test_sizes_follow_the_rows_a_second(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By itself a run begins with single rows, and bundles them where hundreds end in a second."""
+    monkeypatch.setattr(TIMING, "bundle_fill", 0.3)  # in which several rows end on a slow machine too
     job = bundled_job(tmp_path, server, rows=4000, window=256, bundle="auto")
     report = batchrunner.run(job)
     assert report.rows_ok == 4000
@@ -95,12 +100,14 @@ def test_sizes_follow_the_rows_a_second(tmp_path: Path, server: FakeSGLang) -> N
 
 
 @pytest.mark.page
+@pytest.mark.usefixtures("full_requests")
 def test_the_page_tells_of_bundles(tmp_path: Path, server: FakeSGLang) -> None:
     job = bundled_job(tmp_path, server)
     batchrunner.run(job)
     assert "rows each on average, 8 at most" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_own_parameters(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows with sampling parameters of their own keep them."""
     write_rows(
@@ -119,6 +126,7 @@ def test_own_parameters(tmp_path: Path, server: FakeSGLang) -> None:
         assert sampling["temperature"] == 0
 
 
+@pytest.mark.usefixtures("full_requests")
 @pytest.mark.parametrize("fate", ["too long", "bad schema"])
 def test_a_bad_row_fails_alone(tmp_path: Path, server: FakeSGLang, fate: Behaviour) -> None:
     """The server refuses a whole request for it; the others are sent again, and no attempt is counted."""
@@ -274,13 +282,14 @@ def test_a_server_that_takes_no_lists(
 def test_a_proxy_that_is_always_busy_for_lists(tmp_path: Path, server: FakeSGLang, status: bytes) -> None:
     """A row that was put off is tried again alone, and after some tries no row is put off."""
     server.bundles = lambda _: reply(status, b"busy")
-    job = bundled_job(tmp_path, server, rows=400, limits={"engine_wait": 20})
+    job = bundled_job(tmp_path, server, rows=400, limits={"engine_wait": PATIENCE_S})
     report = batchrunner.run(job)
     assert (report.exit_code, report.rows_ok) == (0, 400)
     check_answers(job, rows=400)
     assert all(sent.together == 1 for sent in server.sent[-20:])
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_a_server_that_does_not_heed_the_interval(
     tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,18 +332,14 @@ def test_a_stream_that_does_not_end(tmp_path: Path, server: FakeSGLang) -> None:
     check_answers(job)
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_long_prompts_fill_a_bundle(tmp_path: Path, server: FakeSGLang) -> None:
     """Requests stay small: two prompts of 15,000 tokens are as many as one may have."""
     server.arguments = {"context_length": 100_000}
     write_rows(tmp_path / "input.parquet", 12, ids=[[row, *range(15_000)] for row in range(12)])
     job = job_of(tmp_path, server, prompt={"input_ids": "ids"}, window=12, bundle=12)
-    together = 0
-    for _ in range(20):  # until two were read in time to go together
-        assert batchrunner.run(job, fresh=True).rows_ok == 12
-        together = max(sent.together for sent in server.sent)
-        if together > 1:
-            break
-    assert together == 2
+    assert batchrunner.run(job).rows_ok == 12
+    assert max(sent.together for sent in server.sent) == 2
 
 
 @pytest.mark.parametrize(
@@ -411,11 +416,12 @@ def test_an_interrupt_drains_bundles(tmp_path: Path, server: FakeSGLang) -> None
 def test_a_late_answer(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows that do not end within limits.request_timeout fail one attempt; those that did keep theirs."""
     server.script = only(21, "hold", tries=1)
-    job = bundled_job(tmp_path, server, limits={"request_timeout": 3})  # all others take less
+    job = bundled_job(tmp_path, server, limits={"request_timeout": 8})  # all others take less
     assert batchrunner.run(job).exit_code == 0
     assert [row["attempts"] for row in check_answers(job).values()] == [1 + (n == 21) for n in range(ROWS)]
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_a_server_that_hangs_with_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows in flight go to the other server."""
     monkeypatch.setattr(TIMING, "load_poll", 0.02)
@@ -435,6 +441,7 @@ def test_a_server_that_hangs_with_bundles(tmp_path: Path, monkeypatch: pytest.Mo
     check_answers(job)
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_a_poisonous_row_in_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row that kills the engine is found; all others of its request are answered."""
     monkeypatch.setattr(TIMING, "first_restart", 0.01)
@@ -447,6 +454,7 @@ def test_a_poisonous_row_in_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert report_of(job)["bundles"]["most_rows"] == 8
 
 
+@pytest.mark.usefixtures("full_requests")
 @pytest.mark.parametrize(("given", "most"), [("off", 1), ("false", 1), ("4", 4), ("1", 1)])
 def test_the_field(tmp_path: Path, server: FakeSGLang, given: str, most: int) -> None:
     """YAML reads `off` as false: it is off."""

@@ -58,6 +58,7 @@ def run(job: dict[str, Any], directory: Path, *options: str) -> Any:
     return batchrun(write_job(job, directory), *options)
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_likelihoods_of_choices(tmp_path: Path, scorer: FakeSGLang) -> None:
     """Sums, and sums by token and by byte; the prompt goes first with one choice, then with the others."""
     job = choice_job(tmp_path, scorer, ["The capital is", "Where?"])
@@ -127,6 +128,7 @@ def test_refused_and_odd_likelihoods(tmp_path: Path, scorer: FakeSGLang) -> None
     assert "the log likelihood of a choice is not a number" in errors[2]
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_rows_share_requests(tmp_path: Path, scorer: FakeSGLang) -> None:
     """The choices of several rows go in one list; a list with a bad one is sent in halves."""
     texts = [f"{chr(97 + n)}" for n in range(24)]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchrunner.output import disk_wait
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import AS_ROOT, refusal, told
@@ -90,9 +91,18 @@ def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None
         def turn_read_only(_: object) -> Any:
             if len(server.sent) == 30:
                 stack.enter_context(mounted_read_only(run))
-                threading.Timer(4.0, stack.close).start()  # rows are written within 1 s
             return "answer"
 
+        class TurnBack(logging.Handler):
+            """Lets the directory be written again once the run has said that it pauses."""
+
+            def emit(self, record: logging.LogRecord) -> None:
+                if "the run pauses" in record.getMessage():
+                    stack.close()
+
+        log = logging.getLogger(disk_wait.__name__)
+        log.addHandler(turn_back := TurnBack())
+        stack.callback(log.removeHandler, turn_back)
         server.script = turn_read_only
         result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 0, result.stderr

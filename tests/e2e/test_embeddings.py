@@ -81,6 +81,7 @@ def column_type(job: dict[str, Any]) -> pa.DataType:
     return kind
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_lists_of_rows_have_their_vectors(tmp_path: Path, embedder: FakeSGLang) -> None:
     """Rows go in lists, and each has its own vector, its prompt tokens, and the columns of its task only."""
     job = ids_job(tmp_path, embedder, input={"columns": ["id"]})
@@ -97,6 +98,7 @@ def test_lists_of_rows_have_their_vectors(tmp_path: Path, embedder: FakeSGLang) 
     assert {row["attempts"] for row in results_of(job)} == {1}
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_lists_are_filled_by_tokens(tmp_path: Path) -> None:
     """A list has the tokens of a forward pass, with prompts of about one length; a longer one goes alone."""
     lengths = [2 + (13 * n) % 60 for n in range(200)] + [900]

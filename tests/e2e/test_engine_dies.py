@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched import supervisor as guard
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, ServerSupervisor
-from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
+from tests.conftest import batchrun, events_of, eventually, job_of, report_of, results_of, write_job
 from tests.support.launchable import launchable
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class Handler(Server):
     }
     def asked(self, body):
         time.sleep(0.02)
+        while int(body["text"].split()[1]) >= int(os.environ.get("LATER", 10**9)):
+            if os.path.exists(os.environ["GO_ON"]):
+                break
+            time.sleep(0.02)
         broken = os.path.exists(os.environ.get("BROKEN_BY_IT", "/no"))
         if body["text"] in os.environ["POISON"].split(",") and not broken:
             print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
@@ -54,6 +59,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TIMING, "first_restart", 0.01)
     monkeypatch.setattr(TIMING, "first_retry", 0.01)
     monkeypatch.setattr(TIMING, "launch_poll", 0.02)
+    monkeypatch.setattr(TIMING, "quick_death", 3600.0)  # a slow machine starts a server for minutes
 
 
 def fragile_job(
@@ -142,11 +148,23 @@ def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
 def test_a_replica_in_a_crash_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be started any more is left out, and the run goes on with the other."""
     monkeypatch.setattr(guard, "MOST_QUICK_DEATHS", 1)
-    job = fragile_job(tmp_path, 1000, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"))
+    go_on = tmp_path / "go on"  # until one is lost, the other answers no row from 300 on
+    job = fragile_job(
+        tmp_path, 400, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"), LATER="300", GO_ON=str(go_on)
+    )
     job["engine"] |= {"kind": "gateway", "replicas": 2}
-    result = batchrun(write_job(job, tmp_path))
+
+    def see_it_lost() -> None:
+        log = tmp_path / "run" / "events.jsonl"
+        eventually(lambda: log.exists() and '"engine_lost"' in log.read_text())
+        go_on.touch()
+
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(see_it_lost)
+        result = batchrun(write_job(job, tmp_path))
+        seen.result()
     assert result.exit_code == 0, result.stderr
-    assert [row["row"] for row in results_of(job)] == list(range(1000))
+    assert [row["row"] for row in results_of(job)] == list(range(400))
     assert "no CUDA GPUs are available" in result.stderr
     assert events_of(job).count("engine_lost") == 1
 

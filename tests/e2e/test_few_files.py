@@ -12,7 +12,7 @@ import pytest
 
 import batchrunner
 from batchrunner.input.dataset import Dataset
-from tests.conftest import INSTANT, job_of, report_of, write_job
+from tests.conftest import INSTANT, job_of, report_of, started_python, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
 
@@ -27,22 +27,31 @@ main()
 """
 
 
-def run_limited(directory: Path, server: FakeSGLang, soft: int, hard: int, rows: int = 400) -> str:
-    """Run a job in a process with this limit on open files; return its standard error."""
+def run_limited(directory: Path, server: FakeSGLang, soft: int, hard: int, in_flight: int | None) -> str:
+    """Run a job in a process with this limit on open files; return its standard error.
+
+    No row is answered before so many are in flight, or as many as the process says.
+    """
+    rows = 400
+    server.script = lambda _: "hold"
     job = job_of(directory, server, rows=rows, output={"path": str(directory / "run"), "part_rows": 100})
-    command = [sys.executable, "-c", LIMITED, str(soft), str(hard), str(write_job(job, directory))]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode == 0, ended.stderr
+    with started_python("-c", LIMITED, soft, hard, write_job(job, directory)) as running:
+        if in_flight is None:
+            running.wait_for_line("can be in flight")
+            in_flight = int(running.lines[-1].partition("at most ")[2].split()[0])
+        server.wait_for(in_flight)
+        server.answer_held()
+        assert running.end() == 0
     assert report_of(job)["rows_ok"] == rows
     assert report_of(job)["retries"] == 0
-    return ended.stderr
+    return "".join(running.lines)
 
 
 @pytest.mark.parametrize(("limit", "least"), [(64, 28), (128, 90), (40, 4)])
 def test_most_files_are_for_connections(tmp_path: Path, limit: int, least: int) -> None:
     """No connection fails for want of a file, and one line says what the limit is and costs."""
-    with FakeSGLang(max_running=128, delay_s=0.1) as server:
-        said = run_limited(tmp_path, server, limit, limit)
+    with FakeSGLang(max_running=128) as server:
+        said = run_limited(tmp_path, server, limit, limit, None)
         most = server.most_in_flight
     assert least <= most < limit
     (line,) = [line for line in said.splitlines() if "can be in flight" in line]
@@ -53,9 +62,8 @@ def test_most_files_are_for_connections(tmp_path: Path, limit: int, least: int) 
 
 def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
     """The hard limit is high: the soft one costs nothing, and nothing is said of it."""
-    with FakeSGLang(max_running=100, delay_s=0.1) as server:
-        said = run_limited(tmp_path, server, 64, 1024)
-        assert server.most_in_flight >= 100
+    with FakeSGLang(max_running=100) as server:
+        said = run_limited(tmp_path, server, 64, 1024, 100)
     assert "can be in flight" not in said
 
 

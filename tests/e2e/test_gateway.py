@@ -46,7 +46,7 @@ from tests.support.embeddings import vector_for
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 
@@ -118,6 +118,19 @@ def two_workers(key: str | None) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
         yield one, two
 
 
+def hold_until(workers: Sequence[FakeSGLang], holds: Callable[[], bool]) -> None:
+    """Let workers answer from the moment on at which this holds for what they have got."""
+
+    def script(_: Sent) -> Behaviour:
+        if holds():
+            for worker in workers:
+                worker.answer_held()
+        return "hold"
+
+    for worker in workers:
+        worker.script = script
+
+
 @pytest.mark.gateway
 @pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
 def test_rows_are_shared_out(
@@ -126,7 +139,8 @@ def test_rows_are_shared_out(
     """A job on a gateway that runs already: all rows, evenly, and the load of each worker from itself."""
     with two_workers(real_gateway.key) as (one, two):
         engine = behind(one, two)
-        job = job_of(tmp_path, engine, rows=60, prompt=prompt)
+        hold_until((one, two), lambda: len(one.sent) + len(two.sent) >= 40)
+        job = job_of(tmp_path, engine, rows=60, prompt=prompt, window=40)
         report = batchrunner.run(job)
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 60, 0)
     assert [row["output"] for row in results_of(job)] == [f"answer 0 to row {i}" for i in range(60)]
@@ -138,6 +152,7 @@ def test_rows_are_shared_out(
 
 
 @pytest.mark.gateway
+@pytest.mark.usefixtures("full_requests")
 def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
     """The gateway passes on lists of prompts for embeddings; it has no endpoint for scores, which is said."""
     model = {"is_generation": False}
@@ -170,10 +185,15 @@ def test_rows_that_begin_alike_stay_together(tmp_path: Path, real_gateway: RealG
     texts = [documents[row % 12] + f"question {row}" for row in range(240)]
     path = tmp_path / "input.parquet"
     pq.write_table(pa.table({"text": texts}), path)
+
+    def documents_at(worker: FakeSGLang) -> set[str]:
+        return {sent.prompt.partition("question")[0] for sent in worker.sent}
+
     with two_workers(real_gateway.key) as (one, two):
         job = job_of(tmp_path, behind(one, two), window=40)
+        hold_until((one, two), lambda: documents_at(one) | documents_at(two) == set(documents))
         assert batchrunner.run(job).rows_ok == 240
-        at = [{sent.prompt.partition("question")[0] for sent in worker.sent} for worker in (one, two)]
+        at = [documents_at(one), documents_at(two)]
     assert at[0] | at[1] == set(documents)
     assert at[0].isdisjoint(at[1])
     assert min(map(len, at)) >= 3
@@ -208,10 +228,12 @@ def bundled_job(directory: Path, engine: Any, ids: list[list[int]], **changes: A
 
 
 @pytest.mark.gateway
+@pytest.mark.usefixtures("full_requests")
 def test_rows_share_requests(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
     """Each row has its own answer, and both workers have some of the requests."""
     with two_bundling_workers(real_gateway.key) as (one, two):
         job = bundled_job(tmp_path, behind(one, two), [[row] for row in range(200)])
+        hold_until((one, two), lambda: len(one.sent) + len(two.sent) >= 64)
         report = batchrunner.run(job)
         sent = [*one.sent, *two.sent]
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 200, 0)
@@ -223,6 +245,7 @@ def test_rows_share_requests(tmp_path: Path, real_gateway: RealGateway, behind: 
 
 
 @pytest.mark.gateway
+@pytest.mark.usefixtures("full_requests")
 def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(
     tmp_path: Path, real_gateway: RealGateway, behind: Any
 ) -> None:
@@ -248,6 +271,7 @@ def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(
 
 
 @pytest.mark.gateway
+@pytest.mark.usefixtures("full_requests")
 @pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize("fate", ["die", "disconnect"])
 def test_a_worker_that_cuts_off_a_request_with_several_rows(
@@ -328,9 +352,11 @@ def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGatew
         def come_back(_: Sent) -> Any:
             if len(one.sent) == 100 and not back:
                 back.append(stack.enter_context(FakeSGLang(api_key=real_gateway.key, port=two.port)))
-            return "answer"
+            waits = back and len(back[0].sent) <= 50  # for the other one to get its share
+            return "hold" if waits and len(one.sent) < 105 else "answer"
 
         two.script, one.script = end_at, come_back
+        one.on_poll = one.wake_held
         engine = behind(one, two)
         # two tries, for a row that is refused just before and asked about just after the worker is back
         job = job_of(tmp_path, engine, rows=400, limits={"max_attempts": 2}, window=8)

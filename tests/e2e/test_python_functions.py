@@ -169,7 +169,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
             return row["text"]
         """,
     )
-    limits = {"python": 2, "max_failed_rows": 11}
+    limits = {"python": 6, "max_failed_rows": 11}
     job = job_of(tmp_path, server, rows=40, prompt=PROMPT, limits=limits)
     assert batchrun(write_job(job, tmp_path)).exit_code == 0
     place = "prompt.python: hooks.py"
@@ -178,8 +178,8 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         2: f"{place}:7: SystemExit: 3",
         3: "prompt.python: hooks:prompt: ended its process (exit code 3)",
         4: "prompt.python: hooks:prompt: ended its process (SIGSEGV)",
-        5: f"{place}:10: took more than 2 s (limits.python)",
-        6: "prompt.python: hooks:prompt: took more than 2 s (limits.python)",
+        5: f"{place}:10: took more than 6 s (limits.python)",
+        6: "prompt.python: hooks:prompt: took more than 6 s (limits.python)",
         7: f"{place}:15: MemoryError (limits.python_memory_gb)",
         8: "prompt.python: hooks:prompt: returned a dict: return messages, a text, token ids, or None",
         9: "prompt.python: hooks:prompt: message 1 has the unknown role 'nobody'",

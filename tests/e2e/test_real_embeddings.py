@@ -75,6 +75,7 @@ def test_vectors_are_those_of_transformers(minilm: batchrunner.OpenEngine) -> No
     assert minilm.info.caches_prefixes is False
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_lists_make_the_same_vectors(minilm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """The job that we ship, in lists of 8 and in 16 bits; and its nearest neighbours."""
     overrides = [f"output.path={tmp_path / 'run'}", "input.limit=24", "bundle=8", "output.dtype=float16"]

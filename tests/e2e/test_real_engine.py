@@ -53,6 +53,7 @@ def _run_job(name: str, engine: batchrunner.OpenEngine, out: Path, *overrides: s
 
 def test_summarize_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """The main job gives real sentences, token counts and load from a real model."""
+    _run_job("summarize.yaml", smollm, tmp_path / "first", "input.limit=1", "sampling.max_new_tokens=1")
     report, table = _run_job("summarize.yaml", smollm, tmp_path / "run", "input.limit=6")
     assert (report.exit_code, report.rows_ok, report.simulated) == (0, 6, False)
     assert all(len(text.split()) > 3 for text in table["output"].to_pylist())
@@ -126,6 +127,7 @@ BEGINNINGS = (
 )
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_rows_that_share_requests_have_the_same_answers(
     smollm: batchrunner.OpenEngine, tmp_path: Path
 ) -> None:
@@ -285,6 +287,7 @@ TEXTS = ["The capital of France is", "1, 2, 3, 4,", "def add(a, b):\n    return"
 COLUMNS = ["output_ids", "logprobs", "top_logprobs", "prompt_logprobs", "matched_stop"]
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_whole_answers(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """Token ids and probabilities are those of the engine's tokens, in bundles as in single requests."""
     pq.write_table(pa.table({"ids": [[504, 3575, 282], [28, 216, 34], [1, 2, 3]]}), tmp_path / "ids.parquet")

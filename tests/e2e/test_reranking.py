@@ -57,6 +57,7 @@ def test_documents_of_queries(tmp_path: Path, reranker: FakeSGLang) -> None:
         assert rows[number]["prompt_tokens"] == 5 * len(documents)
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_rows_with_several_documents_share_requests(tmp_path: Path, reranker: FakeSGLang) -> None:
     """Lists of different lengths are one request, and each row has its own numbers."""
     documents = [[f"d{n} {at}" for at in range(1 + n % 3)] for n in range(24)]
@@ -68,6 +69,7 @@ def test_rows_with_several_documents_share_requests(tmp_path: Path, reranker: Fa
     assert reranker.requests < 24
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_pairs_as_rows(tmp_path: Path, reranker: FakeSGLang) -> None:
     """A column of texts has one document a row, and rows go in lists."""
     documents = [f"d{n}" for n in range(24)]

@@ -166,7 +166,7 @@ def test_retry_after_is_heeded(tmp_path: Path, server: FakeSGLang) -> None:
 def test_a_hanging_request_is_given_up(tmp_path: Path, server: FakeSGLang) -> None:
     """One answer that never comes costs `request_timeout`, not the run."""
     server.script = lambda sent: "hold" if sent.prompt == "row 1" and sent.tries == 1 else "answer"
-    job = job_of(tmp_path, server, rows=3, limits={"request_timeout": 3})  # all others take less
+    job = job_of(tmp_path, server, rows=3, limits={"request_timeout": 8})  # all others take less
     assert batchrunner.run(job).rows_ok == 3
     assert [row["attempts"] for row in results_of(job)] == [1, 2, 1]
 
@@ -274,7 +274,7 @@ def test_deadline(tmp_path: Path, server: FakeSGLang) -> None:
         {"kind": "simulated", "step_s": 0.01, "max_running": 2},
         rows=5000,
         sampling={"max_new_tokens": 5},
-        limits={"deadline": 3},
+        limits={"deadline": 8},  # in which a slow machine does some rows
     )
     result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 1
@@ -328,7 +328,7 @@ def test_a_long_retry_after_does_not_outlast_our_patience(
 def test_the_reader_does_not_run_away(tmp_path: Path, server: FakeSGLang) -> None:
     """An engine that takes no row cannot fill the memory with rows that wait for it."""
     server.script = lambda sent: "busy 503"
-    job = job_of(tmp_path, server, rows=20_000, window=16, limits={"engine_wait": 1})
+    job = job_of(tmp_path, server, rows=20_000, window=16, limits={"engine_wait": 4})
     server.retry_after = "1"
     with pytest.raises(EngineLostError, match="the engine took no row"):
         batchrunner.run(job)

@@ -72,6 +72,7 @@ def expected(rows: int = ROWS, labels: tuple[int, ...] = (11, 12)) -> list[Any]:
     ]
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_lists_of_rows_have_their_scores(tmp_path: Path, scorer: FakeSGLang) -> None:
     """Rows go in lists, and each has its own probabilities, its tokens, and the columns of its task only."""
     job = ids_job(tmp_path, scorer, input={"columns": ["id"]})

@@ -18,25 +18,51 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrunner.core.errors import OutputError
+from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.hooked import HOOKED, check_hooked, write_hooks
 from tests.support.slurm_cluster import NODES, SlurmCluster, require_slurm, slurm_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.support.fake_sglang import Behaviour, Sent
+
 pytestmark = pytest.mark.slurm
 
-ROWS_PER_S = 100
-"""Rows per second that a task does, at most. It reads 512 rows ahead, so inputs have a few times as many."""
+TASK_ROWS = 2 * READ_AHEAD_ROWS
+"""Rows for each task of an array: more than one takes while the others still start."""
 
 
-def job_for(directory: Path, task_s: float) -> dict[str, Any]:
-    """Return a job that keeps one task busy for about so long."""
-    engine = {"kind": "simulated", "step_s": 8 / 8 / ROWS_PER_S, "max_running": 8}
-    sampling = {"max_new_tokens": 8, "ignore_eos": True}
-    return job_of(directory, engine, rows=round(task_s * ROWS_PER_S), sampling=sampling)
+class Gate:
+    """Lets a server hold every tenth row, so that no task can end, however fast it is, until it is opened."""
+
+    def __init__(self, server: FakeSGLang) -> None:
+        self._server = server
+        self._passed = frozenset[str]()
+        server.script = self
+
+    def __call__(self, sent: Sent) -> Behaviour:
+        is_held = int(sent.prompt.split()[1]) % 10 == 9
+        return "hold" if is_held and sent.prompt not in self._passed else "answer"
+
+    def pass_what_is_in_flight(self) -> None:
+        """Let the rows be answered that have arrived, and hold others."""
+        self._passed = frozenset(self._server.prompts)
+        self._server.ask_again()
+
+    def open(self) -> None:
+        """Let all rows be answered from now on."""
+        self._server.answer_held()
+
+
+@contextlib.contextmanager
+def gated_job(directory: Path, tasks: int) -> Iterator[tuple[Gate, dict[str, Any]]]:
+    """Return a job for so many tasks, and what holds its rows."""
+    with FakeSGLang() as server:
+        yield Gate(server), job_of(directory, server, rows=tasks * TASK_ROWS)
 
 
 class Submitted:
@@ -65,8 +91,10 @@ class Submitted:
         return [task for task in self.tasks() if task["running"] and task["rows_on_disk"]]
 
     def log(self, task: int) -> str:
-        """Return the log of a task of the array."""
-        return Path(f"{self.run}.slurm", f"{self.array}_{task}.log").read_text()
+        """Return the log of a task of the array; empty before it has begun."""
+        with contextlib.suppress(FileNotFoundError):
+            return Path(f"{self.run}.slurm", f"{self.array}_{task}.log").read_text()
+        return ""
 
     def check_rows(self) -> None:
         """Exactly the input's rows are there, once, and went well."""
@@ -136,16 +164,20 @@ def submit(
 
 @story
 def a_time_limit(slurm: SlurmCluster, here: Path) -> Submitted:
-    limit = ("--static", "--array", "0", "--time", "1", "--grace", "50")
-    job = submit(slurm, job_for(here, task_s=35), here, *limit)
-    job.wait()
+    # its time is nearly up after 45 s, in which a slow machine has begun
+    limit = ("--static", "--array", "0", "--time", "2", "--grace", "75")
+    with gated_job(here, 1) as (gate, plan):
+        job = submit(slurm, plan, here, *limit)
+        slurm.wait_until(lambda: "time is nearly up" in job.log(0))
+        gate.open()
+        job.wait()
     return job
 
 
 def test_a_time_limit(ended: Submitted) -> None:
     """A task drains before its time is up and queues itself again, until nothing is left."""
     ended.check_merged()
-    assert "time is nearly up: waiting for the rows in flight, for 30 s at most" in ended.log(0)
+    assert "time is nearly up: waiting for the rows in flight, for 55 s at most" in ended.log(0)
     assert f"{ended.array}_0 restart 1: " in ended.log(0)
 
 
@@ -154,15 +186,18 @@ def an_array_of_four(slurm: SlurmCluster, here: Path) -> Submitted:
     here = here / "of four, 100%"
     here.mkdir()
     gpus = ("--gpus-per-task", "1", "--preamble", 'echo "GPU $CUDA_VISIBLE_DEVICES of $SLURMD_NODENAME"')
-    job = submit(slurm, job_for(here, task_s=40), here, "--array", "0-3", *gpus)
-    job.wait()
+    with gated_job(here, 4) as (gate, plan):
+        job = submit(slurm, plan, here, "--array", "0-3", *gpus)
+        slurm.wait_until(lambda: len(job.at_it()) == 4)
+        gate.open()
+        job.wait()
     return job
 
 
 def test_an_array_of_four(ended: Submitted) -> None:
     """Four tasks on two nodes, a GPU each, do the rows together; a job merges them when all have ended."""
     ended.check_merged()
-    assert len(ended.tasks()) > 1
+    assert len(ended.tasks()) == 4
     logs = [ended.log(n) for n in range(4)]
     gpu_of = sorted(log.splitlines()[0] for log in logs)
     assert gpu_of == [f"GPU {n} of {node}" for n in (0, 1) for node in NODES]
@@ -170,10 +205,15 @@ def test_an_array_of_four(ended: Submitted) -> None:
 
 @story
 def a_task_that_is_requeued(slurm: SlurmCluster, here: Path) -> Submitted:
-    job = submit(slurm, job_for(here, task_s=50), here, "--array", "0-1")
-    slurm.wait_until(lambda: len(job.at_it()) == 2)
-    slurm.call("scontrol", "requeue", f"{job.array}_0")
-    job.wait()
+    with gated_job(here, 2) as (gate, plan):
+        job = submit(slurm, plan, here, "--array", "0-1")
+        slurm.wait_until(lambda: len(job.at_it()) == 2)
+        slurm.call("scontrol", "requeue", f"{job.array}_0")
+        slurm.wait_until(lambda: "interrupted: waiting" in job.log(0))
+        gate.pass_what_is_in_flight()
+        slurm.wait_until(lambda: " restart 1: " in job.log(0))
+        gate.open()
+        job.wait()
     return job
 
 
@@ -186,12 +226,14 @@ def test_a_task_that_is_requeued(ended: Submitted) -> None:
 
 @story
 def tasks_that_are_killed(slurm: SlurmCluster, here: Path) -> Submitted:
-    job = submit(slurm, job_for(here, task_s=40), here, "--array", "0-3")
-    slurm.wait_until(lambda: len(job.at_it()) == 4)
-    (killed,) = (task for task in job.at_it() if "-t2-" in task["task"])
-    slurm.call("scancel", "--signal=KILL", f"{job.array}_1")  # which begins with a SIGTERM
-    os.kill(int(re.findall(r"pid (\d+)", killed["running"])[0]), signal.SIGKILL)
-    job.wait()
+    with gated_job(here, 4) as (gate, plan):
+        job = submit(slurm, plan, here, "--array", "0-3")
+        slurm.wait_until(lambda: len(job.at_it()) == 4)
+        (killed,) = (task for task in job.at_it() if "-t2-" in task["task"])
+        slurm.call("scancel", "--signal=KILL", f"{job.array}_1")  # which begins with a SIGTERM
+        os.kill(int(re.findall(r"pid (\d+)", killed["running"])[0]), signal.SIGKILL)
+        gate.open()
+        job.wait()
     return job
 
 
@@ -204,12 +246,14 @@ def test_tasks_that_are_killed(ended: Submitted) -> None:
 
 @story
 def tasks_that_are_added_late(slurm: SlurmCluster, here: Path) -> Submitted:
-    plan = job_for(here, task_s=60)
-    job = submit(slurm, plan, here, "--array", "0", "--no-merge")
-    slurm.wait_until(job.at_it)
-    late = submit(slurm, plan, here, "--array", "0-1", "--no-merge")
-    job.wait()
-    late.wait()
+    with gated_job(here, 3) as (gate, plan):
+        job = submit(slurm, plan, here, "--array", "0", "--no-merge")
+        slurm.wait_until(job.at_it)
+        late = submit(slurm, plan, here, "--array", "0-1", "--no-merge")
+        slurm.wait_until(lambda: len(job.at_it()) == 3)
+        gate.open()
+        job.wait()
+        late.wait()
     return job
 
 
@@ -222,7 +266,8 @@ def test_tasks_that_are_added_late(ended: Submitted) -> None:
 @story
 def checked_samples(slurm: SlurmCluster, here: Path) -> Submitted:
     write_hooks(here)
-    job = job_for(here, task_s=6) | HOOKED
+    engine = {"kind": "simulated", "step_s": 0.01, "max_running": 8}
+    job = job_of(here, engine, rows=600, sampling={"max_new_tokens": 8, "ignore_eos": True}) | HOOKED
     job["input"] = {**job["input"], "columns": ["id"]}
     job["sampling"] = {**job["sampling"], "n": 2}
     job["output"] = {**job["output"], "explode": True}
@@ -273,12 +318,14 @@ def test_a_batch_file(ended: Submitted) -> None:
 
 @story
 def a_node_that_is_lost(slurm: SlurmCluster, here: Path) -> Submitted:
-    job = submit(slurm, job_for(here, task_s=90), here, "--array", "0-1", partition="lossy")
-    slurm.wait_until(lambda: len(job.at_it()) == 2)
-    slurm.kill_node("n3")
-    slurm.wait_until(lambda: len(job.at_it()) == 3)
-    slurm.start_node("n3")
-    job.wait()
+    with gated_job(here, 3) as (gate, plan):
+        job = submit(slurm, plan, here, "--array", "0-1", partition="lossy")
+        slurm.wait_until(lambda: len(job.at_it()) == 2)
+        slurm.kill_node("n3")
+        slurm.wait_until(lambda: len(job.at_it()) == 3)
+        slurm.start_node("n3")
+        gate.open()
+        job.wait()
     slurm.wait_until(lambda: slurm.node_state("n3") == "idle")
     return job
 

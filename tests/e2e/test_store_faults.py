@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 def proxy(
     store_bucket: StoreBucket, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StoreProxy]:
-    """A proxy before the store, to which the environment leads; requests are repeated without long pauses."""
+    """A proxy before the store, to which the environment leads."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(TIMING, "store_retries", 1.0)
     with StoreProxy(store_bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         yield proxy
@@ -70,8 +69,11 @@ def test_each_request_fails_once(
     assert batchrunner.run(job).rows_resumed == 60
 
 
-def test_a_store_that_goes_away(tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy) -> None:
+def test_a_store_that_goes_away(
+    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After limits.disk_wait the run stops; the same machine has all finished rows, and goes on."""
+    monkeypatch.setattr(TIMING, "store_retries", 1.0)
     with FakeSGLang(lambda _: _away(proxy, server)) as server:
         run = {"path": f"{store_bucket.uri}/run", "durable": 0.2}
         limits = {"disk_wait": 0.5}

@@ -26,7 +26,9 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.other_machine import GONE_AFTER_S
 from tests.support.refusals import refusal, told
+from tests.support.server_thread import PATIENCE_S
 from tests.support.store_proxy import Fault, StoreProxy
 
 if TYPE_CHECKING:
@@ -42,6 +44,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     directory = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
     return directory
+
+
+@pytest.fixture
+def all_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine is taken for gone that only stands still for a while."""
+    monkeypatch.setenv(GONE_AFTER_S, str(PATIENCE_S))
 
 
 @contextlib.contextmanager
@@ -73,6 +81,7 @@ def row_of(sent: Sent) -> int:
     return int(sent.prompt.split()[1])
 
 
+@pytest.mark.usefixtures("all_live")
 def test_machines_do_a_run_together(
     tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang, cache: Path
 ) -> None:
@@ -181,6 +190,7 @@ def test_a_write_that_arrives_late(tmp_path: Path, store_bucket: StoreBucket, wh
     assert rows_in(store_bucket) == list(range(30))
 
 
+@pytest.mark.usefixtures("all_live")
 def test_shards(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
     """Each does its share, and finds on another machine what it did before."""
     source = tmp_path / "in"
@@ -200,6 +210,7 @@ def test_shards(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -
     told(refusal(job.read_text(), tmp_path, "--join"), "--shard i/2")
 
 
+@pytest.mark.usefixtures("all_live")
 def test_failed_rows_again(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
     """A joint attempt with --retry-failed sends what failed, and each row is there once."""
     server.script = lambda sent: "too long" if row_of(sent) % 10 == 3 else "answer"

@@ -17,6 +17,7 @@ import yaml
 
 import batchrunner
 from tests.conftest import job_of, results_of
+from tests.support.server_thread import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "batchrunner")
@@ -33,7 +34,9 @@ DATA = (
 def command(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a program that sees nothing of this checkout, and return what it printed."""
     env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
-    done = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        args, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 0, f"{args}\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -77,6 +77,7 @@ def types_of(part: pa.Table) -> dict[str, str]:
     return {name: str(part.schema.field(name).type) for name in names[names.index("error") + 1 :]}
 
 
+@pytest.mark.usefixtures("full_requests")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_their_probabilities(tmp_path: Path, server: FakeSGLang, kind: str) -> None:
     """Each way of sending brings the same columns, in bundles too."""

@@ -125,6 +125,8 @@ class FakeSGLang(ServerThread):
         self.polls: Literal["answer", "hang", "gone"] = "answer"
         self.polled = 0
         """How often the load was asked for and told."""
+        self.on_poll: Callable[[], object] = lambda: None
+        """Called whenever the load is asked for, before it is told."""
         self.hung = 0
         """How often it was asked for and not told: `polls` is "hang"."""
         self._in_flight, self._released, self._is_dead = 0, False, False
@@ -150,9 +152,10 @@ class FakeSGLang(ServerThread):
 
     def ask_again(self) -> None:
         """Let what is held be answered where the script no longer says that it is."""
-        self._loop.call_soon_threadsafe(self._wake_held)
+        self._loop.call_soon_threadsafe(self.wake_held)
 
-    def _wake_held(self) -> None:
+    def wake_held(self) -> None:
+        """Ask again, called in the server's own thread: by a script."""
         self._asked_again.set()  # it wakes those who wait now, and nobody later
         self._asked_again.clear()
 
@@ -272,6 +275,7 @@ class FakeSGLang(ServerThread):
         if self.polls == "gone":
             return web.Response(status=404)
         self.polled += 1
+        self.on_poll()
         if self.load is not None:
             return web.Response(body=self.load(), content_type="application/json")
         requests = self._in_flight + self.others

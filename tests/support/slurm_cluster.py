@@ -27,7 +27,8 @@ NODES = ("n1", "n2")
 LOSSY_NODES = ("n3", "n4")
 """The nodes of a partition of its own, one of which a test kills."""
 
-# cred_expire: a requeued job waits for so long and 1 s; NoInAddrAny: else the daemons listen to the network
+# The timeouts bear a machine that stands still for some seconds. cred_expire: a requeued job waits for so
+# long and 1 s. NoInAddrAny: else the daemons listen to the network.
 _CONF = """\
 ClusterName=loop
 SlurmctldHost={host}(127.0.0.1)
@@ -50,10 +51,10 @@ SelectTypeParameters=CR_CPU,CR_LLN
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=2,sched_min_interval=0
 ReturnToService=2
-SlurmdTimeout=5
-KillWait=5
+SlurmdTimeout=15
+KillWait=30
 GresTypes=gpu
-MessageTimeout=5
+MessageTimeout=60
 {nodes}
 PartitionName=main Nodes=n[1-2] Default=YES MaxTime=10 State=UP
 PartitionName=lossy Nodes=n[3-4] MaxTime=10 State=UP
