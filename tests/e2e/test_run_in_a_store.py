@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -28,6 +27,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.launchable import never_ready
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
 
@@ -160,14 +160,12 @@ def test_kills_before_the_first_row(tmp_path: Path, store_bucket: StoreBucket) -
         owner = json.loads(store_bucket.get("run/tasks/main/owner"))
         return bool(owner["holder"]["host"] == host and owner["recovered"] == len(owner["before"]))
 
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        waiting = write_job({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path)
-        for name in "ab":
-            with started_python(script, name, waiting) as run:
-                eventually(partial(recovered, name))
-                run.process.kill()
-                run.process.wait()
+    waiting = write_job({**job, "engine": never_ready(tmp_path)}, tmp_path)
+    for name in "ab":
+        with started_python(script, name, waiting) as run:
+            eventually(partial(recovered, name))
+            run.process.kill()
+            run.process.wait()
     with started_python(script, "c", write_job(job, tmp_path)) as run:
         assert run.end() == 0
     assert [row["row"] for row in stored_rows(store_bucket)] == list(range(10))

@@ -126,7 +126,7 @@ class FakeSGLang(ServerThread):
         self.polled = 0
         """How often the load was asked for and told."""
         self.on_poll: Callable[[], object] = lambda: None
-        """Called whenever the load is asked for, before it is told."""
+        """Called in the server's own thread whenever the load is asked for, before it is told."""
         self.hung = 0
         """How often it was asked for and not told: `polls` is "hang"."""
         self._in_flight, self._released, self._is_dead = 0, False, False
@@ -269,13 +269,13 @@ class FakeSGLang(ServerThread):
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
     async def _loads(self, request: web.Request) -> web.Response:
+        self.on_poll()
         if self.polls == "hang":
             self.hung += 1
             await self._over.wait()
         if self.polls == "gone":
             return web.Response(status=404)
         self.polled += 1
-        self.on_poll()
         if self.load is not None:
             return web.Response(body=self.load(), content_type="application/json")
         requests = self._in_flight + self.others

@@ -59,3 +59,14 @@ def launchable(directory: Path, handler: str, **environ: str) -> dict[str, Any]:
         "kind": "server", "model": str(directory / "model"), "device": "cuda", "python": sys.executable,
         "env": {"PYTHONPATH": str(directory / "site"), **environ},
     }  # fmt: skip
+
+
+def never_ready(directory: Path) -> dict[str, Any]:
+    """Return the `engine` of a job that launches a program which is never ready; it ends with its runner."""
+    slow = directory / "slow-python"
+    asked = '[ "$1" = -c ] && exit'  # for its version of SGLang, before it is to run a server
+    slow.write_text(f"#!/bin/sh\n{asked}\ncat > /dev/null\n")
+    slow.chmod(0o755)
+    (directory / "model").mkdir(exist_ok=True)
+    (directory / "model" / "config.json").write_text("{}")
+    return {"kind": "server", "model": str(directory / "model"), "python": str(slow)}

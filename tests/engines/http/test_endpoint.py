@@ -17,7 +17,7 @@ async def wait_under(deadline: Deadline, seconds: float) -> str:
 
 async def test_only_what_is_late_ends() -> None:
     """Only those of many tasks that take too long are ended by their shared timer."""
-    deadline = Deadline(3)
+    deadline = Deadline(6)  # a machine may stand still for some of it
     ended = await asyncio.gather(
         *(wait_under(deadline, seconds) for seconds in (0, 30, 0.01, 30)), return_exceptions=True
     )
@@ -53,7 +53,7 @@ async def test_an_error_passes() -> None:
 
 async def test_the_task_lives_on() -> None:
     """After a timeout the task can go on waiting, and use the deadline again."""
-    deadline = Deadline(0.5)
+    deadline = Deadline(4)
     with pytest.raises(TimeoutError):
         await wait_under(deadline, 30)
     await asyncio.sleep(0.01)
