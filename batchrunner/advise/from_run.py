@@ -20,6 +20,7 @@ from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
+from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
 
@@ -36,7 +37,7 @@ SAME_POOL = 0.02
 
 def read_run(run: Path | RunDir, limits: Thresholds) -> Situation:
     """Read the situation of a run from all its tasks; raises OutputError where the path holds no run."""
-    run_dir = run if isinstance(run, RunDir) else RunDir(run)
+    run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
     load, log = Series(limits), LogReader(limits)

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from batchrunner.core.regular_files import read_regular
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} where the file is missing or holds no valid JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path).decode())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -17,9 +17,11 @@ import pyarrow as pa
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError
 from batchrunner.core.file_format import COMPRESSIONS, known_format
+from batchrunner.core.regular_files import is_special
 from batchrunner.job.fields import user_path
 from batchrunner.job.output import RESPONSE
-from batchrunner.output.files import is_special, refuse_uri, whole_file, writing
+from batchrunner.output.buckets import release_unused
+from batchrunner.output.files import refuse_uri, whole_file, writing
 from batchrunner.output.merge import finished_parts, in_order
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
@@ -28,6 +30,9 @@ COLUMNS = ["row", "custom_id", "attempts", "error", RESPONSE]
 """Columns of the parts that are read."""
 LINES = 1024
 """Lines that are Python values at once."""
+BUCKET_BYTES = 16 << 20
+"""Approximate bytes of the answers that are put in order at once: less than `merge` takes, since the engine's
+and the rows' memory is still there."""
 ID_BYTES = 16
 _STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
 """An error that a server answered with: its status and its sentence."""
@@ -87,6 +92,7 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
     Lines that failed go to `errors`, or to the `results` where that is None. Existing files are replaced.
     Raises StorageError, or ResumeError where a part is damaged.
     """
+    release_unused()  # of the run before
     facts = require_run_json(run_dir)
     ids = _Ids(facts["fingerprint"]["files"][0]["digest"])
     work = run_dir.path / f".publish-{secrets.token_hex(4)}"
@@ -145,7 +151,7 @@ def _sink(path: Path) -> Iterator[_Sink]:
 def _rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts in input order, each once."""
     last = -1
-    for table in in_order(run_dir, finished_parts(run_dir), work, COLUMNS):
+    for table in in_order(run_dir, finished_parts(run_dir), work, COLUMNS, bucket_bytes=BUCKET_BYTES):
         for batch in table.to_batches(max_chunksize=LINES):
             for row in batch.to_pylist():
                 if row["row"] != last:  # two parts may hold a row

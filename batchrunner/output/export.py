@@ -14,8 +14,9 @@ import pyarrow as pa
 
 from batchrunner.core.errors import BatchrunError, OutputError, ResumeError
 from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, known_format
+from batchrunner.core.regular_files import is_special
 from batchrunner.job.fields import user_path
-from batchrunner.output.files import cannot_write, is_special, link_part, refuse_uri, whole_file, writing
+from batchrunner.output.files import cannot_write, link_part, refuse_uri, whole_file, writing
 from batchrunner.output.merge import distinct_rows, finished_parts, in_order
 from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir

@@ -158,11 +158,6 @@ def refuse_uri(given: str, what: str) -> None:
         )
 
 
-def is_special(path: Path) -> bool:
-    """Tell whether a path is a device, a pipe or a socket, which no file may replace. Raises OSError."""
-    return not path.is_file() and path.exists() and not path.is_dir()
-
-
 def is_for_good(failure: BaseException) -> bool:
     """Tell whether a failed write fails again however long one waits: the file is larger than any may be."""
     return isinstance(failure, OSError) and failure.errno == errno.EFBIG

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, TaskHeldError
-from batchrunner.output.buckets import Buckets
+from batchrunner.output.buckets import BUFFER_BYTES, Buckets
 from batchrunner.output.check_counts import without_checks
 from batchrunner.output.columns import may_be_missing, with_vectors
 from batchrunner.output.files import cannot_write, sync_directory, writing
@@ -82,15 +82,23 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
 
 
 def in_order(
-    run_dir: RunDir, parts: list[Path], work: Path, columns: list[str] | None = None
+    run_dir: RunDir,
+    parts: list[Path],
+    work: Path,
+    columns: list[str] | None = None,
+    *,
+    bucket_bytes: int | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the rows of parts of a run as tables in input order, of bounded size.
+    """Yield the rows of parts of a run as tables in input order, each of bounded size.
 
-    `work` takes files meanwhile; `columns` are those to read, by default all. Raises OutputError where these
-    files cannot be written, ArrowException, KeyError or ResumeError.
+    A table has about `bucket_bytes` at most, by default BUCKET_BYTES; memory is about three times as much.
+    `work` takes files meanwhile; `columns` are those to read, by default all. Raises OutputError where
+    these files cannot be written, ArrowException, KeyError or ResumeError.
     """
-    rows = _bucket_rows(parts, columns)
-    buckets = Buckets(work, "row", range(rows, sys.maxsize, rows))
+    bucket_bytes = bucket_bytes or BUCKET_BYTES
+    rows = _bucket_rows(parts, columns, bucket_bytes)
+    ends = range(rows, sys.maxsize, rows)
+    buckets = Buckets(work, "row", ends, min(BUFFER_BYTES, bucket_bytes))
     schema = _common_schema(parts)
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns])
@@ -145,15 +153,15 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=pa.schema(kinds, metadata=schema.metadata))
 
 
-def _bucket_rows(parts: list[Path], columns: list[str] | None) -> int:
+def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
     """Return the rows per bucket, estimated from some parts; footers count a repeated text only once."""
     rows = size = 1
     for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
         table = _read(part, columns)
         rows, size = rows + table.num_rows, size + table.nbytes
-    return max(1, min(BUCKET_ROWS, BUCKET_BYTES * rows // size))
+    return max(1, min(BUCKET_ROWS, bucket_bytes * rows // size))
 
 
 def _read(part: Path, columns: list[str] | None) -> pa.Table:
     with open_part(part) as file:
-        return file.read(columns)
+        return file.read(columns, use_threads=columns is None)  # each thread keeps memory

@@ -19,6 +19,7 @@ from batchrunner.job.storage import StorageSpec
 from batchrunner.output.files import make_directory
 from batchrunner.output.owner_object import parse_owner
 from batchrunner.output.run_dir import MAIN_TASK, OWNER, RunDir
+from batchrunner.output.run_files import refuse_other_than_files
 from batchrunner.output.run_json import RUN_ID
 from batchrunner.output.stores.addresses import (
     NEEDS_EXTRA,
@@ -40,17 +41,18 @@ def open_run(given: str | Path, task: str = MAIN_TASK, storage: StorageSpec | No
     """Return the run directory of a job, which results are written to.
 
     Of a run in an object store the working copy is brought up to date, unless a process of this machine is
-    at work in it. Raises OutputError where the store cannot be used, JobError where `storage` is wrong.
+    at work in it. Raises OutputError where the store cannot be used, JobError where `storage` is wrong,
+    ResumeError where a pipe or a directory has the name of one of its files.
     """
     address = store_address(str(given))
     if address is None:
-        return RunDir(given, task)
+        return _of_files(RunDir(given, task))
     storage = storage or StorageSpec()
     return _with_copy(address, storage, _places(address, storage), task, _needed_by(task))
 
 
 def look_at_run(given: str | Path | RunDir) -> RunDir:
-    """Return the run directory of a run that is looked at, whoever writes it; raises OutputError.
+    """Return the run directory of a run that is looked at, whoever writes it; raises as `open_run`.
 
     Of a run in an object store this is a working copy of its own.
     """
@@ -58,10 +60,15 @@ def look_at_run(given: str | Path | RunDir) -> RunDir:
         return given
     address = store_address(str(given))
     if address is None:
-        return RunDir(given)
+        return _of_files(RunDir(given))
     storage = _known_storage(address)
     copy = cache_directory() / "looked-at" / _name(address, storage)
     return _with_copy(address, storage, _places(address, storage), MAIN_TASK, looked_at=copy)
+
+
+def _of_files(run_dir: RunDir) -> RunDir:
+    refuse_other_than_files(run_dir.path)
+    return run_dir
 
 
 def _places(address: StoreAddress, storage: StorageSpec) -> CopyPlaces:

@@ -13,6 +13,7 @@ import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
 from batchrunner.core.hooks.functions import name_of
+from batchrunner.core.regular_files import read_regular
 from batchrunner.core.types import InputFile
 from batchrunner.job.answers import EarlierAnswers
 from batchrunner.job.spec import Job
@@ -195,7 +196,7 @@ def _brief(value: Any) -> str:
 def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
     """Return the content of run.json, None where there is no file; raises ResumeError for other content."""
     try:
-        content = run_dir.run_json.read_bytes()
+        content = read_regular(run_dir.run_json)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as failure:
@@ -265,7 +266,7 @@ def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
 def holds_run(directory: Path) -> bool:
     """Tell whether a directory is the output path of a run, which may have just begun."""
     try:
-        found = orjson.loads((directory / "run.json").read_bytes())
+        found = orjson.loads(read_regular(directory / "run.json"))
         if isinstance(found, dict) and found.keys() >= RunFacts.model_fields.keys():
             return True
     except (OSError, orjson.JSONDecodeError):

@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from batchrunner.core.regular_files import read_regular
 from batchrunner.output.run_dir import OWNER, RunDir
 
 HEARTBEAT = "heartbeat"
@@ -179,7 +180,7 @@ def parse_holder(content: bytes) -> LockHolder | None:
 def read_bytes(path: Path, *, strict: bool = False) -> bytes:
     """Return a file's content, b"" where it does not exist; with `strict` raise any other OSError."""
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as failure:
         if strict and not isinstance(failure, FileNotFoundError):
             raise
