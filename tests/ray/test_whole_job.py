@@ -219,3 +219,36 @@ def test_a_path_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         SharedPath(str(tmp_path / "gone"), "run", None).enter()
     with shared_path("s3://bucket/run") as shared:
         assert shared.mark is None
+
+
+def test_results_in_a_copy_that_ray_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job submit --working-dir`: Ray deletes its copy of the directory, which nodes may have elsewhere.
+
+    So results in it are refused, before anything is sent, and the workers go to their own node's copy.
+    """
+    from ray.runtime_context import RuntimeContext  # noqa: PLC0415
+    from ray.runtime_env import RuntimeEnv  # noqa: PLC0415
+
+    from batchrunner.core.errors import JobError  # noqa: PLC0415
+    from batchrunner.ray.shared_path import shared_path  # noqa: PLC0415
+
+    job_of_ray = RuntimeEnv(working_dir="gcs://_ray_pkg_1f.zip")
+    monkeypatch.setattr(RuntimeContext, "runtime_env", job_of_ray)
+    here, there = (tmp_path / node / "_ray_pkg_1f" for node in ("head", "other"))
+    for each in (here, there):
+        (each / "jobs").mkdir(parents=True)
+    monkeypatch.chdir(here / "jobs")
+    for inside in ("out/run", "../out", str(here / "run")):
+        with pytest.raises(JobError, match=r"in the copy of the working directory .* Ray deletes it"):
+            shared_path(inside).__enter__()
+    assert not list(tmp_path.rglob("*out*"))
+    for outside in ("s3://bucket/run", str(tmp_path / "run"), "../../run"):
+        monkeypatch.chdir(here / "jobs")
+        with shared_path(outside) as shared:
+            monkeypatch.chdir(there)
+            shared.enter()
+            assert os.getcwd() == str(there / "jobs")  # noqa: PTH109
+    monkeypatch.setattr(RuntimeContext, "runtime_env", RuntimeEnv())
+    monkeypatch.chdir(here)
+    with shared_path("run") as shared:  # a directory of the user's own
+        assert shared.directory == str(here)
