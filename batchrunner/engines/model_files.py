@@ -10,6 +10,7 @@ from typing import Any
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.jsonfile import read_json
 from batchrunner.engines.model_kinds import chosen_of, experts_of, language_part, of_mistral
+from batchrunner.job.model_name import is_hub_name
 
 _SIZES_NEEDED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",
@@ -53,11 +54,13 @@ def check_model(model: str) -> None:
     """Raise EngineStartError for a model that is plainly a path and is not there."""
     path = Path(model).expanduser()
     # "org/name" is a model's name in a hub, unless a folder `org` is here
-    looks_like_path = (
-        model.startswith(("/", ".", "~")) or model.count("/") > 1 or ("/" in model and path.parent.is_dir())
-    )
+    looks_like_path = not is_hub_name(model) or ("/" in model and path.parent.is_dir())
     if looks_like_path and not path.exists():
-        raise EngineStartError(f"engine.model: {model}: no such model directory")
+        raise EngineStartError(
+            f"engine.model: {model}: no such model directory",
+            hint="give a folder that is there, or a name on the Hub (OWNER/NAME)",
+            mark=";",
+        )
     if path.is_dir() and not any((path / name).exists() for name in (CONFIG, MISTRAL_CONFIG)):
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")
 

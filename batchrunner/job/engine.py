@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchrunner.core.errors import WrongValueError
 from batchrunner.job.fields import Duration, Spec, UserPath, user_paths
+from batchrunner.job.model_name import ModelName
 
 
 def _checked_url(url: str) -> str:
@@ -94,7 +95,7 @@ class ServerEngine(LaunchedEngine):
 
     kind: Literal["server"]
     """`server`: the run starts and stops it."""
-    model: UserPath
+    model: ModelName
     """Model directory, or a model name that SGLang can load."""
     tp: Tp | None = None
     """GPUs that the weights are split over (tensor parallelism, SGLang's `--tp-size`). `auto`: the fewest
@@ -116,7 +117,7 @@ class GatewayEngine(LaunchedEngine):
 
     kind: Literal["gateway"]
     """`gateway`: replicas behind SGLang's Model Gateway, started by the run (`model`) or running (`url`)."""
-    model: UserPath | None = None
+    model: ModelName | None = None
     """Model directory, or a model name that SGLang can load: the run starts and stops replicas and
     gateway."""
     url: Url | None = None
@@ -169,7 +170,7 @@ class InprocessEngine(_LocalEngine):
 
     kind: Literal["inprocess"]
     """`inprocess`: the Python class `sglang.Engine` in batchrunner's own process."""
-    model: UserPath
+    model: ModelName
     """Model directory, or a model name that SGLang can load."""
     tp: Tp | None = None
     """GPUs that the weights are split over, as for kind `server`."""
@@ -202,3 +203,5 @@ EngineSpec: TypeAlias = Annotated[
     AttachEngine | ServerEngine | GatewayEngine | InprocessEngine | SimulatedEngine,
     Field(discriminator="kind"),
 ]
+ENGINE_KINDS = ("attach", "gateway", "inprocess", "server")
+"""Kinds of engines that need more than their name."""

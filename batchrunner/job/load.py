@@ -14,15 +14,14 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchrunner.core.errors import JobError, WrongValueError
-from batchrunner.job.engine import EngineSpec
+from batchrunner.job.engine import ENGINE_KINDS, EngineSpec
+from batchrunner.job.model_name import as_folder, is_address, is_hub_page, is_misspelt
 from batchrunner.job.spec import Job
 from batchrunner.job.yaml_text import data_file_error, parse, read_standard_input, read_text
 
 T = TypeVar("T")
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
 """What an engine may be given as: the `engine` part of a job, or a short form of it."""
-ENGINE_KINDS = ("attach", "gateway", "inprocess", "server")
-"""Kinds of engines that need more than their name."""
 ENV_PREFIX = "BATCHRUN__"
 """Prefix of environment variables that override the job."""
 _OWN_NAMES = (["engine", "env"], ["input", "rename"], ["input", "types"])
@@ -141,7 +140,7 @@ def _engine_of_short_form(source: object) -> dict[str, Any]:
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
     if isinstance(source, os.PathLike):
-        return {"kind": "server", "model": os.fspath(source)}
+        return {"kind": "server", "model": as_folder(source)}
     if not isinstance(source, str) or not source.strip():
         raise JobError(
             "engine",
@@ -150,13 +149,13 @@ def _engine_of_short_form(source: object) -> dict[str, Any]:
         )
     if source == "simulated":
         return {"kind": "simulated"}
-    if "://" in source:
+    if "://" in source and not is_hub_page(source):
         return {"kind": "attach", "urls": [source]}
-    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source):
+    if is_address(source):
         raise JobError(f"engine: an address starts with http:// or https:// (got {source!r})")
     if source in ENGINE_KINDS:
         raise JobError(f"engine: {source!r} needs more than its name", hint="give the `engine` part of a job")
-    if difflib.get_close_matches(source.lower(), ("simulated",), cutoff=0.8) and not Path(source).exists():
+    if is_misspelt(source, ("simulated", *ENGINE_KINDS)):
         raise JobError(f"engine: {source!r} is no engine", hint="give 'simulated', an address or a model")
     return {"kind": "server", "model": source}
 

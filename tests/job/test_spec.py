@@ -52,6 +52,7 @@ names = st.text(
 )  # `~` begins a home directory
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
 columns = st.builds(lambda name: {"column": name}, names)
+models = names.map("./{}".format)  # a folder, which may have any name
 shares = st.floats(0, 1, exclude_min=True, exclude_max=True)
 inputs = st.fixed_dictionaries(
     {"path": names | st.lists(names, min_size=1, max_size=3)},
@@ -81,14 +82,14 @@ samplings = st.fixed_dictionaries(
 engines = st.one_of(
     st.fixed_dictionaries({"kind": st.just("attach"), "urls": st.just(["http://a:1/", "https://b"])}),
     st.fixed_dictionaries(
-        {"kind": st.just("server"), "model": names},
+        {"kind": st.just("server"), "model": models},
         optional={
             "args": st.just({"--mem_fraction_static": 0.5}),
             "env": st.dictionaries(names, texts, max_size=2),
             "start_timeout": st.sampled_from([1, "90s", "2h30m", "1d"]),
         },
     ),
-    st.fixed_dictionaries({"kind": st.just("inprocess"), "model": names}),
+    st.fixed_dictionaries({"kind": st.just("inprocess"), "model": models}),
     st.fixed_dictionaries({"kind": st.just("simulated")}, optional={"step_s": st.floats(0, 1)}),
 )
 limits = st.fixed_dictionaries(

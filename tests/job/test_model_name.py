@@ -1,0 +1,84 @@
+"""`engine.model`: what a model can be named, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchrunner.core.errors import JobError
+from batchrunner.engines.model_files import check_model
+from batchrunner.job.load import parse_engine
+from tests.conftest import batchrun
+
+KINDS = ("server", "gateway", "inprocess")
+NAMES = [
+    "gpt2",
+    "Qwen/Qwen3-8B",
+    "01-ai/Yi-1.5_6B",
+    "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M",
+    "bartowski/Llama-3.2-1B-Instruct-GGUF/Llama-3.2-1B-Instruct-Q4_K_M.gguf",
+]
+
+
+def of(engine: Any) -> Any:
+    """Return an engine from the `engine` part of a job, or a short form."""
+    return parse_engine(engine)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang looks for them: nothing of that name need be here."""
+    monkeypatch.chdir(tmp_path)
+    for kind in KINDS:
+        assert of({"kind": kind, "model": name}).model == of(name).model == name
+    check_model(name)
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may have any name; one that is on other machines alone is written as a path."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my model", "a:1", "models/a b"):
+        Path(name).mkdir(parents=True)
+        assert of({"kind": "server", "model": name}).model == name
+    for elsewhere in ("./my other model", "/mnt/my other model", "../a:b"):
+        assert of({"kind": "server", "model": elsewhere}).model == elsewhere
+    assert of(Path("my model")).model == "my model"
+    assert of(Path("nothing")).model == "./nothing", "a path is no name on the Hub"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Qwen/Qwen3 8B", "no model is named so: give a folder (./NAME), a name on the Hub (OWNER/NAME), or"),
+        ("Qwen/Qwen3-8B\n", "no model is named so"),
+        ("", "no model is named so"),
+        (" ", "no model is named so"),
+        ("user@host:30000", "no model is named so"),
+        ("localhost:30000", "an address is no model: give http://HOST:PORT as `urls` of an engine of"),
+        ("localhost", "an address is no model"),
+        ("http://host:30000", "an address is no model"),
+        ("http:/host", "an address is no model"),
+        ("htp://host", "an address is no model"),
+        ("hf://Qwen/Qwen3-8B", "a page of the Hub is no model: give the model's name, Qwen/Qwen3-8B"),
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "give the model's name, Qwen/Qwen3-8B (got"),
+    ],
+)
+def test_what_is_no_model_is_one_line(name: str, told: str) -> None:
+    """It is refused as the job is read, whichever engine would get it."""
+    for kind in KINDS:
+        with pytest.raises(JobError) as caught:
+            of({"kind": kind, "model": name})
+        assert told in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_model_of_a_batch_file(tmp_path: Path) -> None:
+    """`--model` takes the same names."""
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("")
+    for given, told in (("Qwen/Qwen3 8B", "no model is named so"), ("http:/host", "an address starts with")):
+        done = batchrun("batch", requests, "-o", tmp_path / "out.jsonl", "--model", given)
+        assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert told in done.stderr
