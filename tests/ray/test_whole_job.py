@@ -90,6 +90,44 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
     assert not list(tmp_path.glob(".*.ray"))
 
 
+def test_a_cluster_grows_and_shrinks(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
+    """A worker without room takes part once a node comes, and its rows go to the others when the node goes.
+
+    No row is answered before, so that there are rows for it.
+    """
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=4000)
+    with started(
+        "ray", write_job(job, tmp_path), "--workers", 3, "--cpus", 2, "--address", nodes.address
+    ) as run:
+        first = tasks_at_work(tmp_path / "run", 2)
+        nodes.add()
+        newcomer = (tasks_at_work(tmp_path / "run", 3) - first).pop()
+        nodes.take_away_the_node_of(WORKER, newcomer)
+        run.wait_for_line("a worker died, another one takes its place")
+        server.script = lambda _: "answer"
+        server.answer_held()
+        assert run.end() == 0
+    assert [row["row"] for row in results_of(job)] == list(range(4000))
+
+
+def tasks_at_work(run: Path, count: int) -> set[int]:
+    """Return the process IDs of the tasks that have rows in flight, once there are so many."""
+    deadline = time.monotonic() + PATIENCE_S
+    pids: set[int] = set()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OutputError):  # no worker has begun
+            pids = {
+                int(task["running"].split("pid ")[1].split()[0])
+                for task in status(run)["tasks"]
+                if task["running"] and task["last_sample"] and task["last_sample"]["in_flight"]
+            }
+        if len(pids) == count:
+            return pids
+        time.sleep(0.1)
+    raise AssertionError(f"{len(pids)} of {count} workers have rows in flight")
+
+
 def test_failed_rows_again_and_a_fresh_start(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
     """`--retry-failed` sends the failed rows alone, whichever worker comes first; `--fresh` all of them."""
     server.script = lambda sent: "too long" if int(sent.prompt.split()[1]) % 10 == 3 else "answer"

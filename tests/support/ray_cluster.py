@@ -37,11 +37,20 @@ class RayNodes:
         """Address of the cluster."""
         return str(self._cluster.address)
 
+    def add(self) -> None:
+        """Add a node."""
+        self._workers.append(self._cluster.add_node(**_node(CORES)))
+
     def kill_the_node_of(self, actor: str, pid: int | None = None) -> None:
         """Kill a node where an actor runs whose class name has this text, at once; another node comes.
 
         With `pid`, the actor is the one in that process.
         """
+        self.take_away_the_node_of(actor, pid)
+        self.add()
+
+    def take_away_the_node_of(self, actor: str, pid: int | None = None) -> None:
+        """Kill such a node; no other one comes."""
         nodes = {
             each["Address"]["NodeID"]
             for each in ray._private.state.actors().values()
@@ -50,7 +59,6 @@ class RayNodes:
         node = next(node for node in self._workers if node.node_id in nodes)
         self._workers.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
-        self._workers.append(self._cluster.add_node(**_node(CORES)))
 
     def close(self) -> None:
         """End all nodes."""
