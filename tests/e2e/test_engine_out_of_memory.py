@@ -32,6 +32,7 @@ def _quick_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(TIMING, "first_restart", 0.01)
     monkeypatch.setattr(TIMING, "first_retry", 0.01)
     monkeypatch.setattr(TIMING, "launch_poll", 0.02)
+    monkeypatch.setattr(TIMING, "quick_death", 3600.0)  # a slow machine starts a server for minutes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

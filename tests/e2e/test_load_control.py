@@ -41,7 +41,7 @@ def whole(job: dict[str, Any], rows: int) -> bool:
 def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
     """The event log tells which scheduler's window was set, to what, in which state, and why."""
     with FakeSGLang(max_running=32, delay_s=0.05) as server:
-        job = job_of(tmp_path, server, rows=3000)
+        job = job_of(tmp_path, server, rows=1000)
         batchrunner.run(job)
         first, *later = events_of(job, "window")
         assert (first["scheduler"], first["old"], first["new"]) == (server.url, 0, 44)
@@ -252,11 +252,11 @@ def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
 
 async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:
     """While a replica is away the other does its work; when it is back on its port it gets rows again."""
-    job = job_of(tmp_path, rows=6000)
+    job = job_of(tmp_path, rows=1500)
     port = free_port()
     with FakeSGLang(max_running=16, delay_s=0.02) as steady:
         # it leaves work for when the other is back
-        steady.script = lambda _: "hold" if len(steady.sent) > 3000 else "answer"
+        steady.script = lambda _: "hold" if len(steady.sent) > 800 else "answer"
         with FakeSGLang(max_running=16, delay_s=0.02, port=port) as mortal:
             job["engine"] = {"kind": "attach", "urls": [steady.url, mortal.url]}
             running = asyncio.create_task(batchrunner.arun(job))
@@ -265,7 +265,7 @@ async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:
             await asyncio.to_thread(again.wait_for, 100)
             steady.answer_held()
             await running
-    assert whole(job, 6000)
+    assert whole(job, 1500)
 
 
 OLD_RELEASE = """

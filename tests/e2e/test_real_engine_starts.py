@@ -47,7 +47,7 @@ from tests.support.server_thread import PATIENCE_S
 from tests.support.tiny_model import make_tiny_llama
 
 JOBS = ROOT / "jobs"
-STRUCK_ROWS = 400
+STRUCK_ROWS, AT_ONCE = 200, 40
 OTHER_PYTHON = shutil.which("python3", path=str(Path(sys.executable).parent))
 """Another name of this interpreter: what it starts is told by its command line."""
 
@@ -65,22 +65,30 @@ def tiny(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
 
 
-def _tiny_job(tmp_path: Path, tiny: Path, rows: int, *, kind: str = "server", tokens: int = 200) -> list[str]:
+def _tiny_job(tmp_path: Path, tiny: Path, rows: int, **changes: Any) -> list[str]:
     source = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"text": [f"row {i} of many" for i in range(rows)]}), source)
+    table = pa.table({"text": [f"row {i} of many" for i in range(rows)]})
+    pq.write_table(table, source)
     job = tmp_path / "job.yaml"
-    job.write_text(
-        json.dumps(
-            {
-                "input": {"path": str(source), "columns": ["text"]},
-                "prompt": {"user": "Say something about {{ text }}"},
-                "sampling": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
-                "output": {"path": str(tmp_path / "run"), "part_rows": 20},
-                "engine": {"kind": kind, "model": str(tiny), "device": "cpu"},
-            }
-        )
-    )
+    whole = {
+        "input": {"path": str(source), "columns": ["text"]},
+        "prompt": {"user": "Say something about {{ text }}"},
+        "sampling": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True},
+        "output": {"path": str(tmp_path / "run"), "part_rows": 20},
+        "engine": {"kind": "server", "model": str(tiny), "device": "cpu"},
+    }
+    job.write_text(json.dumps({**whole, **changes}))
     return [sys.executable, "-m", "batchrunner", str(job)]
+
+
+_GATES = """
+import os
+
+def judge(answer, row):
+    gate = str(int(row["text"].split()[1]) // int(os.environ["AT_ONCE"]))
+    return os.path.exists(os.path.join(os.environ["GATES"], gate)) or "not yet"
+"""
+"""A module that takes answers to the first, second, … AT_ONCE rows once there is a file 0, 1, …"""
 
 
 def _more_than(before: int, count: Callable[[], int]) -> bool:
@@ -120,16 +128,24 @@ class StruckRun:
 def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
     """One run takes every blow: a start of the engine costs half a minute.
 
+    Rows are asked for again until there is a file, so that it cannot end before, however fast the machine is.
     Its engine has an interpreter of its own. When the runner is killed, the engine's processes were spawned,
     as users have them.
     """
     directory = tmp_path_factory.mktemp("struck")
     spawn = directory / "spawn"
-    command = _tiny_job(directory, tiny, rows=STRUCK_ROWS, tokens=40)
-    command += ["--set", "limits.hang=3", "--set", f"engine.python={OTHER_PYTHON}"]
+    gates = directory / "gates"
+    gates.mkdir()
+    (directory / "gates.py").write_text(_GATES)
+    command = _tiny_job(
+        directory, tiny, STRUCK_ROWS, check={"python": "gates:judge", "tries": 100, "feedback": False},
+        limits={"hang": 5},
+    )  # fmt: skip
+    command += ["--set", f"engine.python={OTHER_PYTHON}"]
     command += ["--set", "engine.args={max-total-tokens: 100000}"]
     # what it learns of the memory is not for other tests
-    environ = marked({**os.environ, "XDG_CACHE_HOME": str(directory / "cache")}, directory)
+    own = {"XDG_CACHE_HOME": str(directory / "cache"), "GATES": str(gates), "AT_ONCE": str(AT_ONCE)}
+    environ = marked({**os.environ, **own}, directory)
     parts = directory / "run" / "parts"
     lines: list[str] = []
 
@@ -152,9 +168,12 @@ def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
         def backs() -> int:
             return sum("the engine is back" in line for line in lines)
 
-        for blow in ("death", "hang"):
+        for gate, blow in enumerate(("death", "hang", "end")):
             victim, before, comebacks = scheduler_of(process), written(), backs()
+            (gates / str(gate)).touch()
             wait_while_it_runs(process, partial(_more_than, before, written))
+            if blow == "end":
+                break
             if blow == "hang":
                 spawn.touch()
                 os.kill(victim, signal.SIGSTOP)
@@ -163,11 +182,12 @@ def struck(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> StruckRun:
             else:
                 os.kill(victim, signal.SIGKILL)
             wait_while_it_runs(process, partial(_more_than, comebacks, backs))
-        wait_while_it_runs(process, partial(_more_than, written(), written))
         pids = [process.pid, *descendants_of(process.pid)]
         tree = [*map(command_line, pids)]
         process.kill()
         reader.join()
+        for gate in range(STRUCK_ROWS // AT_ONCE):
+            (gates / str(gate)).touch()
         kept = pq.read_table(parts).num_rows
         with contextlib.suppress(AssertionError):
             eventually(lambda: not processes_of(directory) and not any(map(command_line, pids)))

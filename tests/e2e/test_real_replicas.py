@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +62,8 @@ def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 3
         engine,
         rows=rows,
         sampling={"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
-        output={"part_rows": 50},
+        output={"part_rows": 10},
+        window=64,
     )
 
 
@@ -70,32 +73,50 @@ def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
     return made
 
 
-def _signal(process: LaunchedProcess, number: signal.Signals) -> None:
-    """Send a signal to the program and all that it started, and not to its launcher."""
+def _processes(process: LaunchedProcess) -> list[int]:
+    """Return the program and all that it started, without its launcher."""
     assert process._process is not None
-    assert process._process.returncode is None
-    victims = descendants_of(process._process.pid)
-    assert victims
-    assert os.getpid() not in victims
-    for pid in victims:
+    found = descendants_of(process._process.pid)
+    assert found
+    assert os.getpid() not in found
+    return found
+
+
+def _signal(processes: list[int], number: signal.Signals) -> None:
+    for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _run_and(
-    engine: batchrunner.OpenEngine, job: dict[str, Any], strike: Callable[[], None], parts: int = 1
+    engine: batchrunner.OpenEngine,
+    job: dict[str, Any],
+    stopped: list[int],
+    strike: Callable[[], None],
 ) -> Any:
-    """Run a job; strike once it has written so many parts."""
+    """Run a job, and strike in mid-run.
+
+    A replica stands still from the start on, so that the rows that it gets do not end before, however fast
+    the machine is. The blow comes when the other one has written a part, of 10 of the 64 rows
+    in flight, of which each got half.
+    """
+    ended = threading.Event()
 
     def wait_and_strike() -> None:
         folder = Path(job["output"]["path"]) / "parts"
-        eventually(lambda: len(list(folder.glob("part-*.parquet"))) >= parts, START_S)
-        strike()
+        eventually(lambda: ended.is_set() or list(folder.glob("part-*.parquet")), START_S)
+        if not ended.is_set():
+            strike()
+        _signal(stopped, signal.SIGCONT)
 
-    striker = threading.Thread(target=wait_and_strike)
-    striker.start()
-    report = batchrunner.run(job, engine=engine)
-    striker.join()
+    _signal(stopped, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        striking = thread.submit(wait_and_strike)
+        try:
+            report = batchrunner.run(job, engine=engine)
+        finally:
+            ended.set()
+        striking.result()
     return report
 
 
@@ -105,12 +126,16 @@ def _prefills(engine: batchrunner.OpenEngine) -> dict[str, int]:
     return {r.url: r.process.log_path.read_text(errors="replace").count("Prefill batch") for r in replicas}
 
 
-def _run_on_both(engine: batchrunner.OpenEngine, job: dict[str, Any]) -> Any:
-    """Run a job; return when each replica has logged that it began rows of it."""
-    before = _prefills(engine)
-    report = batchrunner.run(job, engine=engine)
-    eventually(lambda: all(count > before[url] for url, count in _prefills(engine).items()))
-    return report
+def _both_are_at_work(engine: batchrunner.OpenEngine, directory: Path) -> None:
+    """Run jobs until each replica has logged that it began rows; one may not be back on the list at once."""
+    before, numbers = _prefills(engine), itertools.count()
+
+    def run_another() -> bool:
+        job = _long_job(directory / str(next(numbers)), fleet_of(directory), rows=100)
+        assert batchrunner.run(job, engine=engine).rows_ok == 100
+        return all(count > before[url] for url, count in _prefills(engine).items())
+
+    eventually(run_another)
 
 
 def _polled(job: dict[str, Any]) -> set[str]:
@@ -173,10 +198,13 @@ def _check_bundles(engine: batchrunner.OpenEngine, directory: Path) -> None:
     assert found[0] == found[1] == [(8, "length")] * 64
 
 
+@pytest.mark.usefixtures("full_requests")
 def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """All rows are answered, by both replicas, whose loads are polled; the key is in no log."""
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=200)
-    report = _run_on_both(replicas, job)
+    before = _prefills(replicas)
+    report = batchrunner.run(job, engine=replicas)
+    eventually(lambda: all(count > before[url] for url, count in _prefills(replicas).items()))
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 200, 0)
     fleet = _fleet(replicas)
     assert _polled(job) == fleet._replicas.keys()
@@ -194,36 +222,27 @@ def test_replica_that_is_killed(
 ) -> None:
     """It is started again and put back; no row is lost, written twice, or blamed."""
     fleet = _fleet(replicas)
-    victim = next(iter(fleet._replicas.values()))
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=500)
+    victim = _processes(next(iter(fleet._replicas.values())).process)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _signal(victim.process, signal.SIGKILL), parts=2)
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 500, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(500))
+    report = _run_and(replicas, job, victim, lambda: _signal(victim, signal.SIGKILL))
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(300))
     assert report.retries > 0
     eventually(lambda: "replica 0 is back" in caplog.text, START_S)
     assert "replica 0 died (exit 137)" in caplog.text
-    again = _long_job(tmp_path / "again", fleet_of(tmp_path), rows=200)
-    assert _run_on_both(replicas, again).rows_ok == 200
+    _both_are_at_work(replicas, tmp_path / "again")
 
 
 def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """A replica that is stopped for 3 s keeps its rows; woken, it does them, and the next job uses both."""
-    victim, _ = _fleet(replicas)._replicas.values()
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=500)
+    """A replica that is stopped keeps its rows; woken, it does them, and the next job uses both."""
+    victim = _processes(next(iter(_fleet(replicas)._replicas.values())).process)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
-
-    def hold() -> None:
-        _signal(victim.process, signal.SIGSTOP)
-        time.sleep(3)
-        _signal(victim.process, signal.SIGCONT)
-
-    report = _run_and(replicas, job, hold, parts=2)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 500, 0)  # no row went elsewhere
-    assert [row["row"] for row in results_of(job)] == list(range(500))
-    # How the rest of that job was shared depends on the machine's speed: a second job shows both at work.
-    again = _long_job(tmp_path / "again", fleet_of(tmp_path), rows=200)
-    assert _run_on_both(replicas, again).rows_ok == 200
+    report = _run_and(replicas, job, victim, lambda: time.sleep(3))
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 300, 0)  # no row went elsewhere
+    assert [row["row"] for row in results_of(job)] == list(range(300))
+    _both_are_at_work(replicas, tmp_path / "again")
 
 
 def test_gateway_that_is_killed(
@@ -233,10 +252,11 @@ def test_gateway_that_is_killed(
     fleet = _fleet(replicas)
     gateway = fleet._gateway
     assert gateway is not None
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=400)
+    waits = _processes(next(iter(fleet._replicas.values())).process)
+    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _signal(gateway.process, signal.SIGKILL))
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 400, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(400))
+    report = _run_and(replicas, job, waits, lambda: _signal(_processes(gateway.process), signal.SIGKILL))
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
+    assert [row["row"] for row in results_of(job)] == list(range(300))
     assert "the gateway died (exit 137)" in caplog.text
     assert "the gateway is back" in caplog.text

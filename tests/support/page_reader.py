@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from tests.conftest import batchrun
 from tests.support.blocks import ROOT, Block, commands_in, is_plain, logical_lines
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 SAVED_AS = re.compile(r"# ([\w./-]+\.(?:yaml|py))\s*$", re.MULTILINE)
-SHELL_S = 300
-"""Seconds that a block of shell may take."""
 PROGRESS = re.compile(r"^\d\d:\d\d:\d\d .*\n", re.MULTILINE)
 """A line of progress: how many there are depends on the machine."""
 FIGURE = re.compile(r"(?:\d+ h )?(?:\d+ min )?\d[\d.,]*")
@@ -71,7 +70,7 @@ class PageReader:
         """Run a program, which must end well; return what it prints."""
         ended = subprocess.run(
             command, cwd=self._directory, env={**environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SHELL_S, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, f"{block}\n{ended.stdout}"
         return ended.stdout
