@@ -125,6 +125,19 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _patient_ray() -> Iterator[None]:
+    """Let the processes of Ray start as slowly as the machine does; none is killed because its memory is full.
+
+    By default a node dies whose agent takes more than 30 s to start.
+    """
+    patience = {"agent_register_timeout_ms": 1000 * PATIENCE_S, "worker_register_timeout_seconds": PATIENCE_S}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**patience, "memory_monitor_refresh_ms": 0}.items():
+            patch.setenv(f"RAY_{name}", f"{value:.0f}")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _quick_imports() -> Iterator[None]:
     """Give servers the module `sitecustomize` that makes their imports quick."""
     with pytest.MonkeyPatch.context() as patch:
@@ -338,12 +351,14 @@ from batchrunner.cli import main
 from batchrunner.core.timing import TIMING
 from batchrunner.runner import execute
 TIMING.part = 3600.0
+TIMING.server_open = {PATIENCE_S}
 if "{NO_PAGE}" in os.environ:
     execute.leave_page = lambda _: None
 sys.argv[0] = "batchrun"
 main()
 """
-"""The command, but that parts are written when they are full, and no page where NO_PAGE is set."""
+"""The command, but that parts are written when they are full, servers may be silent for long before the first
+row, and no page is written where NO_PAGE is set."""
 
 
 @contextlib.contextmanager

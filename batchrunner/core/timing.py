@@ -11,6 +11,8 @@ class Timing:
     """Pause between two polls of the load; `/v1/loads` reads shared memory, 2-10 polls a second are fine."""
     status_timeout: float = 2.0
     """Longest wait for the answer to a status request, such as a poll of the load."""
+    server_open: float = 10.0
+    """Longest wait for the answer to what a server is asked before rows are sent, such as its model."""
     silent_scheduler: float = 5.0
     """Time without a fresh load sample after which a scheduler's window is held."""
     worker_list: float = 15.0

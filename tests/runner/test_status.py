@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,6 @@ from tests.conftest import (
     started,
     write_job,
 )
-from tests.support.launchable import never_ready
 from tests.support.rows import status_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ def test_an_old_sample_is_not_shown(tmp_path: Path) -> None:
 def test_while_the_engine_starts(tmp_path: Path, join: list[str]) -> None:
     """Before the first row `status` says for how long the engine has been starting, also in a later start."""
     job = job_of(tmp_path, rows=20)
-    late = f"engine={json.dumps(never_ready(tmp_path))}"
+    silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
+    late = f"engine={{kind: attach, urls: ['http://127.0.0.1:{silent.getsockname()[1]}']}}"
     file = write_job(job, tmp_path)
     for limit in (10, 20):
-        with started(file, *join, "--set", late, "--set", f"input.limit={limit}") as loading:
+        with silent.dup(), started(file, *join, "--set", late, "--set", f"input.limit={limit}") as loading:
             eventually(lambda: any(task["starting"] for task in _tasks(tmp_path / "run")))
             eventually(lambda: "engine" in [_step(task) for task in _tasks(tmp_path / "run")])
             shown = batchrun("status", tmp_path / "run")
@@ -66,6 +67,7 @@ def test_while_the_engine_starts(tmp_path: Path, join: list[str]) -> None:
         )
         assert not any(task["starting"] for task in _tasks(tmp_path / "run"))
         assert batchrun(file, *join, "--set", f"input.limit={limit}").exit_code == 0
+    silent.close()
 
 
 def _tasks(run: Path) -> list[dict[str, Any]]:

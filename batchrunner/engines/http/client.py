@@ -28,7 +28,7 @@ from batchrunner.engines.http.lists import ListSender, WholeReplies
 from batchrunner.engines.http.load_poller import LoadPoller
 from batchrunner.engines.http.model_guard import Model, ModelGuard, common_model, model_in
 from batchrunner.engines.http.poster import RowPoster, content_of
-from batchrunner.engines.http.questions import OPEN_TIMEOUT_S, ModelOfServer, ModelsOfWorkers, ServerQuestions
+from batchrunner.engines.http.questions import ModelOfServer, ModelsOfWorkers, ServerQuestions
 from batchrunner.engines.http.reply_errors import error_of
 from batchrunner.engines.http.server_info import describe, events_of_tokens
 from batchrunner.engines.http.sessions import LOOPBACK, HttpSessions
@@ -207,12 +207,12 @@ class SGLangClient:
         assert self._sessions is not None
         url = self.replicas[0] + wire.TOKENIZE_PATH
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
-        timeout = aiohttp.ClientTimeout(total=OPEN_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=TIMING.server_open)
         try:
             async with self._sessions.rows.post(url, data=body, headers=_JSON, timeout=timeout) as response:
                 content = await content_of(response.content)
         except TimeoutError:
-            raise NoAnswerError(f"no answer within {OPEN_TIMEOUT_S:g} s") from None
+            raise NoAnswerError(f"no answer within {TIMING.server_open:g} s") from None
         except (aiohttp.ClientError, OSError) as failure:
             raise EngineDownError(f"connection lost: {failure or type(failure).__name__}") from None
         if response.status in _NO_SUCH_PATH:

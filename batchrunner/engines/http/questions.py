@@ -17,8 +17,6 @@ from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0
-
 
 def check_does(task: TaskName, generates: object, who: str, architectures: object = None) -> None:
     """Raise EngineStartError where a model cannot do a task; `generates` is what its server says of it.
@@ -89,11 +87,13 @@ class ServerQuestions:
             )
         return server
 
-    async def model(self, url: str, run_model: Model, timeout_s: float = OPEN_TIMEOUT_S) -> dict[str, str]:
+    async def model(self, url: str, run_model: Model, timeout_s: float | None = None) -> dict[str, str]:
         """Return what a server says of its model now; raises EngineDownError where it does not say.
 
-        Its arguments are read too only if the run's model has a field that they alone tell.
+        It has `timeout_s` seconds for each answer, `TIMING.server_open` if none are given. Its arguments are
+        read too only if the run's model has a field that they alone tell.
         """
+        timeout_s = timeout_s or TIMING.server_open
         status, found = await self._ask_again(url, MODEL_INFO, timeout_s)
         if "model_path" not in found:
             raise EngineDownError(f"{url}: GET {MODEL_INFO[0]} gave {status} and no model")
@@ -114,10 +114,10 @@ class ServerQuestions:
     async def _ask(self, url: str, paths: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
         """Ask a server what it is; raises EngineStartError where it does not answer or refuses the key."""
         try:
-            status, reply = await ServerStatus(self._session, url).mapping(paths, OPEN_TIMEOUT_S)
+            status, reply = await ServerStatus(self._session, url).mapping(paths, TIMING.server_open)
         except TimeoutError:
             raise EngineStartError(
-                f"{url}: no answer to GET {paths[0]} within {OPEN_TIMEOUT_S:g} s"
+                f"{url}: no answer to GET {paths[0]} within {TIMING.server_open:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as failure:
             reason = getattr(failure, "os_error", None) or failure
