@@ -126,7 +126,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _patient_ray() -> Iterator[None]:
-    """Let the processes of Ray start as slowly as the machine does; none is killed because its memory is full.
+    """Let the processes of Ray start as slowly as the machine does; a full memory kills none.
 
     By default a node dies whose agent takes more than 30 s to start.
     """
