@@ -26,7 +26,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.other_machine import GONE_AFTER_S
+from tests.support.other_machine import CLOCK_OFF_S, GONE_AFTER_S
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
 from tests.support.store_proxy import Fault, StoreProxy
@@ -85,14 +85,21 @@ def row_of(sent: Sent) -> int:
 def test_machines_do_a_run_together(
     tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang, cache: Path
 ) -> None:
-    """Three starts write one data set, a later one does what was added; no disk keeps anything."""
+    """Three starts write one data set, a later one does what was added; no disk keeps anything.
+
+    The clock of one machine is an hour ahead, that of another one an hour behind.
+    """
     source = tmp_path / "in"
     write_rows(source / "a.parquet", 90)
     job = job_in(
         tmp_path, store_bucket, server, input={"path": str(source), "columns": ["id"]}, order="prefix"
     )
     with contextlib.ExitStack() as stack:
-        tasks = [stack.enter_context(machine(name, job, "--join")) for name in "abc"]
+        clocks = {"a": "0", "b": "3600", "c": "-3600"}
+        tasks = [
+            stack.enter_context(machine(name, job, "--join", **{CLOCK_OFF_S: off_s}))
+            for name, off_s in clocks.items()
+        ]
         assert [task.end() for task in tasks] == [0, 0, 0]
     assert rows_in(store_bucket) == list(range(90))
     assert len(server.prompts) == 90

@@ -5,7 +5,7 @@ what obstore finds as well: the credentials are in variables.
 
 `python other_machine.py NAME ARGUMENTS...`; the process has its own host name and cache. The variable
 BATCHRUNNER_TEST_GONE_AFTER_S has the seconds: many where all machines live, and one may only stand still
-for a while.
+for a while. BATCHRUNNER_TEST_CLOCK_OFF_S has the seconds that the machine's clock is ahead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,14 @@ from batchrunner.output import store_lock, task_holder, watching
 from batchrunner.runner import execute
 
 GONE_AFTER_S = "BATCHRUNNER_TEST_GONE_AFTER_S"
+CLOCK_OFF_S = "BATCHRUNNER_TEST_CLOCK_OFF_S"
 
 
 def be_another_machine(name: str) -> None:
     """Give this process a host name, a disk for its working copies, and short waits."""
     socket.gethostname = lambda: name
+    right, off_s = time.time, float(os.environ.get(CLOCK_OFF_S, "0"))
+    time.time = lambda: right() + off_s
     os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["XDG_CACHE_HOME"]) / name)
     gone_after_s = float(os.environ.get(GONE_AFTER_S, "3"))
     for module in (store_lock, task_holder):
