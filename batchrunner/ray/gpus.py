@@ -1,5 +1,6 @@
 """The GPUs that an engine takes on a Ray cluster, which gives them to an actor before the engine starts."""
 
+import socket
 from collections.abc import Sequence
 
 import ray
@@ -44,6 +45,11 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
 def gpus_of_nodes() -> list[float]:
     """Return the GPUs of each node of the cluster that this process is connected to."""
     return [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]
+
+
+def is_this_machine_alone() -> bool:
+    """Tell whether all nodes of the cluster are on the machine of this process."""
+    return {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]} == {socket.gethostname()}
 
 
 def _gpus(number: int) -> str:

@@ -9,6 +9,8 @@ import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
 from batchrunner.core.errors import JobError
+from batchrunner.engines.model_files import check_model
+from batchrunner.engines.registry import launched_model
 from batchrunner.job.call import GenerateCall, LibraryCall, Prompt, TaskCall
 from batchrunner.job.check import OnLength
 from batchrunner.job.engine import EngineSpec
@@ -16,7 +18,7 @@ from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks.embed import Dtype
 from batchrunner.ray.engine_worker import EngineWorker
-from batchrunner.ray.gpus import gpus_asked, gpus_of_nodes
+from batchrunner.ray.gpus import gpus_asked, gpus_of_nodes, is_this_machine_alone
 from batchrunner.ray.stage_call import StageCall
 from batchrunner.runner.open_engine import OpenEngine
 
@@ -207,6 +209,9 @@ def _stage(
         stage.check(known)
     elif call.prompt is not None:
         call.job(pa.schema([]), ["rows"], Path("rows"))
+    model = launched_model(call.engine)
+    if model is not None and is_this_machine_alone():
+        check_model(model)  # else it may be on the nodes that have no driver
     compute = ActorPoolStrategy(
         min_size=least, max_size=most, initial_size=least, max_concurrent_calls_per_actor=tasks
     )

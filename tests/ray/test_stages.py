@@ -11,7 +11,7 @@ import ray
 
 import batchrunner
 import batchrunner.ray
-from batchrunner.core.errors import InputError, JobError
+from batchrunner.core.errors import EngineStartError, InputError, JobError
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
         batchrunner.ray.generate(ds, prefix=3, **engine)  # type: ignore[arg-type]
     with pytest.raises(JobError, match="tasks: 0: give a number"):
         batchrunner.ray.generate(ds, tasks=0, **engine)
+    with pytest.raises(EngineStartError, match="no/such/folder: no such model directory; give a folder"):
+        batchrunner.ray.generate(ds, prompt=TEXT, engine="./no/such/folder")
+    with pytest.raises(JobError, match="no model is named so"):
+        batchrunner.ray.embed(ds, prompt=TEXT, engine="BAAI/bge small")
     with pytest.raises(JobError, match="sampling"):
         batchrunner.ray.generate(ds, sampling={"temprature": 0}, **engine)
     assert not server.sent
