@@ -111,12 +111,15 @@ class PrefillBudget:
         return tokens if self.chunk_tokens is None else min(tokens, self.chunk_tokens)
 
     def cut_next_chunk(self, tokens: int, free_tokens: int) -> int:
-        """Return how many tokens of a prompt that was begun come next; it continues even without room."""
+        """Return how many tokens of a prompt that was begun come next, of `free_tokens` at most.
+
+        It continues even where running samples are expected to take all of the pool.
+        """
         room_tokens = math.floor(free_tokens - self.expected_tokens)
         assert self.chunk_tokens is not None
         chunk_tokens = max(self.chunk_tokens, 1)
         limit = min(chunk_tokens, room_tokens) if room_tokens > 0 else chunk_tokens
-        return min(tokens, limit)
+        return min(tokens, limit, free_tokens)
 
     def charge_decodes(self, samples: int) -> None:
         """Count samples that decode in the same pass."""
@@ -155,6 +158,8 @@ class Admission:
         config = self._config
         if not self._may_begin(running):
             return []
+        if self.chunked is not None and not self._pool.available_tokens:
+            return []  # a real server would run out of memory; here the others go on, or are retracted
         self._order_queue()
         budget = PrefillBudget(config.max_prefill_tokens, config.chunked_prefill_tokens, expected_tokens)
         if config.mixes:  # each running sample gets its next token in this pass

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchrunner.engines.simulation.config import SchedulerConfig
@@ -431,6 +431,14 @@ rows = st.lists(
     clip_tokens=st.sampled_from([20, 4096]),
     limit=st.sampled_from([1, 5, NO_LIMIT]),
 )
+@example(  # the pool is full when the next chunk of a prompt is due
+    rows=[
+        (1, 0, 0, 0, False, 0, 0), (20, 1, 17, 0, False, 0, 19), (46, 1, 0, 0, False, 1, 20),
+        (84, 0, 11, 0, False, 0, 19), (1, 1, 8, 0, False, 0, 19),
+    ],
+    max_running=4, max_total_tokens=300, chunk=16, policy="fcfs", conservativeness=0.01, radix_cache=False,
+    decode_interval=0, decode_interval_samples=0, mixed_chunk=True, clip_tokens=20, limit=1,
+)  # fmt: skip
 def test_every_sample_ends_once_and_no_token_is_lost(
     rows: list[tuple[int, ...]], limit: int, chunk: int | None, **config: Any
 ) -> None:
