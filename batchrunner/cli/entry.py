@@ -11,10 +11,13 @@ from typer import Typer
 from batchrunner.cli.interrupts import Interrupts
 from batchrunner.core.console import tell, tell_failure, wants_json
 from batchrunner.core.errors import interrupted
-from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED
+from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
 from batchrunner.core.signal_watch import SignalWatch
 from batchrunner.core.standard_streams import lost_output, open_standard_streams
 from batchrunner.core.unforeseen import unforeseen
+
+_BY_SIGNAL = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
+"""Exit codes after which nothing is waited for."""
 
 
 def start(app: Typer) -> NoReturn:
@@ -31,7 +34,7 @@ def start(app: Typer) -> NoReturn:
         tell(f"batchrun: standard output: cannot be written: {lost}")
         code = code or EXIT_STOPPED
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    if code == EXIT_INTERRUPTED or (code and any(not thread.daemon for thread in others)):
+    if code in _BY_SIGNAL or (code and any(not thread.daemon for thread in others)):
         os._exit(code)  # a thread that still works is not waited for, nor is Python's own end
     sys.exit(code)
 

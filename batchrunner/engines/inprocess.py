@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -74,6 +74,7 @@ class InprocessSGLang(Engine):
         self._vocabulary = vocabulary_of(spec.model)
         self._pending: set[asyncio.Future[Any]] = set()
         self._dead = False
+        self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that handles SIGQUIT
 
     async def open(self) -> EngineInfo:
@@ -92,8 +93,7 @@ class InprocessSGLang(Engine):
         self._watch_for_death()
         log.info("starting sglang.Engine for %s", self._spec.model)
         try:
-            with _interrupts_ignored():
-                version = await self._in_thread(self._server.load, self._spec, cpu)
+            version = await self._in_thread(self._server.load, self._spec, cpu)
         except ImportError as failure:
             raise EngineStartError(
                 f"no usable SGLang here ({failure})", hint="install batchrunner[engine]"
@@ -198,12 +198,14 @@ class InprocessSGLang(Engine):
         ]
 
     async def close(self) -> None:
-        """End the engine's processes and its thread."""
-        self._server.stop()
+        """End the engine's processes and its thread; one that imports SGLang is left behind."""
+        self._is_closing = True
+        has_ended = await asyncio.to_thread(self._server.stop)
         if self._loop is not None:
             self._loop.remove_signal_handler(signal.SIGQUIT)
             self._loop = None
-        await asyncio.to_thread(self._stack.close)
+        if has_ended:
+            await asyncio.to_thread(self._stack.close)
 
     async def _in_thread(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         """Call a function in the engine's thread, and wait for it in the runner's loop."""
@@ -228,6 +230,8 @@ class InprocessSGLang(Engine):
             self._loop.add_signal_handler(signal.SIGQUIT, self._died)
 
     def _died(self) -> None:
+        if self._is_closing:  # it is what ends the scheduler
+            return
         self._dead = True
         for waiting in list(self._pending):
             waiting.cancel()
@@ -243,16 +247,3 @@ def _model_info(manager: Any) -> dict[str, Any]:
         "has_image_understanding": model.is_image_understandable_model,
         "has_audio_understanding": model.is_audio_understandable_model,
     }
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Have SGLang's processes ignore SIGINT: a Ctrl-C reaches them too, and would end rows in flight."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,14 +5,20 @@ Chat messages go through the server's own chat code, so that their tokens are th
 
 import atexit
 import importlib
-import multiprocessing
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
+from multiprocessing.resource_tracker import ensure_running
 from typing import Any
 
 import orjson
 
+from batchrunner.core.child_processes import children, kill_children
 from batchrunner.core.endpoints import CHAT_PATH
+from batchrunner.core.errors import EngineStartError
+from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request, RequestBody
 from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.device import server_args
@@ -37,24 +43,55 @@ class InprocessServer:
         self.engine: Any = None
         """The `sglang.Engine`; None before `load` and after `stop`."""
         self._chat: Any = None
-        self._children: list[Any] = []
+        self._others: set[int] | None = None  # processes that ran before it began to start its own
+        self._own: set[int] = set()
+        self._is_stopped = False
+        self._has_loaded = threading.Event()
+        self._has_loaded.set()
         served = str(spec.args.get("served-model-name", spec.model))
         self._names = ModelNames([spec.model, served], wire.ANY_MODEL)
 
     async def load(self, spec: InprocessEngine, cpu: bool) -> str:
-        """Load the model, and return the version of SGLang."""
+        """Load the model, and return the version of SGLang; raises EngineStartError after `stop`."""
+        self._has_loaded.clear()
+        try:
+            return self._load(spec, cpu=cpu)
+        finally:
+            self._has_loaded.set()
+
+    def _load(self, spec: InprocessEngine, *, cpu: bool) -> str:
+        self._refuse_if_stopped()
         import sglang  # noqa: PLC0415 - heavy, and only where this engine is asked for
         from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat  # noqa: PLC0415
 
         args = {name.replace("-", "_"): value for name, value in server_args(spec.args, cpu=cpu).items()}
-        before = set(multiprocessing.active_children())
+        self._refuse_if_stopped()  # the import took seconds
+        _ignore_interrupts()
+        self._others = children()
         self.engine = sglang.Engine(model_path=spec.model, **args)
-        self._children = [child for child in multiprocessing.active_children() if child not in before]
+        self._own = children() - self._others
         self._chat = OpenAIServingChat(self.engine.tokenizer_manager, self.engine.template_manager)
         return str(sglang.__version__)
 
-    def stop(self) -> None:
-        """End the engine's processes, and only those: SGLang's own shutdown ends every child process."""
+    def _refuse_if_stopped(self) -> None:
+        if self._is_stopped:
+            raise EngineStartError("the engine did not start: it was stopped")
+
+    def stop(self) -> bool:
+        """End the engine's processes, and only those: SGLang's own shutdown ends every child process.
+
+        Return whether nothing is loaded any more: what loads without its processes fails, but an import goes
+        on to its end. Blocks for TIMING.stop_start at most.
+        """
+        self._is_stopped = True
+        began = time.monotonic()
+        while not self._has_loaded.wait(TIMING.stop_poll) and time.monotonic() - began < TIMING.stop_start:
+            if self._others is not None:
+                kill_children(children() - self._others)
+        self._end_engine()
+        return self._has_loaded.is_set()
+
+    def _end_engine(self) -> None:
         if self.engine is None:
             return
         engine, self.engine = self.engine, None
@@ -62,10 +99,7 @@ class InprocessServer:
         watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
-        from sglang.srt.utils import kill_process_tree  # noqa: PLC0415
-
-        for child in self._children:
-            kill_process_tree(child.pid)
+        kill_children(self._own)
 
     async def loads(self) -> list[Any]:
         """Return the load of each scheduler, as SGLang has it."""
@@ -138,6 +172,16 @@ class InprocessServer:
         if hasattr(reply, "model_dump"):
             return reply.model_dump()
         raise error_of(reply.status_code, reply.body)
+
+
+def _ignore_interrupts() -> None:
+    """Let no process that this thread starts see a Ctrl-C, which would end rows in flight.
+
+    A process begins with the signals blocked that the thread has blocked; this process has other threads to
+    take SIGINT. The first start of the tracker of `multiprocessing` would unblock it again.
+    """
+    ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
 def _content_of(reply: Any) -> bytes:
