@@ -54,6 +54,6 @@ def _directory(given: str | Path | None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def engine_of(engine: OpenEngine | EngineLike) -> tuple[OpenEngine | None, EngineSpec]:
+def engine_of(engine: OpenEngine | EngineLike | None) -> tuple[OpenEngine | None, EngineSpec]:
     """Return the engine of a call, if it is an open one, and its description."""
     return (engine, engine.spec) if isinstance(engine, OpenEngine) else (None, parse_engine(engine))

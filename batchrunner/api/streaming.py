@@ -21,7 +21,7 @@ def stream(
     *,
     prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
     parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
-    engine: OpenEngine | EngineLike,
+    engine: OpenEngine | EngineLike | None = None,
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
     answers: Sequence[str] = (),

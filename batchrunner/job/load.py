@@ -14,8 +14,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchrunner.core.errors import JobError, WrongValueError
-from batchrunner.job.engine import ENGINE_KINDS, EngineSpec
-from batchrunner.job.model_name import as_folder, is_address, is_hub_page, is_misspelt
+from batchrunner.job.engine import EngineSpec
+from batchrunner.job.short_forms import engine_of_short_form, expand_engine, kind_of
 from batchrunner.job.spec import Job
 from batchrunner.job.yaml_text import data_file_error, parse, read_standard_input, read_text
 
@@ -51,6 +51,7 @@ def load_job(
     if isinstance(source, Job) and not overrides:
         return source
     tree, own_name = _tree_of(source)
+    expand_engine(tree)
     if engine is not None:
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     # sorted, so that BATCHRUN__ENGINE comes before BATCHRUN__ENGINE__MODEL, a part of it
@@ -62,6 +63,7 @@ def load_job(
         if not equals or not path:
             raise JobError(f"--set {override}", hint="write it as a.b=value")
         _override(tree, path.strip().split("."), text, where=f"--set {path}")
+    expand_engine(tree)  # a variable or --set may give a whole one
     if isinstance(source, (str, Path)) and source != "-" and functions_in(tree):
         tree.setdefault("python_path", [str(Path(os.path.expanduser(source)).absolute().parent)])  # noqa: PTH111
     job = _validated(TypeAdapter(Job), tree, name or own_name)
@@ -119,10 +121,10 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
         case str() | Path():
             return _read_yaml(Path(os.path.expanduser(source))), str(source)  # noqa: PTH111 - `~unknown` is left
         case _:
-            raise JobError("job", hint=f"give a path, a mapping or a Job (got {_kind(source)})")
+            raise JobError("job", hint=f"give a path, a mapping or a Job (got {kind_of(source)})")
 
 
-def parse_engine(source: EngineLike) -> EngineSpec:
+def parse_engine(source: EngineLike | None) -> EngineSpec:
     """Return the engine from the `engine` part of a job, or from a short form of it; raises JobError.
 
     The short forms: a model's name or directory (a server is started), the address of a server or a list of
@@ -130,34 +132,9 @@ def parse_engine(source: EngineLike) -> EngineSpec:
     """
     if isinstance(source, BaseModel):
         return source
-    tree = _copy_of(source, "engine") if isinstance(source, Mapping) else _engine_of_short_form(source)
+    tree = _copy_of(source, "engine") if isinstance(source, Mapping) else engine_of_short_form(source)
     adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
     return _validated(adapter, tree, "engine")
-
-
-def _engine_of_short_form(source: object) -> dict[str, Any]:
-    """Return the `engine` part of a job that a text, a path or a list of addresses stands for."""
-    if isinstance(source, (list, tuple)):
-        return {"kind": "attach", "urls": list(source)}
-    if isinstance(source, os.PathLike):
-        return {"kind": "server", "model": as_folder(source)}
-    if not isinstance(source, str) or not source.strip():
-        raise JobError(
-            "engine",
-            hint="give an open engine, the `engine` part of a job, a model, an address, a list of "
-            f"addresses or 'simulated' (got {_kind(source)})",
-        )
-    if source == "simulated":
-        return {"kind": "simulated"}
-    if "://" in source and not is_hub_page(source):
-        return {"kind": "attach", "urls": [source]}
-    if is_address(source):
-        raise JobError(f"engine: an address starts with http:// or https:// (got {source!r})")
-    if source in ENGINE_KINDS:
-        raise JobError(f"engine: {source!r} needs more than its name", hint="give the `engine` part of a job")
-    if is_misspelt(source, ("simulated", *ENGINE_KINDS)):
-        raise JobError(f"engine: {source!r} is no engine", hint="give 'simulated', an address or a model")
-    return {"kind": "server", "model": source}
 
 
 def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:
@@ -180,7 +157,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _tree_in(text: str, name: str) -> dict[str, Any]:
     tree = parse(text, name)
     if not isinstance(tree, dict):
-        raise JobError(f"{name}: a job is a mapping with input, prompt, output, engine (got {_kind(tree)})")
+        raise JobError(f"{name}: a job is a mapping with input, prompt, output, engine (got {kind_of(tree)})")
     return tree
 
 
@@ -189,7 +166,7 @@ def _override(tree: dict[str, Any], path: list[str], text: str, *, where: str) -
     for step in path[:-1]:
         below = tree.setdefault(step, {})
         if not isinstance(below, dict):
-            raise JobError(f"{where}: {step!r} is {_kind(below)} and has no keys below it")
+            raise JobError(f"{where}: {step!r} is {kind_of(below)} and has no keys below it")
         tree = below
     tree[path[-1]] = value
 
@@ -342,8 +319,3 @@ def _resolved(node: Any, schema: dict[str, Any], tree: object) -> Any:
     # only one member of a union has keys: {column: NAME}
     node = next((member for member in node.get("anyOf", ()) if "$ref" in member), node)
     return schema["$defs"][node["$ref"].rsplit("/", 1)[-1]] if node.get("$ref") else node
-
-
-def _kind(value: object) -> str:
-    names = {dict: "a mapping", list: "a list", str: "a text", type(None): "nothing"}
-    return names.get(type(value), f"{value!r}")

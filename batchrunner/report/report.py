@@ -16,7 +16,7 @@ CAUSES_SHOWN = 5
 """Causes of failed rows that are shown on the screen, the commonest first; report.json has all."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """What a run did. Rows are of all attempts; times and tokens of this one, unless the name says all."""
 
@@ -92,6 +92,11 @@ class Report:
     """Whether the answers are invented."""
     versions: dict[str, str | None] = field(default_factory=dict)
     """Versions of Python, the engine, batchrunner, pyarrow and aiohttp; null where unknown."""
+
+    def __repr__(self) -> str:
+        """Return the outcome in a line; `as_dict` has everything."""
+        shown = ("path", "exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_left")
+        return f"Report({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     @property
     def rows_left(self) -> int:

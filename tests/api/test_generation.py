@@ -294,7 +294,8 @@ MONTHS = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
             lambda: batchrunner.generate(MONTHS, prompt="x", engine=INSTANT),
             "rows: cannot be written as Parquet",
         ),
-        (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),  # type: ignore[arg-type]
+        (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),
+        (lambda: batchrunner.generate([{"a": 1}], prompt="x"), "engine: give an open engine"),
     ],
 )
 def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:

@@ -271,3 +271,11 @@ def test_a_script_ends(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "10\n", "")
+
+
+def test_a_report_is_shown_in_a_line(tmp_path: Path) -> None:
+    """Whoever prints it, or has it as the value of a notebook's cell, sees what became of the rows."""
+    shown = repr(batchrunner.run(job_of(tmp_path)))
+    assert shown.startswith(f"Report(path='{tmp_path / 'run'}', exit_code=0, reason='done', rows_total=10")
+    assert "rows_left=0" in shown
+    assert len(shown) < 300 + len(str(tmp_path))

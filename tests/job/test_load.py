@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from shlex import quote
@@ -343,3 +344,34 @@ def test_data_instead_of_a_job(tmp_path: Path, name: str, content: bytes) -> Non
         f"is a data file and no job: this writes a job for it: batchrun init {quote(str(tmp_path / name))}"
         in told
     )
+
+
+@pytest.mark.parametrize(
+    ("short", "kind"),
+    [
+        ("simulated", "simulated"),
+        ("http://host:30000", "attach"),
+        (["http://a:1", "http://b:2"], "attach"),
+        ("Qwen/Qwen3-8B", "server"),
+    ],
+)
+def test_short_forms_of_an_engine(short: str | list[str], kind: str) -> None:
+    """What a library call takes as its engine a job takes too, from its file, by --set and by a variable."""
+    tree = yaml.safe_load(EXAMPLE)
+    assert load_job({**tree, "engine": short}, environ={}).engine.kind == kind
+    assert load_job(tree, overrides=[f"engine={json.dumps(short)}"], environ={}).engine.kind == kind
+    assert load_job(tree, environ={"BATCHRUN__ENGINE": json.dumps(short)}).engine.kind == kind
+
+
+def test_a_field_of_a_short_form_can_be_set() -> None:
+    """The short form stands for a mapping, of which --set changes a field."""
+    tree = {**yaml.safe_load(EXAMPLE), "engine": "simulated"}
+    engine = load_job(tree, overrides=["engine.step_s=0"], environ={}).engine
+    assert engine.model_dump()["step_s"] == 0
+
+
+@pytest.mark.parametrize("wrong", ["simulatd", "server", "host:30000", " "])
+def test_a_short_form_that_is_none(wrong: str) -> None:
+    """A text that is no engine is refused as a library call refuses it."""
+    with pytest.raises(JobError, match="engine"):
+        load_job({**yaml.safe_load(EXAMPLE), "engine": wrong}, environ={})
