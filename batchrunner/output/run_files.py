@@ -55,5 +55,5 @@ def _listed(directory: Path) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as found:
             yield from found
-    except OSError:  # it is missing or not accessible: whoever needs it says so
+    except (OSError, ValueError):  # it is missing, not accessible, or no path: whoever needs it says so
         return

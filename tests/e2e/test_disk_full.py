@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,10 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     """A disk that is full in mid-run ends it in one line, exit 1; with room again it goes on."""
     with tiny_disk("20m") as disk:
         with (disk / "ballast").open("wb", buffering=0) as ballast, FakeSGLang() as server:
+            arrived = count(1)
 
             def fill(_: object) -> Any:
-                if len(server.sent) == 30:
+                if next(arrived) == 30:
                     with contextlib.suppress(OSError):
                         while ballast.write(bytes(4096)):
                             pass
@@ -87,9 +89,10 @@ def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None
         pass  # or this test is skipped
     job = job_of(tmp_path, server, rows=100, output={"path": str(run), "part_rows": 10}, window=2)
     with contextlib.ExitStack() as stack:
+        arrived = count(1)
 
         def turn_read_only(_: object) -> Any:
-            if len(server.sent) == 30:
+            if next(arrived) == 30:
                 stack.enter_context(mounted_read_only(run))
             return "answer"
 

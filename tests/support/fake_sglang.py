@@ -344,11 +344,10 @@ class FakeSGLang(ServerThread):
     async def _answer_list(
         self, request: web.Request, bodies: Sequence[dict[str, Any]], reply_to: Callable[[list[Sent]], Any]
     ) -> web.StreamResponse:
-        rows = [self._note(request.path, body, len(bodies)) for body in bodies]
-        self._in_flight += len(rows)
+        self._in_flight += len(bodies)
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
-            whats = [self.script(sent) for sent in rows]
+            rows, whats = self._ask_script(request.path, bodies)
             for sent, what in zip(rows, whats, strict=True):
                 if isinstance(what, (Body, OnWire)):
                     return self._write(request, what)
@@ -360,11 +359,11 @@ class FakeSGLang(ServerThread):
                 await asyncio.sleep(self.delay_s)
             return web.json_response(reply_to(rows))
         finally:
-            self._in_flight -= len(rows)
+            self._in_flight -= len(bodies)
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Answer several rows as the real one does: each by an event, when it ends."""
-        rows = [self._note(request.path, row, together=len(body["input_ids"])) for row in rows_of(body)]
+        bodies = rows_of(body)
         how = self.bundles(body)
         if isinstance(how, (Body, OnWire)):
             return self._write(request, how)
@@ -374,12 +373,12 @@ class FakeSGLang(ServerThread):
                 return await EventAnswer(request).stay_open(how.events)
             finally:
                 self.open_streams -= 1
-        self._in_flight += len(rows)
+        self._in_flight += len(bodies)
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        left = len(rows)
+        left = len(bodies)
         try:
             answer = EventAnswer(request)
-            whats = [self.script(sent) for sent in rows]
+            rows, whats = self._ask_script(request.path, bodies)
             if refused := {"too long", "bad schema"}.intersection(map(str, whats)):
                 return await answer.refuse(*REFUSALS[refused.pop()])
             await answer.begin()
@@ -438,6 +437,16 @@ class FakeSGLang(ServerThread):
             self.sent.append(sent)
             self._news.notify_all()
         return sent
+
+    def _ask_script(
+        self, path: str, bodies: Sequence[dict[str, Any]]
+    ) -> tuple[list[Sent], list[Behaviour | Said | Body | OnWire]]:
+        """Note the rows of a request one by one, each before the script is asked: none skips a count."""
+        rows, whats = [], []
+        for body in bodies:
+            rows.append(self._note(path, body, len(bodies)))
+            whats.append(self.script(rows[-1]))
+        return rows, whats
 
     def _write(self, request: web.Request, what: Body | OnWire) -> web.Response:
         if isinstance(what, Body):

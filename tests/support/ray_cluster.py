@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import ray
@@ -18,8 +18,12 @@ from tests.support.server_thread import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+T = TypeVar("T")
 STORE_BYTES = 80 << 20
 """Memory of a node's object store; Ray takes 75 MB at least."""
+NODE_S = 120.0
+"""Longest start of a node, in seconds."""
+TRIES = 5
 NODES = 2
 CORES = 2
 
@@ -28,8 +32,10 @@ class RayNodes:
     """The nodes of the cluster, which a test may kill."""
 
     def __init__(self) -> None:
-        self._cluster = Cluster(initialize_head=True, head_node_args=_node(0))
-        self._workers = [self._cluster.add_node(**_node(CORES)) for _ in range(NODES)]
+        self._cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=_node(0)))
+        self._workers: list[Any] = []
+        for _ in range(NODES):
+            self.add()
         self._cluster.wait_for_nodes(PATIENCE_S)
 
     @property
@@ -39,7 +45,7 @@ class RayNodes:
 
     def add(self) -> None:
         """Add a node."""
-        self._workers.append(self._cluster.add_node(**_node(CORES)))
+        self._workers.append(_started(lambda: self._cluster.add_node(**_node(CORES))))
 
     def kill_the_node_of(self, actor: str, pid: int | None = None) -> None:
         """Kill a node where an actor runs whose class name has this text, at once; another node comes.
@@ -69,7 +75,7 @@ def _patient(get_node: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
     """Return a search for a node that just starts, of which Ray gives up after 30 s."""
 
     def found(address: str, node: str) -> Any:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + NODE_S
         while True:
             try:
                 return get_node(address, node)
@@ -79,6 +85,14 @@ def _patient(get_node: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
             time.sleep(0.1)
 
     return found
+
+
+def _started(start: Callable[[], T]) -> T:
+    """Start something again where its node died: of agents that take 15 s to tell their ports, as a rule."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(Exception):  # Ray has no kind of its own for it
+            return start()
+    return start()
 
 
 def _node(cores: int) -> dict[str, Any]:
