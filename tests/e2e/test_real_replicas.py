@@ -88,28 +88,31 @@ def _signal(processes: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _run_and(
-    engine: batchrunner.OpenEngine,
-    job: dict[str, Any],
-    stopped: list[int],
-    strike: Callable[[], None],
-) -> Any:
+def _run_and(engine: batchrunner.OpenEngine, job: dict[str, Any], strike: Callable[[], None]) -> Any:
     """Run a job, and strike in mid-run.
 
-    A replica stands still from the start on, so that the rows that it gets do not end before, however fast
-    the machine is. The blow comes when the other one has written a part, of 10 of the 64 rows
-    in flight, of which each got half.
+    The first replica stands still from the moment on at which it has begun rows: they do not end before the
+    blow, however fast the machine is. The blow comes when the other one has written a part after that.
     """
     ended = threading.Event()
+    url, replica = next(iter(_fleet(engine)._replicas.items()))
+    victim = _processes(replica.process)
+    before = _prefills(engine)[url]
 
     def wait_and_strike() -> None:
         folder = Path(job["output"]["path"]) / "parts"
-        eventually(lambda: ended.is_set() or list(folder.glob("part-*.parquet")), START_S)
+
+        def parts() -> int:
+            return len(list(folder.glob("part-*.parquet")))
+
+        eventually(lambda: ended.is_set() or _prefills(engine)[url] > before, START_S)
+        _signal(victim, signal.SIGSTOP)
+        written = parts()
+        eventually(lambda: ended.is_set() or parts() > written, START_S)
         if not ended.is_set():
             strike()
-        _signal(stopped, signal.SIGCONT)
+        _signal(victim, signal.SIGCONT)
 
-    _signal(stopped, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:
         striking = thread.submit(wait_and_strike)
         try:
@@ -225,7 +228,7 @@ def test_replica_that_is_killed(
     victim = _processes(next(iter(fleet._replicas.values())).process)
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, victim, lambda: _signal(victim, signal.SIGKILL))
+    report = _run_and(replicas, job, lambda: _signal(victim, signal.SIGKILL))
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
     assert [row["row"] for row in results_of(job)] == list(range(300))
     assert report.retries > 0
@@ -236,10 +239,9 @@ def test_replica_that_is_killed(
 
 def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """A replica that is stopped keeps its rows; woken, it does them, and the next job uses both."""
-    victim = _processes(next(iter(_fleet(replicas)._replicas.values())).process)
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, victim, lambda: time.sleep(3))
+    report = _run_and(replicas, job, lambda: time.sleep(3))
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 300, 0)  # no row went elsewhere
     assert [row["row"] for row in results_of(job)] == list(range(300))
     _both_are_at_work(replicas, tmp_path / "again")
@@ -252,10 +254,9 @@ def test_gateway_that_is_killed(
     fleet = _fleet(replicas)
     gateway = fleet._gateway
     assert gateway is not None
-    waits = _processes(next(iter(fleet._replicas.values())).process)
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, waits, lambda: _signal(_processes(gateway.process), signal.SIGKILL))
+    report = _run_and(replicas, job, lambda: _signal(_processes(gateway.process), signal.SIGKILL))
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
     assert [row["row"] for row in results_of(job)] == list(range(300))
     assert "the gateway died (exit 137)" in caplog.text
