@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jsonschema
 import pytest
 import yaml
 
@@ -225,7 +226,13 @@ def test_results_on_standard_output(tmp_path: Path) -> None:
     assert Path(page).exists()
     made = json.loads(batchrun("slurm", file, "--array", "0-1", "--json").stdout)
     assert made["script"].startswith("#!/bin/bash")
-    assert json.loads(batchrun("schema", "--json").stdout)["title"] == "Job"
+    schema = json.loads(batchrun("schema", "--json").stdout)
+    assert schema["title"] == "Job"
+    engine = {**schema["properties"]["engine"], "$defs": schema["$defs"]}
+    for good in ("simulated", "Qwen/Qwen3-8B", ["http://a:1", "http://b:1"], {"kind": "simulated"}):
+        jsonschema.validate(good, engine)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"kind": "simulation"}, engine)
 
 
 def test_export_as_json(tmp_path: Path) -> None:

@@ -199,9 +199,14 @@ class SimulatedEngine(Spec):
     """Length of the vectors of `task: embed`, unless `output.dimensions` says another."""
 
 
+def _with_short_forms(schema: dict[str, Any]) -> None:
+    """Let the JSON Schema take a model's name, an address, a list of addresses and `simulated` too."""
+    schema["oneOf"] = [*schema["oneOf"], {"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+
+
 EngineSpec: TypeAlias = Annotated[
     AttachEngine | ServerEngine | GatewayEngine | InprocessEngine | SimulatedEngine,
-    Field(discriminator="kind"),
+    Field(discriminator="kind", json_schema_extra=_with_short_forms),
 ]
 ENGINE_KINDS = ("attach", "gateway", "inprocess", "server")
 """Kinds of engines that need more than their name."""

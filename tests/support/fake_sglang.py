@@ -438,15 +438,10 @@ class FakeSGLang(ServerThread):
             self._news.notify_all()
         return sent
 
-    def _ask_script(
-        self, path: str, bodies: Sequence[dict[str, Any]]
-    ) -> tuple[list[Sent], list[Behaviour | Said | Body | OnWire]]:
+    def _ask_script(self, path: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Sent], list[Any]]:
         """Note the rows of a request one by one, each before the script is asked: none skips a count."""
-        rows, whats = [], []
-        for body in bodies:
-            rows.append(self._note(path, body, len(bodies)))
-            whats.append(self.script(rows[-1]))
-        return rows, whats
+        asked = [(sent := self._note(path, body, len(bodies)), self.script(sent)) for body in bodies]
+        return [sent for sent, _ in asked], [what for _, what in asked]
 
     def _write(self, request: web.Request, what: Body | OnWire) -> web.Response:
         if isinstance(what, Body):
