@@ -23,6 +23,7 @@ from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from tests.support.blocks import Block, blocks_of, commands_in, logical_lines
 from tests.support.page_reader import PageReader, without_figures
+from tests.support.syntax import parsed
 from tests.test_docs import PAGES, name_of, prose, targets
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def test_json_can_be_read() -> None:
 @pytest.mark.parametrize("block", of("python"), ids=str)
 def test_python_is_spelled_right(block: Block) -> None:
     """A block of Python compiles, and uses only what `batchrunner` and `batchrunner.ray` export."""
-    tree = ast.parse(block.text)
+    tree = parsed(block.text)
     used = {
         node.attr
         for node in ast.walk(tree)

@@ -15,6 +15,7 @@ import batchrunner
 from tests.conftest import ROOT, batchrun, job_of, write_job
 from tests.support.interpreter import loaded_by
 from tests.support.scheduling import GROUPS, group_of
+from tests.support.syntax import parsed
 
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
@@ -32,7 +33,7 @@ FILES = {
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
     """Return the syntax trees of the package's files."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
+    return {path: parsed(path.read_text(encoding="utf-8")) for path in FILES.values()}
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import batchrunner
 from batchrunner.core import errors
+from tests.support.syntax import parsed
 
 PACKAGE = Path(batchrunner.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
@@ -31,7 +32,7 @@ ON_THE_PAGE = re.compile(r"^[- ] (`+) ?(.+?) ?\1<br>$", re.MULTILINE)
 def trees() -> dict[Path, ast.Module]:
     """Return the syntax trees of the package's files."""
     return {
-        path.relative_to(PACKAGE.parent): ast.parse(path.read_text(encoding="utf-8"))
+        path.relative_to(PACKAGE.parent): parsed(path.read_text(encoding="utf-8"))
         for path in sorted(PACKAGE.rglob("*.py"))
         if "cpu_shim" not in path.parts
     }

@@ -18,6 +18,7 @@ from batchrunner.core import errors
 from tests.conftest import ROOT, batchrun, eventually, job_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
+from tests.support.syntax import parsed
 
 CLASSES = [
     value
@@ -46,7 +47,7 @@ def test_advice_in_a_message_is_a_hint() -> None:
     package = Path(batchrunner.__file__).parent
     mixed = []
     for path in package.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for call in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             is_error = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TOLD
             if is_error and isinstance(call, ast.Call) and call.args:
                 texts = [part.value for part in ast.walk(call.args[0]) if isinstance(part, ast.Constant)]
