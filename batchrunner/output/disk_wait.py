@@ -55,9 +55,7 @@ class DiskWait:
                 log.warning("%s: %s: the run pauses until it can be written", path, why)
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception(
-                lambda failure: isinstance(failure, OSError) and not is_for_good(failure)
-            ),
+            retry=retry_if_exception(_may_pass),
             wait=wait_fixed(PAUSE_S),
             stop=gives_up,
             before_sleep=note_failure,
