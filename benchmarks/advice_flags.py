@@ -110,7 +110,7 @@ CASES = {
     ),
     "64 decode steps after each prefill pass, outputs of 20": FlagCase(
         "prefill-decode-interval", {"prefill-decode-interval": 64, "max-running-requests": 64},
-        {"prefill-decode-interval": None}, outputs=(5, 35),
+        {"prefill-decode-interval": None}, outputs=(5, 35), rows=3000,
     ),
     "prefill and decode apart, prompts of 60, outputs of 10 to 50": FlagCase(
         "enable-mixed-chunk", {"max-running-requests": 64}, {"enable-mixed-chunk": True},
@@ -125,7 +125,7 @@ CASES = {
     ),
     "rows in random order, prefixes of 200 tokens": FlagCase(
         "schedule-policy", {"schedule-policy": "random", "max-total-tokens": 8000},
-        {"schedule-policy": "fcfs"}, rows=1200,
+        {"schedule-policy": "fcfs"}, rows=3000,
         prefix=200, prompt=(20, 20), outputs=(8, 8), measure="prompt_tokens_per_computed",
     ),
 }  # fmt: skip

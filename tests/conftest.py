@@ -124,6 +124,31 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+LOGGERS = tuple(map(logging.getLogger, (None, "batchrunner", "batchrunner.tune")))
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _logging_set_back() -> Iterator[None]:
+    kept = [(log, log.handlers[:], log.level, log.propagate) for log in LOGGERS]
+    try:
+        yield
+    finally:
+        for log, handlers, level, propagate in kept:
+            log.handlers[:], log.propagate = handlers, propagate
+            log.setLevel(level)  # the attribute alone would leave what children remember of it
+
+
+@pytest.fixture(autouse=True)
+def _process_set_back() -> Iterator[None]:
+    """Set back what an engine or Ray in this process changes for all tests after: log levels and signals."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    with _logging_set_back():
+        yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _patient_ray() -> Iterator[None]:
     """Let the processes of Ray start as slowly as the machine does; a full memory kills none.
@@ -306,12 +331,8 @@ def write_job(job: Mapping[str, Any], directory: Path) -> Path:
 
 def batchrun(*args: object) -> Result:
     """Run the command in this process."""
-    log = logging.getLogger("batchrunner")  # the command sets up logging as a program may
-    kept = log.handlers[:], log.level, log.propagate
-    try:
+    with _logging_set_back():  # the command sets up logging as a program may
         return CliRunner().invoke(app, [str(arg) for arg in args])
-    finally:
-        log.handlers[:], log.level, log.propagate = kept
 
 
 def batchrun_merge(run: Path) -> Path:

@@ -91,11 +91,12 @@ def test_what_in_the_client_is_too_slow(
         ("server", {"tokenizer_worker_num": 1}, "--tokenizer-worker-num 4"),
         ("server", {}, "`engine: {kind: gateway}`: servers with a front process each"),
         ("server", {"tokenizer_worker_num": 4}, "`engine: {kind: gateway}`"),
+        ("server", {"tokenizer_worker_num": 1, "device": "cpu"}, "a machine with more cores"),
         ("inprocess", {"tokenizer_worker_num": 1}, "`engine: {kind: gateway}`"),
     ],
 )
 def test_the_front_process_may_be_too_slow(
-    kind: str, arguments: dict[str, int], expected: str, own: Path
+    kind: str, arguments: dict[str, Any], expected: str, own: Path
 ) -> None:
     """It is given workers where this version of SGLang has them, and there is one."""
     with_job(own, engine={"kind": kind})

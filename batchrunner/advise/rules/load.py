@@ -23,6 +23,11 @@ FEWER = 0.9
 """Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
 TOKENIZERS = 4
 """`--tokenizer-worker-num` where one front process is too slow."""
+_OTHER_WAY = {
+    False: "`engine: {kind: gateway}`: servers with a front process each",
+    True: "a machine with more cores: the front process shares them with the model",
+}
+"""What helps a slow front process where no flag does, by whether the model runs on a CPU."""
 MOST_RUNNING = 4096
 """SGLang's own largest default of `max_running_requests`."""
 
@@ -48,7 +53,7 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"#queue-req is 0 {s.often('empty')}{left}: {why}",
         args,
-        change or command_line(args) or "`engine: {kind: gateway}`: servers with a front process each",
+        change or command_line(args) or _OTHER_WAY[s.facts.on_cpu],
         s.evidence("empty"),
         "high" if s.client else "medium",
     )
@@ -58,7 +63,8 @@ def _more_workers(s: Situation, flags: Flags) -> dict[str, Any]:
     """Return the flag for more tokenizer workers, if the server has a front process with few of them."""
     has_front = s.client is not None and s.client.kind != "inprocess"
     few = (s.facts.number("tokenizer_worker_num") or 1) < TOKENIZERS
-    return flags.setting("tokenizer-worker-num", TOKENIZERS) if has_front and few else {}
+    helps = has_front and few and not s.facts.on_cpu
+    return flags.setting("tokenizer-worker-num", TOKENIZERS) if helps else {}
 
 
 def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 START_TRIES = 3
 """SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
 once, two draw the same one in 28 of 8,000 starts."""
+TOKENIZERS = "tokenizer-worker-num"
+"""Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
 _READY_PATHS = ("/ready", "/model_info")
 """Paths that answer 200 when a server takes requests; releases before `/ready` answer 404 there."""
 
@@ -45,6 +47,7 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{self._port.number}"
         self._model = model
         self._start_timeout_s = spec.start_timeout
+        self._key = key
         self._own_argv = [
             *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)), *argv,
         ]  # fmt: skip
@@ -73,6 +76,7 @@ class SGLangServer:
         while not self._is_up:
             self._args = {**self._given, **(self._healer.next_args if self._healer else {})}
             self.process.argv = [*self._own_argv, *to_argv(self._args)]
+            self.process.key = self._key_for_start()
             self._kills = oom_kills()
             try:
                 await self._start()
@@ -95,6 +99,16 @@ class SGLangServer:
             self._healer.outlived(self._ended())
         await self.process.stop()
         self._port.release()
+
+    def _key_for_start(self) -> str:
+        workers = str(self._args.get(TOKENIZERS, 1))
+        if workers == "1":
+            return self._key
+        log.warning(
+            "%s needs no key, and every user of this machine can use it: SGLang takes none with --%s %s",
+            self.process.name, TOKENIZERS, workers,
+        )  # fmt: skip
+        return ""
 
     def _ended(self) -> EndedServer:
         kills = (oom_kills() or 0) - (self._kills or 0)
