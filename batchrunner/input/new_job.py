@@ -84,13 +84,19 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
     _refuse_other_separator(path, dataset)
-    usable = _usable(dataset)
+    usable, problems = _usable(dataset)
+    if not usable:
+        why = f": {next(iter(problems.values()))}" if problems else ""
+        raise InputError(f"the data has no column that a prompt can be made of{why}")
     prompt, column = _prompt(dataset, usable)
     carried = [n for n, kind in usable.items() if ID_NAME.fullmatch(n) and not pt.is_nested(kind)]
     carried = [name for name in carried if name not in {column, *RESULT_COLUMNS}]
     hint = "" if carried else ": name those that tell rows apart"
     known = {field.name: str(field.type) for field in dataset.schema}
-    columns = "".join(f"#   {_scalar(name)}: {' '.join(kind.split())}\n" for name, kind in known.items())
+    columns = "".join(
+        f"#   {_scalar(name)}: {' '.join((problems.get(name) or kind).split())}\n"
+        for name, kind in known.items()
+    )
     job = quote(file) if file.isprintable() else "JOB.yaml"
     text = (
         "# A job for batchrunner, made by `batchrun init`. Change what you like, then:\n"
@@ -137,15 +143,15 @@ def save(job: NewJob, path: str) -> None:
         raise OutputError(f"{path}: cannot be written: {failure}") from None
 
 
-def _usable(dataset: Dataset) -> dict[str, pa.DataType]:
-    """Return the types of the columns that a job can use, by their names, in order."""
-    found = {}
+def _usable(dataset: Dataset) -> tuple[dict[str, pa.DataType], dict[str, str]]:
+    """Return the types of the columns that a job can use, in order, and why it cannot use the others."""
+    found, problems = {}, {}
     for name in dict.fromkeys(dataset.schema.names):
         try:
-            found[name] = dataset.field(name, where="input").type
-        except BatchrunError:  # files disagree on it, or it stands twice
-            continue
-    return found
+            found[name] = dataset.field(name, where="a job").type
+        except BatchrunError as problem:  # files disagree on it, or it stands twice
+            problems[name] = f"cannot be used: {problem}"
+    return found, problems
 
 
 def _prompt(dataset: Dataset, usable: Mapping[str, pa.DataType]) -> tuple[str, str]:
@@ -158,8 +164,6 @@ def _prompt(dataset: Dataset, usable: Mapping[str, pa.DataType]) -> tuple[str, s
         return _user(template_of_column(name)), name
     for name in _of_kind(usable, is_ids):
         return f"  input_ids: {_scalar(name)}   # token ids\n", name
-    if not usable:
-        raise InputError("the data has no column that a prompt can be made of")
     name = next(iter(usable))
     return _user(template_of_column(name)), name
 

@@ -158,3 +158,16 @@ def test_its_first_lines_are_commands_to_copy(name: str) -> None:
     assert shlex.split(said)[-3:] == ["batchrun", "check", name]
     assert yaml.safe_load(Path(name).read_text())["input"]["path"] == "data.parquet"
     assert "#   batchrun check job.yaml  " in batchrun("init", "data.parquet", "-o", "-").stdout
+
+
+def test_a_column_that_stands_twice() -> None:
+    """Another column becomes the prompt, and the job says why; alone it is refused with the reason."""
+    Path("two.csv").write_text("text,text,id\na,b,1\n")
+    assert batchrun("init", "two.csv", "--engine", "simulated").exit_code == 0
+    text = Path("job.yaml").read_text()
+    assert "#   text: cannot be used: two.csv: has 2 columns 'text': a job can mean one only\n" in text
+    assert yaml.safe_load(text)["prompt"] == {"user": "{{ id }}"}
+    Path("alone.csv").write_text("text,text\na,b\n")
+    refused = batchrun("init", "alone.csv", "--engine", "simulated", "-o", "alone.yaml")
+    assert refused.exit_code == 2
+    assert "can be made of: cannot be used: alone.csv: has 2 columns 'text'" in refused.stderr
