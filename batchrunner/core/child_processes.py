@@ -9,6 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run. Slurm, systemd and `timeout` send them to all of its processes, but only the run
+takes them: it waits for its rows in flight, which need those processes."""
+
 
 def children() -> set[int]:
     """Return the ids of the processes that `multiprocessing` has started here and that run."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.child_processes import children, kill_children
+from batchrunner.core.child_processes import STOP_SIGNALS, children, kill_children
 from batchrunner.core.endpoints import CHAT_PATH
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.timing import TIMING
@@ -66,7 +66,7 @@ class InprocessServer:
 
         args = {name.replace("-", "_"): value for name, value in server_args(spec.args, cpu=cpu).items()}
         self._refuse_if_stopped()  # the import took seconds
-        _ignore_interrupts()
+        _keep_stop_signals()
         self._others = children()
         self.engine = sglang.Engine(model_path=spec.model, **args)
         self._own = children() - self._others
@@ -174,14 +174,14 @@ class InprocessServer:
         raise error_of(reply.status_code, reply.body)
 
 
-def _ignore_interrupts() -> None:
-    """Let no process that this thread starts see a Ctrl-C, which would end rows in flight.
+def _keep_stop_signals() -> None:
+    """Let no process that this thread starts see a signal that stops the run: it would cut rows in flight.
 
     A process begins with the signals blocked that the thread has blocked; this process has other threads to
-    take SIGINT. The first start of the tracker of `multiprocessing` would unblock it again.
+    take them. The first start of the tracker of `multiprocessing` would unblock some again.
     """
     ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def _content_of(reply: Any) -> bytes:

@@ -169,6 +169,42 @@ def test_a_signal_while_the_engine_starts(
     assert f"batchrun: {told} while the engine was starting\n" in process.lines
 
 
+HOLDING = """
+from pathlib import Path
+
+class Handler(Server):
+    known = {
+        "/health": {}, "/model_info": {"model_path": "holding"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+    }
+    def asked(self, body):
+        Path(os.environ["SEEN"]).touch()
+        while not Path(os.environ["GO"]).exists():
+            time.sleep(0.02)
+        self.answer("to " + body["text"])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_to_all_processes_drains(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Slurm and systemd send a signal to all that a run has started: its rows in flight still end."""
+    seen, go = tmp_path / "seen", tmp_path / "go"
+    engine = launchable(tmp_path, HOLDING, SEEN=str(seen), GO=str(go))
+    job = job_of(tmp_path, engine, rows=40, window=4, bundle="off")
+    with started(write_job(job, tmp_path)) as process:
+        eventually(seen.exists)
+        everybody = [process.process.pid, *descendants_of(process.process.pid)]
+        assert len(everybody) >= 3  # launcher and server
+        for pid in everybody:
+            os.kill(pid, number)
+        process.wait_for_line("waiting for the rows in flight")
+        go.touch()
+        assert process.end() == code
+    assert not [line for line in process.lines if "died" in line]
+    assert 1 <= len(rows_in(job)) < 40
+    assert report_of(job)["rows_failed"] == 0
+
+
 WITH_CHILD = """
 import subprocess
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

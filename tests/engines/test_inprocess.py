@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from batchrunner.core.child_processes import STOP_SIGNALS
 from tests.conftest import _COMMAND, eventually, job_of, started_python, write_job
+from tests.support.engine_processes import deaf_to
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,6 +81,22 @@ def test_two_interrupts_while_it_loads(tmp_path: Path) -> None:
         process.process.send_signal(signal.SIGINT)
         process.process.send_signal(signal.SIGINT)
         assert process.end() == 130
+    _has_ended(mark)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_the_engines_own_process(tmp_path: Path, number: signal.Signals) -> None:
+    """Slurm and `timeout` send a signal to all processes; the engine leaves it to the run, and goes on."""
+    job, mark = stand_in(tmp_path, ENGINE)
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ["PYTHONPATH"]])
+    with started_python("-c", _COMMAND, job, PYTHONPATH=path) as process:
+        eventually(mark.exists)
+        engine = int(mark.read_text())
+        assert number in deaf_to(engine)
+        os.kill(engine, number)
+        os.kill(engine, 0)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.end() == 143
     _has_ended(mark)
 
 

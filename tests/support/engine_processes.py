@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,13 @@ def command_line(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return ""
+
+
+def deaf_to(pid: int) -> set[signal.Signals]:
+    """Return the signals that a process blocks or ignores."""
+    fields = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    mask = int(fields["SigBlk"], 16) | int(fields["SigIgn"], 16)
+    return {number for number in signal.Signals if mask >> (number - 1) & 1}
 
 
 def scheduler_of(runner: subprocess.Popen[str]) -> int:

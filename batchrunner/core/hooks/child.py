@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
+from batchrunner.core.child_processes import STOP_SIGNALS
 from batchrunner.core.hooks.functions import HookResult, HookSetup
 from batchrunner.core.hooks.loading import HookLoadError, LoadedFunction, failure_text, load, place_of
 
@@ -131,8 +132,9 @@ class HookValueError(Exception):
 def main(channel_descriptor: int, shared_descriptor: int) -> None:
     """Load the functions, tell what is known of them, and run them until the other end closes."""
     _live_no_longer_than_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, _ignore)  # the run drains, and ends this process when it is done
+    for number in STOP_SIGNALS:
+        signal.signal(number, _ignore)
+    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_take_signals)
     channel = Connection(channel_descriptor)
     shared = memoryview(mmap.mmap(shared_descriptor, SHARED_BYTES)).cast("Q")
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -153,6 +155,21 @@ def main(channel_descriptor: int, shared_descriptor: int) -> None:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Do nothing; unlike SIG_IGN, programs that a function starts do not inherit it."""
+
+
+def _hold_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _take_signals() -> None:
+    """Let a process that a function forks end by SIGTERM, with which `multiprocessing` ends its processes."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    _release_signals()
 
 
 def _live_no_longer_than_parent() -> None:

@@ -4,11 +4,15 @@ This script imports nothing of the package: any Python >= 3.9 runs it as `OTHER_
 with a pipe as standard input. The first line of the pipe is one JSON object:
 
     {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log",
-     "secret": "...", "secret_flag": "--api-key", "grace_s": 10}
+     "secret": "...", "secret_flag": "--api-key"}
 
 `secret` and `secret_flag` may be left out, or null. The pipe then stays open for as long as the
-server is to run: the end of the pipe, by a close or a SIGKILL of its owner, stops the server, as
-SIGTERM does. The script ends with the server's exit status, 128 + signal where a signal ended it.
+server is to run: the end of the pipe, by a close or a SIGKILL of its owner, kills the server and all
+that it started. The script ends with the server's exit status, 128 + signal where a signal ended it.
+
+The signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) often reach all processes of the run: Slurm,
+systemd and `timeout` send them so. Neither this script nor the server takes them, nor what the server
+starts: the run still waits for its rows in flight, and then closes the pipe.
 
 The server is a fork of this process which runs the module in place, so that the secret reaches
 `sys.argv` without ever being in an argument vector, an environment or a file. Processes that the
@@ -33,6 +37,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,8 @@ DRAIN_S = 1.0
 KILL_S = 10.0
 CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run; see `batchrunner.core.child_processes`."""
 
 # From <linux/prctl.h>.
 PR_SET_PDEATHSIG = 1
@@ -128,11 +135,6 @@ class Supervisor:
         """Supervise the process `server`, whose output comes from the descriptor `output`."""
         self.server, self.output, self.log = server, output, log
         self.status: int | None = None
-        self.asked_to_stop = False
-
-    def ask_to_stop(self, *_: object) -> None:
-        """Record SIGTERM (a signal handler)."""
-        self.asked_to_stop = True
 
     def reap(self) -> None:
         """Collect every process that ended: orphans of the tree become this process's children."""
@@ -160,28 +162,25 @@ class Supervisor:
         self.reap()
         return [fd for fd in ready if fd in also]
 
-    def step_while(self, condition: Callable[[], bool], most_s: float) -> None:
-        """Copy output while a condition holds, for `most_s` seconds at most."""
-        deadline = time.monotonic() + most_s
-        while condition() and time.monotonic() < deadline:
-            self.step()
-
     def serve(self, lifeline: int) -> None:
-        """Return when the server ends, `lifeline` does, or SIGTERM comes."""
-        while self.status is None and not self.asked_to_stop:
+        """Return when the server ends, or `lifeline` does."""
+        while self.status is None:
             if self.step((lifeline,)) and not os.read(lifeline, CHUNK_BYTES):
                 return
 
-    def stop(self, grace_s: float) -> int:
-        """Send SIGTERM to the server, then SIGKILL to all that is left; return the exit status."""
-        if self.status is None:
-            os.kill(self.server, signal.SIGTERM)
-        self.step_while(lambda: self.status is None, grace_s)
+    def stop(self) -> int:
+        """Kill all that runs; return the exit status."""
         self.step_while(self.kill_all, KILL_S)
         self.step_while(lambda: self.output >= 0, DRAIN_S)
         self.log.flush()
         self.reap()
         return 128 + signal.SIGKILL if self.status is None else self.status
+
+    def step_while(self, condition: Callable[[], bool], most_s: float) -> None:
+        """Copy output while a condition holds, for `most_s` seconds at most."""
+        deadline = time.monotonic() + most_s
+        while condition() and time.monotonic() < deadline:
+            self.step()
 
     def kill_all(self) -> bool:
         """Send SIGKILL to the whole tree; return False once nothing of it lives."""
@@ -201,12 +200,11 @@ def run_server(config: dict[str, Any], parent: int, output: int) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above: no signal will come
         os._exit(128 + signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    ensure_running()  # the first start of this helper of `multiprocessing` would unblock signals again
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # what it starts begins with them blocked
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for the processes it starts
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     secret = [config["secret_flag"], config["secret"]] if config.get("secret") else []
@@ -217,27 +215,21 @@ def run_server(config: dict[str, Any], parent: int, output: int) -> None:
 
 def main() -> int:
     """Read the configuration, fork the server, watch it; return its exit status."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     config = read_config(0)
     log = RedactedLog(config["log"], config.get("secret"))
-    # A Ctrl-C reaches the whole terminal: whether it means "stop" is for the pipe's owner to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the server orphans stays within reach
     parent = os.getpid()
     reading, writing = os.pipe()
-    # SIGTERM is blocked until there is a server to pass it to.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     server = os.fork()
     if server == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         run_server(config, parent, writing)
         return 0
     os.close(writing)
     supervisor = Supervisor(server, reading, log)
-    signal.signal(signal.SIGTERM, supervisor.ask_to_stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     supervisor.serve(lifeline=0)
-    return supervisor.stop(float(config.get("grace_s", 10)))
+    return supervisor.stop()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from batchrunner.engines.logs.cause import cause_in, head_and_tail, last_line
 log = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-GRACE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -71,7 +70,7 @@ class LaunchedProcess:
             raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
         config = {
             "module": self.module, "argv": list(self.argv), "secret": self.key, "secret_flag": "--api-key",
-            "log": str(self.log_path), "grace_s": GRACE_S,
+            "log": str(self.log_path),
         }  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(orjson.dumps(config) + b"\n")

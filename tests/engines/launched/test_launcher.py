@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import batchrunner
+from batchrunner.core.child_processes import STOP_SIGNALS
+from tests.support.engine_processes import deaf_to
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -59,11 +61,7 @@ FAKE_SERVER = """
         if mode.isdigit():
             sys.exit(int(mode))
         if mode == "signal":
-            os.kill(os.getpid(), signal.SIGUSR1)
-        if mode == "deaf":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if mode == "orderly":
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+            os.kill(os.getpid(), signal.SIGUSR2)
         context = multiprocessing.get_context("spawn")
         child = context.Process(target=worker, args=(sys.argv, path))
         child.start()
@@ -88,7 +86,6 @@ class Launched:
             "secret": SECRET,
             "secret_flag": "--api-key",
             "log": str(self.log),
-            "grace_s": WAIT_S if mode == "orderly" else 0.5,
         }
         return json.dumps(fields).encode() + b"\n"
 
@@ -142,7 +139,7 @@ def gone(pids: list[int]) -> bool:
     return not any(map(alive, pids))
 
 
-@pytest.mark.parametrize(("mode", "status"), [("0", 0), ("3", 3), ("signal", 128 + signal.SIGUSR1)])
+@pytest.mark.parametrize(("mode", "status"), [("0", 0), ("3", 3), ("signal", 128 + signal.SIGUSR2)])
 def test_exit_status_is_the_servers(launched: Launched, mode: str, status: int) -> None:
     """What the server ended with decides what the runner tells the user."""
     assert launched.start(mode).wait(WAIT_S) == status
@@ -176,33 +173,23 @@ def test_log_is_appended_to(launched: Launched) -> None:
     assert launched.log.read_bytes().startswith(b"earlier\nserver_args")
 
 
-@pytest.mark.parametrize("mode", ["quiet", "deaf"])
-def test_closed_pipe_stops_the_whole_tree(launched: Launched, mode: str) -> None:
-    """The runner closes the pipe: nothing is left, of a server that ignores SIGTERM either."""
-    launcher = launched.start(mode)
+def test_closed_pipe_stops_the_whole_tree(launched: Launched) -> None:
+    """The runner closes the pipe: nothing is left."""
+    launcher = launched.start("quiet")
     pids = launched.tree()
     launcher.communicate(timeout=WAIT_S)
     assert gone(pids)
 
 
-def test_sigterm_lets_the_server_end_in_order(launched: Launched) -> None:
-    """A SIGTERM to the launcher is one to the server, whose own status comes out."""
-    launcher = launched.start("orderly")
-    pids = launched.tree()
-    launcher.terminate()
-    assert launcher.wait(WAIT_S) == 7
-    assert gone(pids)
-
-
-def test_interrupt_is_for_the_runner_to_judge(launched: Launched) -> None:
-    """A Ctrl-C in the terminal reaches the launcher too, and must not cut rows in flight."""
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_all_is_for_the_runner_to_judge(launched: Launched, number: signal.Signals) -> None:
+    """A Ctrl-C, or a SIGTERM of Slurm's, reaches the whole tree, and must not cut rows in flight."""
     launcher = launched.start("quiet")
-    pids = launched.tree()
-    launcher.send_signal(signal.SIGINT)
-    launcher.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        launcher.wait(0.5)
-    assert all(map(alive, pids))
+    tree = [launcher.pid, *launched.tree()]
+    assert not [pid for pid in tree if number not in deaf_to(pid)]
+    for pid in tree:
+        os.kill(pid, number)
+    assert all(map(alive, tree))
 
 
 def test_killed_owner_leaves_nothing(launched: Launched) -> None:
@@ -212,7 +199,7 @@ def test_killed_owner_leaves_nothing(launched: Launched) -> None:
         "p = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE)\n"
         "p.stdin.write(sys.argv[1].encode()); p.stdin.flush(); time.sleep(600)\n"
     )
-    command = [sys.executable, "-c", owner_code, launched.config("deaf").decode()]
+    command = [sys.executable, "-c", owner_code, launched.config("quiet").decode()]
     launched.process = subprocess.Popen([*command, sys.executable, str(LAUNCHER)], env=launched.env)
     pids = launched.tree()
     launched.process.kill()
