@@ -12,7 +12,14 @@ from typing import Any
 import ray
 
 from batchrunner.core.errors import BatchrunError, JobError, OutputError
-from batchrunner.core.exit_codes import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP, EXIT_WRONG
+from batchrunner.core.exit_codes import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    EXIT_TIME_UP,
+    EXIT_WRONG,
+)
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.output.task_holder import DEAD_AFTER_S
@@ -167,11 +174,17 @@ class Supervision:
         self._group.stop(reason, exit_code)
 
     def _is_over(self) -> bool:
-        """Tell whether nothing is left, the job is wrong, or a limit of the job is reached."""
+        """Tell whether nothing is left, the job is wrong, or a limit of the job is reached.
+
+        A worker that has done its own rows is no reason to end, whatever its exit code: rows have failed, or
+        a worker died whose rows are free now.
+        """
         error, last = self._group.error, self._group.last
         if error is not None and error.exit_code == EXIT_WRONG:
             return True
-        return last is not None and (not last.rows_left or (last.exit_code != EXIT_DONE and last.wall_s > 0))
+        if last is None or not last.rows_left:
+            return last is not None
+        return last.wall_s > 0 and last.rows_left > last.rows_of_others
 
 
 def _report(group: Workers, path: str, stops: Stops) -> Report:
@@ -192,7 +205,8 @@ def _report(group: Workers, path: str, stops: Stops) -> Report:
         raise group.error
     assert report is not None
     last = group.last
-    if report.rows_left and last is not None and last.exit_code != EXIT_DONE:
+    added = last is not None and last.exit_code == EXIT_STOPPED and not last.rows_left  # files, in mid-run
+    if last is not None and last.exit_code != EXIT_DONE and (report.rows_left or added):
         return replace(report, reason=last.reason, exit_code=last.exit_code)
     return report
 

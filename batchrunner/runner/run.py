@@ -303,7 +303,7 @@ class Run:
         attempt, counts, run_dir = self.attempt, self.counts, self.prepared.run_dir
         report = make_report(run_dir, attempt.done, attempt.rows.total, counts)
         held, unheld = self._rows_elsewhere() if failure is None else (0, 0)
-        report = replace(report, rows_of_others=held if not report.rows_left else 0)
+        report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
         exit_code, reason = self._verdict(report, failure, added, unheld)
         if not rows_on_disk:
             with contextlib.suppress(BatchrunError):  # count what is there
