@@ -19,6 +19,8 @@ _ALL_COLUMNS = "_batchrunner_columns"
 """Name that stands for the mapping where a column is called `row`."""
 _TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
 """Words of templates, which do not read columns of these names."""
+_OTHER_SEPARATORS = (";", "\t", "|")
+"""Characters between the columns of files that are CSV to others."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping, by which a template may read any column."""
 
@@ -172,13 +174,23 @@ def unknown_column(
 
     The hint names the column that is `meant`, or the most similar one.
     """
+    names = ", ".join(column or '""' for column in available)
+    if mark := other_separator(available):
+        write = f"{mark!r} separates no columns here: write the file with commas, or as Parquet"
+        return f"{where}: unknown column {name!r}; {write} (the input has: {names})", write
     near = [meant] if meant is not None else difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
     hint = f"did you mean {written(near[0], in_template=in_template)}?" if near else None
     how = odd_names(available) if in_template else None
-    names = ", ".join(column or '""' for column in available)
     text = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
     return (f"{text}; {how}" if how else text), hint or how
+
+
+def other_separator(names: Collection[str]) -> str | None:
+    """Return the character in the name of an only column that separates columns elsewhere; None without."""
+    return next(
+        (mark for mark in _OTHER_SEPARATORS for name in names if len(names) == 1 and mark in name), None
+    )
 
 
 def template_of_column(name: str) -> str:

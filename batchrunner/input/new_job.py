@@ -17,7 +17,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError, JobError, OutputError
 from batchrunner.core.file_format import format_of
-from batchrunner.input.columns_read import template_of_column
+from batchrunner.input.columns_read import other_separator, template_of_column
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.prompt_types import is_ids, is_text
@@ -32,8 +32,6 @@ TEXT_NAMES = (
 )  # fmt: skip
 """Names of columns that commonly hold what is asked, the likeliest first."""
 ID_NAME = re.compile(r"(.*[_-])?(id|uuid|guid|key)|.*[a-z]Id", re.IGNORECASE)
-OTHER_SEPARATORS = (";", "\t", "|")
-"""Characters between the columns of files that are CSV to others."""
 ROWS_LOOKED_AT = 100
 """Rows whose texts are measured where no name tells the text column."""
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
@@ -84,6 +82,9 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
     _refuse_other_separator(path, dataset)
+    if {"custom_id", "url", "body"} <= set(dataset.schema.names):
+        how = f"batchrun batch {quote(path)} -o results.jsonl --model MODEL answers it"
+        raise InputError(f"{path}: is a batch file, which needs no job", hint=how)
     usable, problems = _usable(dataset)
     if not usable:
         why = f": {next(iter(problems.values()))}" if problems else ""
@@ -120,11 +121,11 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
 def _refuse_other_separator(path: str, dataset: Dataset) -> None:
     """Refuse a CSV file whose one column has a name with another separator in it."""
     names = dataset.schema.names
-    found = [mark for mark in OTHER_SEPARATORS if len(names) == 1 and mark in names[0]]
-    if found and format_of(dataset.files[0].path).kind == "CSV":
+    mark = other_separator(names)
+    if mark and format_of(dataset.files[0].path).kind == "CSV":
         raise InputError(
-            f"{path}: has one column, {names[0]!r}: {found[0]!r} separates no columns here",
-            hint=f"write it with commas, or as Parquet; duckdb reads it by read_csv('…', delim='{found[0]}')",
+            f"{path}: has one column, {names[0]!r}: {mark!r} separates no columns here",
+            hint=f"write it with commas, or as Parquet; duckdb reads it by read_csv('…', delim='{mark}')",
             mark=";",
         )
 

@@ -324,6 +324,8 @@ def _holds_bytes(value: Any) -> bool:
 
 def _printed(value: Any) -> Any:
     """Return a value that is to be printed; raises for a null or a function, whose text is meaningless."""
+    if isinstance(value, jinja2.Undefined):  # which is callable, too
+        str(value)  # raises an error that names the field
     if callable(value):
         raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
     if not isinstance(value, str):

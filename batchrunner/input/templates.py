@@ -24,6 +24,8 @@ from batchrunner.input.sandbox import (
 
 LINE_SHOWN = 100
 """Characters of a template's line that an error shows at most."""
+_OF_JINJA = {"=": "==", "AND": "and", "OR": "or", "NOT": "not", "IN": "in", "IS": "is none"}
+"""Words of SQL and how Jinja2 writes them."""
 _RESULT = "batchrunner_value"
 """Variable in which a compiled expression leaves its value."""
 
@@ -113,10 +115,14 @@ class Predicate:
 
 
 def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
-    """Return an error in words; where a text was taken for a number, with the columns that are text."""
+    """Return an error in words; where a text stands beside a number or a time, with what to write."""
     told = f"{type(failure).__name__}: {failure}"
+    if not isinstance(failure, TypeError) or not re.search(r"\bstr\b", str(failure)):
+        return told
+    if re.search(r"'(Timestamp|datetime\.(datetime|date|time))'", str(failure)):
+        return f"{told}: compare the text of a time: NAME | string"
     texts = [repr(name) for name in columns if isinstance(row.get(name), str)]
-    if not texts or not isinstance(failure, TypeError) or not re.search(r"\bstr\b", str(failure)):
+    if not texts:
         return told
     what = f"column {texts[0]} is" if len(texts) == 1 else f"columns {', '.join(texts)} are"
     return f"{told}: {what} text: write a text beside it, or give it a type in input.types"
@@ -135,7 +141,10 @@ def _expression_tree(environment: TemplateEnvironment, source: str) -> jinja2.no
     value = parser.parse_expression()
     if not parser.stream.eos:
         found = parser.stream.current
-        raise jinja2.TemplateSyntaxError(f"unexpected {found.value!r} after the expression", found.lineno)
+        known = _OF_JINJA.get(str(found.value).upper())
+        instead = f" (write {known})" if known not in {None, found.value} else ""
+        problem = f"unexpected {found.value!r} after the expression{instead}"
+        raise jinja2.TemplateSyntaxError(problem, found.lineno)
     target = jinja2.nodes.Name(_RESULT, "store", lineno=1)
     tree = jinja2.nodes.Template([jinja2.nodes.Assign(target, value, lineno=1)], lineno=1)
     tree.set_environment(environment)

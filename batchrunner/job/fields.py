@@ -37,9 +37,13 @@ def _seconds(value: object) -> object:
 
 
 def _share(value: object) -> object:
-    if isinstance(value, str) and value.strip().endswith("%"):
-        return float(value.strip()[:-1]) / 100
-    return value
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value.strip().removesuffix("%"))
+    except ValueError:
+        raise ValueError("a share is a text such as 1%, or a number such as 0.01") from None
+    return number / 100 if value.strip().endswith("%") else value
 
 
 def refuse_equal(values: Sequence[object]) -> None:

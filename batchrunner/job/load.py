@@ -30,6 +30,17 @@ _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
 _SGLANG_NAMES = {"tp": "tp-size", "dp": "dp-size", "ep": "ep-size", "pp": "pp-size"}
 """Short names of SGLang's arguments."""
+_MEANT = {
+    "model": "engine.model",
+    "sampling.guided_json": "sampling.json_schema",
+    "sampling.guided_regex": "sampling.regex",
+    "sampling.logprobs": "output.columns: [logprobs]",
+    "sampling.response_format": "sampling.json_schema",
+    "sampling.stop_sequences": "sampling.stop",
+    "sampling.tools": "prompt.tools",
+    "sampling.top_logprobs": "output.top_logprobs",
+}
+"""What is meant by names that other tools have for fields of a job."""
 
 
 def load_job(
@@ -268,10 +279,12 @@ def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
 
 
 def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str | None:
+    if meant := _MEANT.get(".".join(path)):
+        return f"did you mean {meant!r}?"
     known = _known_keys(path[:-1], schema, tree)
     if elsewhere := _sections_with(path[-1], schema, tree) if len(path) == 1 else ():
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"
-    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(path[-1], known, n=1)
     near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
     if path[:1] == ["engine"] and path[-1] in _SGLANG_NAMES:
         near = []  # a name of SGLang's own, and no misspelt field such as `tp`

@@ -336,7 +336,8 @@ class Job(Spec):
             if name not in self.input.columns:
                 raise ValueError(f"input.rename names {name!r}, which is not in input.columns")
         if len(carried) < len(self.input.columns):
-            raise ValueError("input.columns, as renamed, has a name twice")
+            twice = next(name for name in carried if self.input.carried_names.count(name) > 1)
+            raise ValueError(f"input.columns, as renamed, has {twice!r} twice")
         more = [*([SAMPLE] if self.output.explode else []), *([RESPONSE] if self.prompt.batch else [])]
         for name in (*result_columns(self.forward), *self.output.asked, *more):
             if name in carried:

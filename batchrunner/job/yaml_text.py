@@ -1,6 +1,8 @@
 """Reads YAML strictly and in bounded time: no repeated key, no huge file, no aliases that multiply."""
 
 import codecs
+import contextlib
+import difflib
 import re
 import sys
 from collections.abc import Hashable
@@ -91,7 +93,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         if is_uri(str(path)):
             raise JobError(f"{uri_of(path)}: is a URI", hint="give a job file on this machine") from None
-        raise JobError(f"{path}: no such job file") from None
+        raise JobError(f"{path}: no such job file", hint=_nearest(path), mark=";") from None
     except IsADirectoryError:
         raise JobError(f"{path}: is a directory", hint="give the job file in it") from None
     except UnicodeDecodeError as failure:
@@ -117,6 +119,14 @@ def _decoded(file: BinaryIO, name: str) -> str:
     if len(content) > MOST_BYTES:
         raise JobError(f"{name}: is no job file: it has more than {MOST_BYTES >> 20} MiB")
     return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
+
+
+def _nearest(path: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a NUL in the path
+        jobs = [file.name for file in path.parent.iterdir() if file.suffix in {".yaml", ".yml"}]
+        if near := difflib.get_close_matches(path.name, jobs, n=1, cutoff=0.8):
+            return f"did you mean {str(path.with_name(near[0]))!r}?"
+    return None
 
 
 def data_file_error(path: Path) -> JobError | None:

@@ -76,7 +76,9 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
         )
     if not parts:
         raise OutputError(
-            f"{run_dir.name}: no parts to merge: not a run's output path, or nothing has finished yet"
+            f"{run_dir.name}: no parts to merge: not a run's output path, or nothing has finished yet",
+            hint="give the job's output.path, without /parts",
+            mark=";",
         )
     return parts
 

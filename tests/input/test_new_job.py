@@ -110,6 +110,7 @@ def test_an_existing_file_stays() -> None:
     [
         (["nothing.csv"], "no such file or directory; relative paths begin in the current directory, /"),
         (["semicolons.csv"], "';' separates no columns here; write it with commas"),
+        (["batch.jsonl"], "is a batch file, which needs no job: batchrun batch batch.jsonl -o results.jsonl"),
         (["empty.parquet"], "no rows"),
         (["d.parquet", "-o", "no/such/job.yaml"], "cannot be written"),
         (["d.parquet", "--engine", "gpu"], "--engine gpu: give server or simulated"),
@@ -119,6 +120,7 @@ def test_what_is_refused(arguments: list[str], told: str) -> None:
     """Each is one line and exit code 2, and no file is left."""
     pq.write_table(pa.table({"text": ["a"]}), "d.parquet")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), "empty.parquet")
+    Path("batch.jsonl").write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1", "body": {}}))
     Path("semicolons.csv").write_text("id;text\n1;a, b\n")
     refused = batchrun("init", *arguments)
     assert refused.exit_code == 2

@@ -127,6 +127,39 @@ def test_a_text_that_was_meant_as_a_number(tmp_path: Path, job: dict[str, Any], 
     assert batchrunner.run(job_of(tmp_path, input=typed, prompt=wanted), fresh=True).rows_failed == 0
 
 
+@pytest.mark.parametrize("template", ["{{ meta.lan }}", "{{ row['meta'].lan }}"])
+def test_a_field_that_a_struct_lacks_is_named(tmp_path: Path, template: str) -> None:
+    """It is not taken for a function."""
+    pq.write_table(pa.table({"meta": [{"lang": "en"}], "text": ["a"]}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, prompt={"text": template})
+    assert batchrunner.run(job).rows_failed == 1
+    told(results_of(job)[0]["error"], "template: UndefinedError", "has no attribute 'lan'")
+
+
+@pytest.mark.parametrize("kind", ["timestamp[ns]", "timestamp[us]", "date32", "time64[us]"])
+def test_a_time_beside_a_text(tmp_path: Path, kind: str) -> None:
+    """The error says how they are compared, and so they are."""
+    days = kind == "date32"
+    times = pa.array([9, 9], pa.int32() if days else pa.int64()).cast(kind)
+    pq.write_table(pa.table({"at": times, "text": ["a", "b"]}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, input={"filter": "at < '9'"})
+    batchrunner.run(job)
+    told(results_of(job)[0]["error"], "filter: TypeError", "compare the text of a time: NAME | string")
+    job = job_of(tmp_path, input={"filter": "at | string < '9'"})
+    assert batchrunner.run(job, fresh=True).rows_ok == 2
+
+
+@pytest.mark.parametrize(
+    ("expression", "instead"),
+    [("id = 1", "=="), ("id > 1 AND id < 3", "and"), ("id IN (1, 2)", "in"), ("id IS NOT NULL", "is none")],
+)
+def test_a_word_of_sql_is_told_what_it_is_here(tmp_path: Path, expression: str, instead: str) -> None:
+    """A filter is no SQL, but who writes one has often written SQL."""
+    write_rows(tmp_path / "input.parquet", 2)
+    message = refusal(job_of(tmp_path, input={"filter": expression}), tmp_path)
+    told(message, "input.filter", f"after the expression (write {instead})")
+
+
 def test_a_filter_that_asks_whether_a_text_equals_a_number(tmp_path: Path) -> None:
     """It is true for no row: the refusal says why."""
     (tmp_path / "data.csv").write_text("size,text\n7,a\n8,b\n")

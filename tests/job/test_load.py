@@ -192,6 +192,20 @@ def test_unknown_keys_name_the_nearest(key: str, near: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("model", "engine.model"),
+        ("sampling.response_format", "sampling.json_schema"),
+        ("sampling.logprobs", "output.columns: [logprobs]"),
+        ("sampling.stop_sequences", "sampling.stop"),
+    ],
+)
+def test_names_of_other_tools_are_told_ours(key: str, meant: str) -> None:
+    """A field of OpenAI's or vLLM's is not taken for the one that looks like it."""
+    assert f"did you mean {meant!r}?" in refusal(f"{key}=1")
+
+
+@pytest.mark.parametrize(
     ("key", "near"),
     [("choices", "'prompt.choices'"), ("dtype", "'output.dtype'"), ("path", "'input.path' or 'output.path'")],
 )
@@ -204,6 +218,8 @@ def test_a_key_of_a_section_at_the_top_is_told_its_section(key: str, near: str) 
     ("override", "message"),
     [
         ("labels=[]", "labels: list should have at least 1 item (got [])"),
+        ("limits.max_failed_rows=1 percent", "such as 1%, or a number such as 0.01 (got '1 percent')"),
+        ("input.columns=[a, b, a]", "input.columns, as renamed, has 'a' twice"),
         ("output.dimensions=ten", "output.dimensions: should be a valid integer (got 'ten')"),
         ("prompt.choices=[1, 2]", "prompt.choices.0: should be a valid string (got 1) (and 1 more)"),
     ],

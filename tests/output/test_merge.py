@@ -56,6 +56,7 @@ def test_merge_of_nothing(tmp_path: Path) -> None:
     result = batchrun("merge", tmp_path)
     assert result.exit_code == 2
     assert "no parts to merge" in result.stderr
+    assert "give the job's output.path, without /parts" in result.stderr
 
 
 def test_merge_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

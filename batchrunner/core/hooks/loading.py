@@ -60,6 +60,8 @@ def failure_text(where: str, failure: BaseException) -> str:
 
 def place_of(failure: BaseException) -> str:
     """Return the file and line of the user's own code that raised an exception, with a colon and a space."""
+    if isinstance(failure, SyntaxError) and (failure.filename or "").endswith(".py"):
+        return f"{_short(str(failure.filename))}:{failure.lineno}: "
     found = ""
     for frame, line in traceback.walk_tb(failure.__traceback__):
         file = frame.f_code.co_filename
@@ -116,6 +118,7 @@ def _imported(target: str, directories: Sequence[str]) -> tuple[Callable[..., An
         places = ", ".join(directories)
         raise HookLoadError(
             f"there is no module {failure.name!r} (looked in {places} and among the installed packages)"
+            f"{_nearest_module(name, directories)}"
         ) from None
     found: Any = module
     for step in path.split("."):
@@ -125,6 +128,12 @@ def _imported(target: str, directories: Sequence[str]) -> tuple[Callable[..., An
             raise HookLoadError(f"there is no {step!r} in {getattr(module, '__file__', name)}{hint}")
         found = getattr(found, step)
     return found, module
+
+
+def _nearest_module(name: str, directories: Sequence[str]) -> str:
+    files = [file.stem for place in directories for file in sorted(Path(place).glob("*.py"))]
+    near = difflib.get_close_matches(name.removesuffix(".py"), files, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _own_files(module: ModuleType, before: set[str], directories: Sequence[str]) -> list[str]:

@@ -24,7 +24,16 @@ LONGEST_RECORD_BYTES = 64 << 20
 """Bytes of the longest line, and of the longest record of several lines."""
 BOM = b"\xef\xbb\xbf"
 """Mark at the beginning of a UTF-8 file, which some editors write; it is no part of the text."""
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+OTHER_FORMATS = {
+    b"\xff\xfe": ("UTF-16", "write it as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "write it as UTF-8"),
+    b"PAR1\x15": ("Parquet", "end its name with .parquet"),
+    b"ARROW1\0": ("Arrow", "end its name with .arrow"),
+    b"\x1f\x8b": ("compressed by gzip", "end its name with .gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "end its name with .zst"),
+    b"PK\x03\x04": ("a ZIP archive or a spreadsheet", "unpack it, or save it as CSV"),
+}
+"""What files are that begin with these bytes, and what to do with one that is named as a text file."""
 
 
 class TextSource:
@@ -36,10 +45,11 @@ class TextSource:
         self.path = path
         self._compression = compression
         with self._open() as source:
-            head = source.read(len(BOM))
-        if head.startswith(UTF_16):
-            raise InputError(f"{path}: is UTF-16", hint="write it as UTF-8")
-        self._begin = len(BOM) if head == BOM else 0
+            head = source.read(max(map(len, OTHER_FORMATS)))
+        for mark, (what, hint) in OTHER_FORMATS.items():
+            if head.startswith(mark):
+                raise InputError(f"{path}: is {what}", hint=hint)
+        self._begin = len(BOM) if head.startswith(BOM) else 0
 
     def lines(self) -> Lines:
         """Return all lines; raises OSError or ArrowException."""
