@@ -31,7 +31,7 @@ TEXT_NAMES = (
     "message", "source", "review", "comment", "description", "abstract", "title",
 )  # fmt: skip
 """Names of columns that commonly hold what is asked, the likeliest first."""
-ID_NAME = re.compile(r"(.*[_-])?(id|uuid|guid|key)|.*[a-z]Id", re.IGNORECASE)
+ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key)|.*[a-z](Id|ID)")
 ROWS_LOOKED_AT = 100
 """Rows whose texts are measured where no name tells the text column."""
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")

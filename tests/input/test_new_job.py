@@ -88,6 +88,13 @@ def test_what_the_job_says(tmp_path: Path) -> None:
     assert job["output"] == {"path": "out/q"}
 
 
+def test_columns_that_tell_rows_apart_are_carried() -> None:
+    """A name that ends with the letters of `id` by chance is none of them."""
+    names = ["Order ID", "user_id", "userId", "pageID", "uuid", "Key", "paid", "GRID", "monkey", "lid"]
+    prompts_of({"text": ["a"], **{name: ["x"] for name in names}})
+    assert yaml.safe_load(Path("new.yaml").read_text())["input"]["columns"] == names[:6]
+
+
 def test_a_finished_run_is_not_in_the_way() -> None:
     """A second job for the same data has an output path of its own."""
     Path("out/data").mkdir(parents=True)
