@@ -162,8 +162,10 @@ class PromptTokenizer:
 
 def _why_needed(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
     """Return the field for which prompts must be tokenised here; None where the engine may do it."""
-    if job.tokenize == "client" or job.prompt.truncate is not None:
+    if job.tokenize == "client":
         return "tokenize"
+    if job.prompt.truncate is not None:
+        return "prompt.truncate"
     if kind == "messages" and "prompt_logprobs" in job.output.asked and not info.simulated:
         return "output.columns: prompt_logprobs"  # the chat endpoint has none
     return None

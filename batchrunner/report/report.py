@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchrunner.core.exit_codes import EXIT_DONE
+from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS
 from batchrunner.core.wording import counted
 from batchrunner.job.tasks.table import GENERATE
 from batchrunner.output.files import write_json, writing
@@ -125,9 +125,11 @@ class Report:
         whole = f" ({', '.join(of_these)})" if of_these else ""
         done = f"{self.rows_ok} of {counted(self.rows_total, 'row')} ok{whole}, {self.rows_failed} failed"
         extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
-        again = f": {GO_ON}" if self.exit_code and not says_next_step(self.reason) else ""
-        others = "" if self.exit_code else " to other tasks"
-        extra += [f"{self.rows_left} left{others}{again}"] if self.rows_left else []
+        by_others = self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}
+        again = "" if by_others or says_next_step(self.reason) else f": {GO_ON}"
+        extra += (
+            [f"{self.rows_left} left{' to other tasks' if by_others else again}"] if self.rows_left else []
+        )
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
         if self.rows_ok + self.rows_failed > self.rows_resumed:
             lines.append(

@@ -390,5 +390,5 @@ def test_truncate_needs_tokens_here(tmp_path: Path) -> None:
     """Truncation without a tokenizer is one clear line at the start, not rows that are sent uncut."""
     with pytest.raises(JobError, match="leave out `tokenize: server`"):
         batchrunner.run(job_of(tmp_path, prompt={"text": "text", "truncate": "tail"}, tokenize="server"))
-    with pytest.raises(EngineStartError, match="no tokenizer that we know of"):
+    with pytest.raises(EngineStartError, match=r"^prompt\.truncate: .*no tokenizer that we know of"):
         batchrunner.run(job_of(tmp_path, prompt={"text": "text", "truncate": "tail"}))

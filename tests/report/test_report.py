@@ -57,6 +57,18 @@ def test_report(tmp_path: Path, server: FakeSGLang) -> None:
     assert saved["versions"]["engine"] == "0.5.23"
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "left"),
+    [(0, "6 left to other tasks"), (3, "6 left to other tasks"), (1, "6 left: run the same command again")],
+)
+def test_who_does_the_rows_that_are_left(exit_code: int, left: str) -> None:
+    """Living tasks do, where this one has ended, also with too many failed rows: none is to be run again."""
+    report = batchrunner.Report(
+        path="out", exit_code=exit_code, reason="done", rows_total=10, rows_ok=3, rows_failed=1
+    )
+    assert report.lines()[0].endswith(left)
+
+
 def test_answers_without_a_reason_are_counted(tmp_path: Path, server: FakeSGLang) -> None:
     """The report of a whole run counts them as that of a start does; failed rows have no reason to end."""
     server.script = lambda sent: "too long" if sent.prompt == "row 3" else "answer"
