@@ -79,7 +79,7 @@ class AdviceReport:
             return load.over()
         return (
             f"{self.figures()}. A reading, not advice: {load.over()}, and advice needs "
-            f"{load.limits.samples:.0f} over {load.limits.span_s:.0f} s"
+            f"{load.limits.samples:g} over {load.limits.span_s:g} s"
         )
 
     def figures(self) -> str:

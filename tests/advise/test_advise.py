@@ -49,6 +49,15 @@ def test_a_guides_line_is_a_reading(guide: str, tmp_path: Path) -> None:
     assert changes(found) == {}
 
 
+def test_too_short_a_time_never_reads_as_long_enough(tmp_path: Path) -> None:
+    """The time and the least time stand in one sentence, where both would be 11 s if they were rounded."""
+    path = tmp_path / "sglang.log"
+    path.write_text(f"{GUIDES['G4'][0]}\n" * 3)
+    limits = Thresholds().with_values(["span_s=11.2", "samples=2.5"])
+    reading = advise(str(path), limits).reading()
+    assert reading.endswith("over about 10.9 s, and advice needs 2.5 over 11.2 s")
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guides_line_again_and_again_is_a_sign(guide: str, tmp_path: Path) -> None:
     """Frequent, the guides' own examples mean what the guides say: too conservative, or fine."""

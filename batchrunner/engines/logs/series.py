@@ -1,5 +1,6 @@
 """The load of schedulers over time in bounded memory: exact counts of signs, and some samples of each."""
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -265,9 +266,12 @@ class Series:
         return max((track.largest[name] for track in self.tracks.values()), default=0)
 
     def over(self) -> str:
-        """Return, in words, how many samples there are and over how many seconds."""
+        """Return, in words, how many samples there are and over how many seconds.
+
+        Too short a time is rounded down: it never reads as long enough.
+        """
+        short = self.busy_s < self.limits.span_s
+        seconds = f"{math.floor(self.busy_s * 10) / 10:g}" if short else f"{self.busy_s:.0f}"
         several = f" of {len(self.tracks)} schedulers" if len(self.tracks) > 1 else ""
         timed = any(track.timed for track in self.tracks.values())
-        return (
-            f"{counted(self.counted, 'sample')}{several} over {'' if timed else 'about '}{self.busy_s:.0f} s"
-        )
+        return f"{counted(self.counted, 'sample')}{several} over {'' if timed else 'about '}{seconds} s"
