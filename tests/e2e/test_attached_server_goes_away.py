@@ -51,6 +51,28 @@ def serve_again(stack: contextlib.ExitStack, port: int) -> None:
     stack.enter_context(FakeSGLang(port=port))
 
 
+def test_a_key_that_is_refused_in_mid_run(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row is blamed: the run ends and names the key, and goes on with a key that is taken."""
+    monkeypatch.setenv("SGLANG_API_KEY", "right")
+    server.api_key = "right"
+
+    def script(sent: Sent) -> Behaviour:
+        if sent.prompt == "row 3":
+            server.api_key = "another"
+        return "answer"
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=200, limits={**LIMITS, "engine_wait": 0.1})
+    with pytest.raises(EngineLostError, match=r"refuses the API key \(401.*\): see engine\.api_key_env"):
+        batchrunner.run(job)
+    server.script = lambda _: "answer"
+    server.api_key = "right"
+    assert batchrunner.run(job).exit_code == 0
+    assert all_answered(job, 200)
+
+
 def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
     """Connections are cut, then refused; when it is back on its port the run goes on."""
     with contextlib.ExitStack() as stack:

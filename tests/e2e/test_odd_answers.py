@@ -82,6 +82,13 @@ def test_an_odd_answer_fails_its_row_alone(tmp_path: Path, server: FakeSGLang, o
     assert server.prompts.count(ODD_ROW) == 2
 
 
+def test_redirects_in_a_circle(tmp_path: Path, server: FakeSGLang) -> None:
+    circle = OnWire(
+        b"HTTP/1.1 307 Odd\r\nLocation: /generate\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+    )
+    assert run_with(tmp_path, server, circle)[3]["error"] == "connection lost: its redirects lead in a circle"
+
+
 @pytest.mark.parametrize(
     "retry_after", ["²", "\u0661", "-1", "nan", "9" * 400, "Wed, 21 Oct 2015 07:28:00 GMT", ""]
 )

@@ -23,7 +23,7 @@ from batchrunner.engines.http.body_replies import completion_of_body
 from batchrunner.engines.http.bundles import BundlePoster
 from batchrunner.engines.http.connections import loopback_sources, open_connections
 from batchrunner.engines.http.endpoint import Endpoint
-from batchrunner.engines.http.failures import DeathVerdicts
+from batchrunner.engines.http.failures import DeathVerdicts, in_words
 from batchrunner.engines.http.lists import ListSender, WholeReplies
 from batchrunner.engines.http.load_poller import LoadPoller
 from batchrunner.engines.http.model_guard import Model, ModelGuard, common_model, model_in
@@ -214,7 +214,7 @@ class SGLangClient:
         except TimeoutError:
             raise NoAnswerError(f"no answer within {TIMING.server_open:g} s") from None
         except (aiohttp.ClientError, OSError) as failure:
-            raise EngineDownError(f"connection lost: {failure or type(failure).__name__}") from None
+            raise EngineDownError(f"connection lost: {in_words(failure)}") from None
         if response.status in _NO_SUCH_PATH:
             return None
         if response.status != HTTPStatus.OK:

@@ -5,7 +5,16 @@ import math
 import time
 from typing import Protocol
 
+import aiohttp
+
 from batchrunner.core.errors import AttemptFailedError, EngineDiedError, EngineDownError, RequestError
+
+
+def in_words(failure: Exception) -> str:
+    """Say why a server gave no answer; some of aiohttp's errors do not say it."""
+    if isinstance(failure, aiohttp.TooManyRedirects):
+        return "its redirects lead in a circle"
+    return str(getattr(failure, "os_error", failure)) or type(failure).__name__
 
 
 class Probe(Protocol):

@@ -19,7 +19,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.direct import PostedAnswer, PostSender, post_sender
 from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.event_lines import EventLines
-from batchrunner.engines.http.failures import FailureClassifier
+from batchrunner.engines.http.failures import FailureClassifier, in_words
 from batchrunner.engines.http.model_guard import ModelGuard
 
 log = logging.getLogger(__name__)
@@ -150,8 +150,8 @@ class RowPoster:
         self, endpoint: Endpoint, failure: aiohttp.ClientError | OSError, sent_at: float
     ) -> RequestError:
         if isinstance(failure, aiohttp.ClientConnectorError):
-            return EngineDownError(f"no connection to {endpoint.url}: {failure.os_error}")
-        what = f"connection lost: {failure or type(failure).__name__}"
+            return EngineDownError(f"no connection to {endpoint.url}: {in_words(failure)}")
+        what = f"connection lost: {in_words(failure)}"
         if self._behind_gateway:  # it only passes rows on: none of them is why it ended
             return EngineDownError(what)
         return await self._failures.classify(endpoint.url, sent_at, what)

@@ -10,6 +10,7 @@ import aiohttp
 
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.failures import in_words
 from batchrunner.engines.http.model_guard import Model, ModelQuestion, model_in
 from batchrunner.engines.http.status import KEY_REFUSED, MODEL_INFO, NOT_REACHED, SERVER_INFO, ServerStatus
 from batchrunner.engines.http.worker_list import WorkerList
@@ -95,6 +96,8 @@ class ServerQuestions:
         """
         timeout_s = timeout_s or TIMING.server_open
         status, found = await self._ask_again(url, MODEL_INFO, timeout_s)
+        if status in KEY_REFUSED:
+            raise EngineDownError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
         if "model_path" not in found:
             raise EngineDownError(f"{url}: GET {MODEL_INFO[0]} gave {status} and no model")
         if run_model.keys() - model_in(found).keys():
@@ -108,8 +111,7 @@ class ServerQuestions:
         try:
             return await ServerStatus(self._session, url).mapping(paths, timeout_s)
         except NOT_REACHED as failure:
-            reason = str(getattr(failure, "os_error", failure)) or type(failure).__name__
-            raise EngineDownError(f"no connection to {url}: {reason}") from None
+            raise EngineDownError(f"no connection to {url}: {in_words(failure)}") from None
 
     async def _ask(self, url: str, paths: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
         """Ask a server what it is; raises EngineStartError where it does not answer or refuses the key."""
@@ -120,13 +122,12 @@ class ServerQuestions:
                 f"{url}: no answer to GET {paths[0]} within {TIMING.server_open:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as failure:
-            reason = getattr(failure, "os_error", None) or failure
             remedy = (
                 "the gateway's workers must be within reach from here too, for their load"
                 if self._behind_gateway
                 else "start the server, or correct engine.urls"
             )
-            raise EngineStartError(f"{url}: no connection ({reason})", hint=remedy) from None
+            raise EngineStartError(f"{url}: no connection ({in_words(failure)})", hint=remedy) from None
         if status in KEY_REFUSED:
             raise EngineStartError(f"{url}: refuses the API key ({status})", hint="see engine.api_key_env")
         return status, reply

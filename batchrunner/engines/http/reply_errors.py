@@ -42,6 +42,8 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
 def _error_of_status(status: int, code: str, message: str, retry_after: str | None) -> RequestError:
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR and code.startswith(_REPLICA_DOWN):
         return EngineDownError(message)
+    if status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
+        return EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
     if status in _BUSY:
         return EngineBusyError(message, _seconds(retry_after))
     if status in _REFUSED:
