@@ -44,8 +44,8 @@ check: .venv/.dev ## Lint, check the formatting, check the types
 test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json data/all-minilm-l6-v2/config.json ## Run all tests, including those with the real engine
 	$(PYTEST)
 
-test-fast: .venv/.dev ## Run the tests that need no engine, gateway, Slurm, Ray or browser
-	$(PYTEST) -m "not engine and not gateway and not slurm and not ray and not browser"
+test-fast: .venv/.dev ## Run the tests of the rooms: none of tests/e2e, and none with an engine, gateway, Slurm, Ray or browser
+	$(PYTEST) --ignore=tests/e2e -m "not engine and not gateway and not slurm and not ray and not browser"
 
 torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; fuzz; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture

@@ -11,10 +11,10 @@ from batchrunner.core.errors import AttemptFailedError, EngineDiedError, EngineD
 
 
 def in_words(failure: Exception) -> str:
-    """Say why a server gave no answer; some of aiohttp's errors do not say it."""
+    """Say in one line why a server gave no answer; some of aiohttp's errors do not say it, or in several."""
     if isinstance(failure, aiohttp.TooManyRedirects):
         return "its redirects lead in a circle"
-    return str(getattr(failure, "os_error", failure)) or type(failure).__name__
+    return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
 
 
 class Probe(Protocol):
