@@ -63,6 +63,8 @@ class Timing:
     Ctrl-C; then its process is ended, whatever its threads do."""
     parts_appear: float = 75.0
     """Longest wait for parts that another host has written; NFS may show an old directory for 60 s."""
+    other_heartbeat: float = 6.0
+    """Time in which a task on another machine shows a heartbeat, if it runs; it has one every 5 s."""
     part: float = 30.0
     """Time from a part's first row until it is written, even if it is not full."""
     launch_poll: float = 0.25

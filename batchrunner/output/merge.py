@@ -125,7 +125,7 @@ def _common_schema(parts: list[Path]) -> pa.Schema:
     """Return the columns of all parts, those of the first one first: starts of a run may differ in them."""
     schema: pa.Schema | None = None
     for part in parts:
-        with open_part(part) as file:
+        with _opened(part) as file:
             found = file.schema_arrow
         if schema is None:
             schema = found
@@ -165,5 +165,17 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
 
 
 def _read(part: Path, columns: list[str] | None) -> pa.Table:
-    with open_part(part) as file:
+    with _opened(part) as file:
         return file.read(columns, use_threads=columns is None)  # each thread keeps memory
+
+
+@contextlib.contextmanager
+def _opened(part: Path) -> Iterator[pq.ParquetFile]:
+    """Open a part; raises ResumeError where it is damaged or gone."""
+    try:
+        with open_part(part) as file:
+            yield file
+    except FileNotFoundError:
+        raise ResumeError(
+            f"{part}: is gone", hint="run the same command again, which does its rows again; then merge again"
+        ) from None

@@ -314,13 +314,25 @@ def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> Non
     So `merge` and `status` know them before the first of them is done. Without a run.json nothing is written:
     the first attempt that sends rows writes it. Raises StorageError or ResumeError.
     """
-    with writing(run_dir.run_json):
-        run_dir.store.bring(run_dir.run_json, again=True)
-    old = read_run_json(run_dir)
-    if old is not None:
+    if (old := _newest(run_dir)) is not None:
         grown = {**old["fingerprint"], "files": new["files"], "limit": new["limit"]}
         content = {**old, "fingerprint": grown, "rows_total": rows_total}
         write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
+
+
+def write_limits(run_dir: RunDir, job: Job) -> None:
+    """Write a job's limits, by which `merge` judges the run, into run.json; raises as `raise_total`."""
+    limits = without_secrets(job).get("limits", {})
+    old = _newest(run_dir)
+    if old is not None and old["job"].get("limits", {}) != limits:
+        content = {**old, "job": {**old["job"], "limits": limits}}
+        write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
+
+
+def _newest(run_dir: RunDir) -> dict[str, Any] | None:
+    with writing(run_dir.run_json):
+        run_dir.store.bring(run_dir.run_json, again=True)
+    return read_run_json(run_dir)
 
 
 def may_be_secret(name: str) -> bool:

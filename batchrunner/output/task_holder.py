@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from typing import Any
 import orjson
 
 from batchrunner.core.regular_files import read_regular
+from batchrunner.core.timing import TIMING
 from batchrunner.output.run_dir import OWNER, RunDir
+from batchrunner.output.stores.store import LOCAL
 
 HEARTBEAT = "heartbeat"
 """Name of the file in the task directory with the counter."""
@@ -39,8 +41,8 @@ FRESH_S = 15.0
 _ENDED_STATES = {"Z", "X", "x"}
 """States in /proc/PID/stat of a process that has ended: a zombie, or about to be removed."""
 SILENT_S = 300.0
-"""A task on another machine counts as ended when its last sample is older than this, by this machine's clock.
-A sample that is older although the task is running is from an earlier attempt."""
+"""Age from which a sample says nothing of a task elsewhere: it ended, or its clock is wrong. A sample
+that is older although the task runs here is from an earlier attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +158,34 @@ def is_held(directory: Path) -> bool | None:
     return None if dead is None else not dead
 
 
-def holder_of(run_dir: RunDir, sample: dict[str, Any] | None) -> str | None:
-    """Return the process that holds a task, or None; `sample` is the newest in the task's event log."""
-    held = is_held(run_dir.task_directory)
-    if held is None and sample:  # only the heartbeat could tell, which takes a minute; the log is at hand
-        held = is_recent(sample)
-    return None if held is False else str(read_holder(run_dir.task_directory))
+def holders_of(tasks: Sequence[tuple[RunDir, dict[str, Any] | None]]) -> list[str | None]:
+    """Return the process that holds each task, or None; a task comes with the newest sample of its event log.
+
+    A process on another machine runs if it has just written a sample. Where the sample is old, or its clock
+    is another one, the heartbeat tells: those of all such tasks are watched for TIMING.other_heartbeat. The
+    copy of a run in an object store has no heartbeat to watch.
+    """
+    held = [is_held(run_dir.task_directory) for run_dir, _ in tasks]
+    unknown = {
+        at: tasks[at][0].task_directory
+        for at, (_, sample) in enumerate(tasks)
+        if held[at] is None and sample and not is_recent(sample)
+    }
+    watched = {at: path for at, path in unknown.items() if tasks[at][0].store is LOCAL}
+    before = {at: read_bytes(path / HEARTBEAT) for at, path in watched.items()}
+    if watched:
+        time.sleep(TIMING.other_heartbeat)
+    for at, path in unknown.items():
+        held[at] = at in watched and read_bytes(path / HEARTBEAT) != before[at]
+    return [
+        None if holds is False else str(read_holder(run_dir.task_directory))
+        for holds, (run_dir, _) in zip(held, tasks, strict=True)
+    ]
 
 
 def is_recent(sample: dict[str, Any]) -> bool:
-    """Return whether a sample is young enough for its task to be running."""
-    return bool(time.time() - sample["time"] < SILENT_S)
+    """Return whether a sample is of the last minutes, by this machine's clock."""
+    return bool(abs(time.time() - sample["time"]) < SILENT_S)
 
 
 def parse_holder(content: bytes) -> LockHolder | None:

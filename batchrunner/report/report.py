@@ -110,9 +110,7 @@ class Report:
 
     def save(self, run_dir: RunDir) -> None:
         """Write report.json, on this machine also where the store is away; raises StorageError."""
-        write_json(run_dir.report_json, self.as_dict())
-        with writing(run_dir.report_json):
-            run_dir.store.publish(run_dir.report_json)
+        save_report(run_dir, self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as report.json has it."""
@@ -131,7 +129,7 @@ class Report:
             [f"{self.rows_left} left{' to other tasks' if by_others else again}"] if self.rows_left else []
         )
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
-        if self.rows_ok + self.rows_failed > self.rows_resumed:
+        if self.wall_s and self.rows_ok + self.rows_failed > self.rows_resumed:
             lines.append(
                 f"{duration(self.wall_s)}, {self.rows_per_s:.1f} rows/s{self._tokens()}"
                 + (" [simulated: these numbers mean nothing]" if self.simulated else "")
@@ -183,6 +181,13 @@ class Report:
                 new = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
                 lines.append(f"{incident['who']} was given {new}: {incident['why'][:150]}")
         return lines
+
+
+def save_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
+    """Write report.json, on this machine also where the store is away; raises StorageError."""
+    write_json(run_dir.report_json, report)
+    with writing(run_dir.report_json):
+        run_dir.store.publish(run_dir.report_json)
 
 
 def says_next_step(reason: str) -> bool:

@@ -72,8 +72,8 @@ def report_of_all(run: str | Path | RunDir) -> Report:
         prompt_tokens=done.counts.prompt_tokens, cached_tokens=done.counts.cached_tokens,
         retries=done.counts.retries, finish_reasons=dict(done.counts.finish_reasons),
         output_tokens=report.output_tokens_all_starts,
-        output_tokens_per_s=round(report.output_tokens_all_starts / max(wall_s, 1e-3), 1),
-        rows_per_s=round(report.rows_resumed / max(wall_s, 1e-3), 2),
+        output_tokens_per_s=round(report.output_tokens_all_starts / wall_s, 1) if wall_s else 0.0,
+        rows_per_s=round(report.rows_resumed / wall_s, 2) if wall_s else 0.0,
         task=facts["job"].get("task", GENERATE),
         engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
     )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import replace
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import JobError
 from batchrunner.core.exit_codes import EXIT_STOPPED
+from batchrunner.core.jsonfile import read_json
 from batchrunner.dispatch.media import check_takes_media
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
@@ -23,10 +24,10 @@ from batchrunner.output.holding import hold_task
 from batchrunner.output.log_upload import uploading_logs
 from batchrunner.output.resume import drop_failed
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import fingerprint, raise_total, read_run_json
+from batchrunner.output.run_json import fingerprint, raise_total, read_run_json, write_limits
 from batchrunner.output.starting import engine_starting
 from batchrunner.report.html.page import leave_page
-from batchrunner.report.report import Report
+from batchrunner.report.report import Report, save_report
 from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
@@ -162,6 +163,7 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
         reason = "nothing is free: other tasks do the rest"
     else:
         _raise_total(prepared, attempt)
+        write_limits(prepared.run_dir, prepared.job)
     starts, wall_s = attempts_in(prepared.run_dir.events)
     old = read_run_json(prepared.run_dir) or {}
     engine = old.get("engine", {})
@@ -169,9 +171,13 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
         report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
         engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
     )  # fmt: skip
-    has_none = not prepared.run_dir.report_json.exists()  # that of the last start says more than these zeros
-    if has_none and not isinstance(prepared.part, JoinTask):
-        report.save(prepared.run_dir)
+    if not isinstance(prepared.part, JoinTask):
+        last = read_json(prepared.run_dir.report_json)  # it says more than these zeros
+        verdict = {"exit_code": exit_code, "reason": reason}
+        if not last:
+            report.save(prepared.run_dir)
+        elif not (report.rows_left or verdict.items() <= last.items()):  # by other limits
+            save_report(prepared.run_dir, {**last, **verdict})
     return report
 
 

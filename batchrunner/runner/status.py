@@ -17,7 +17,7 @@ from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import holds_run, read_run_json, require_run_json
 from batchrunner.output.starting import Starting, starting_of
-from batchrunner.output.task_holder import holder_of, is_recent
+from batchrunner.output.task_holder import holders_of, is_recent
 from batchrunner.report.report import GO_ON, cause_lines, duration, says_next_step
 from batchrunner.runner.cluster.leases import Leases
 
@@ -32,7 +32,9 @@ def status(run: str | Path | RunDir) -> dict[str, Any]:
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
     run_dirs = run_dir.all_tasks()
     found = [read_done(task) for task in run_dirs]
-    tasks = [_task(task, done) for task, done in zip(run_dirs, found, strict=True)]
+    samples = [last_sample(task.events) for task in run_dirs]
+    holders = holders_of(list(zip(run_dirs, samples, strict=True)))
+    tasks = list(map(_task, run_dirs, found, samples, holders))
     leases = Leases(run_dir.leases)
     leases.refresh()
     rate = sum(task["last_sample"]["rows_per_s"] for task in tasks if task["last_sample"])
@@ -69,9 +71,9 @@ def _count(leases: Leases) -> dict[str, Any]:
     }
 
 
-def _task(run_dir: RunDir, done: DoneRows) -> dict[str, Any]:
-    sample = last_sample(run_dir.events)
-    holder = holder_of(run_dir, sample)
+def _task(
+    run_dir: RunDir, done: DoneRows, sample: dict[str, Any] | None, holder: str | None
+) -> dict[str, Any]:
     return {
         "task": run_dir.task,
         "running": holder,

@@ -203,6 +203,29 @@ def test_failed_rows_are_final_unless_asked_for(tmp_path: Path, server: FakeSGLa
     assert all(row["error"] is None for row in results_of(job))
 
 
+def test_a_finished_run_is_judged_by_the_limits_of_its_last_start(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its report and `merge` say what that start said, although it had nothing to do."""
+    server.script = lambda sent: "too long" if sent.prompt == "row 3" else "answer"
+    job = job_of(tmp_path, server)
+    file = write_job(job, tmp_path)
+    assert batchrun(file).exit_code == 3
+    assert batchrun(file, "--set", "limits.max_failed_rows=50%").exit_code == 0
+    report = report_of(job)
+    assert (report["exit_code"], report["reason"], report["rows_ok"], report["starts"]) == (0, "done", 9, 1)
+    assert "tolerates" not in batchrun("merge", tmp_path / "run").stderr
+    assert batchrun(file).exit_code == 3
+    assert "tolerates" in batchrun("merge", tmp_path / "run").stderr
+
+
+def test_no_speed_is_told_where_no_time_is_known(tmp_path: Path) -> None:
+    """The log of the run's events is lost: `merge` has the rows, and no seconds."""
+    batchrunner.run(job_of(tmp_path))
+    (tmp_path / "run" / "events.jsonl").write_text("")
+    merged = batchrun("merge", tmp_path / "run")
+    assert "10 of 10 rows ok" in merged.stderr
+    assert "rows/s" not in merged.stderr
+
+
 def test_retry_failed_costs_nothing_when_it_cannot_start(tmp_path: Path, server: FakeSGLang) -> None:
     """The errors of failed rows stay where they are until there is an engine that takes the rows again."""
     server.script = lambda sent: "too long" if sent.prompt == "row 2" else "answer"

@@ -75,6 +75,13 @@ def cut_a_part(run: Path) -> None:
     part.write_bytes(part.read_bytes()[:-20])
 
 
+def lose_a_part(run: Path) -> None:
+    """Leave a link to nothing in its place, as a file that goes while parts are merged."""
+    part = next((run / "parts").iterdir())
+    part.unlink()
+    part.symlink_to(run / "nothing")
+
+
 def add_a_part_of_others(run: Path) -> None:
     pq.write_table(pa.table({"a": [1]}), run / "parts" / "part-main-000009.parquet")
 
@@ -83,6 +90,7 @@ def add_a_part_of_others(run: Path) -> None:
     ("spoil", "told"),
     [
         (cut_a_part, "is damaged: move it away"),
+        (lose_a_part, ".parquet: is gone: run the same command again, which does its rows again"),
         (add_a_part_of_others, "parts: cannot be merged"),
         (lambda run: (run / "merged").write_text(""), "merged: cannot be written"),
         (lambda run: (run / "merged.tmp").write_text(""), "merged: cannot be written"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import batchrunner
+from batchrunner.output import task_holder
 from batchrunner.output.events import read_events
 from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_holder import this_process
 from batchrunner.runner.status import status
 from tests.conftest import (
     batchrun,
@@ -42,6 +47,30 @@ def test_an_old_sample_is_not_shown(tmp_path: Path) -> None:
         state = status(run_dir.path)
     assert (state["tasks"][0]["last_sample"], state["rows_per_s"]) == (None, 0)
     assert state["running"]
+
+
+@pytest.mark.parametrize("off_s", [-3600, 3600])
+@pytest.mark.parametrize("beats", [True, False])
+def test_another_machine_with_another_clock(
+    tmp_path: Path, off_s: int, beats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat tells whether it runs, not the time in its log; the page says the same."""
+    run = tmp_path / "run"
+    batchrunner.run(job_of(tmp_path))
+    events = [{**event, "time": event["time"] + off_s} for event in read_events(run / "events.jsonl")]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    held_by = asdict(replace(this_process(), host="elsewhere", pid=7))
+    task = RunDir(run).task_directory
+    task.mkdir(parents=True, exist_ok=True)
+    (task / "owner").write_text(json.dumps(held_by))
+    (task / "heartbeat").write_text("1")
+    clock = SimpleNamespace(time=time.time, sleep=lambda _: beats and (task / "heartbeat").write_text("2"))
+    monkeypatch.setattr(task_holder, "time", clock)
+    running = "batchrun with pid 7 on elsewhere" if beats else None
+    assert status(run)["running"] == running
+    (task / "heartbeat").write_text("1")
+    assert batchrun("report", run).exit_code == 0
+    assert ("Running: batchrun with pid 7" in (run / "report.html").read_text()) is beats
 
 
 @pytest.mark.parametrize("join", [[], ["--join"]])

@@ -27,7 +27,7 @@ from batchrunner.output.events import last_sample, read_events
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
-from batchrunner.output.task_holder import holder_of
+from batchrunner.output.task_holder import holders_of
 from batchrunner.report.html.charts import draw_counts, number
 from batchrunner.report.html.limit_share import share_of_limit
 from batchrunner.report.html.load_charts import load_charts
@@ -155,7 +155,7 @@ def _state(
 ) -> tuple[str, str, str]:
     """Return the state: its style, a word for it, and a sentence."""
     tasks = [run_dir.of_task(history.task) for history in histories]
-    holders = [who for task in tasks if (who := holder_of(task, last_sample(task.events)))]
+    holders = list(filter(None, holders_of([(task, last_sample(task.events)) for task in tasks])))
     if holders:
         who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} tasks"
         return "live", "running", f"Running: {who}. The page shows what was on disk when it was written."
