@@ -65,7 +65,7 @@ class MergedRun:
 
     def lines(self) -> list[str]:
         """Return the result as lines for a person."""
-        lines = self.report.lines()
+        lines = self.report.lines()[:-1]  # the last one names the parts
         missing = self.report.rows_total - self.rows
         if missing > 0:
             in_journals = max(0, missing - self.report.rows_left)
