@@ -51,11 +51,6 @@ class LeastSquares:
                     best[i] = part / self._scales[i]
         return best
 
-    @property
-    def told_apart(self) -> bool:
-        """Whether the rows differ enough to tell all parts apart."""
-        return self._solved(range(len(self._scales)), 0.0) is not None
-
     def _solved(self, some: Sequence[int], ridge: float) -> list[float] | None:
         """Solve for some parts by Gauss-Jordan elimination with pivots; None where they are alike."""
         rows = [[self._products[i][j] + ridge * (i == j) for j in some] + [self._sums[i]] for i in some]

@@ -37,7 +37,7 @@ class Report:
     rows_resumed: int = 0
     """Rows that were done before this attempt."""
     rows_of_others: int = 0
-    """Rows of the run, beyond `rows_total`, that other tasks hold, or nobody; some of them may be done."""
+    """Rows of the run, beyond `rows_total`, that other tasks hold, or that nobody holds. Some may be done."""
     wall_s: float = 0.0
     """Seconds of this attempt, from the engine being ready to the last row."""
     wall_s_all_starts: float = 0.0

@@ -1,8 +1,7 @@
 """How long a forward pass takes: a + b·samples + c·context tokens + d·prefilled tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from batchrunner.engines.least_squares import LeastSquares
 from batchrunner.engines.simulation.scheduler import StepResult
@@ -12,18 +11,6 @@ PARTS = 5
 """Parts of a model."""
 RIDGE = 1e-3
 """Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
-
-
-class MeasuredPass(NamedTuple):
-    """The content of a measured pass and the seconds that it took; a cost model is fitted to these."""
-
-    samples: int
-    """Samples that are decoded or prefilled."""
-    kv_tokens: float
-    """Context tokens that attention reads."""
-    prefill_tokens: int
-    """Prompt tokens that the pass computes."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +82,6 @@ The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). 
 - context token: 2 · 32 · 8 · 128 · 2 B = 131,072 B / 3.35 TB/s = 39 ns, read at four fifths of the peak.
 - prefilled token: the sample's 16 µs at 55 % of the peak.
 """
-
-
-def fit(passes: Iterable[MeasuredPass]) -> CostModel:
-    """Fit a model without negative parts to measured passes by least squares.
-
-    Raises ValueError where the four parts cannot be told apart: give it prefills and decodes of several
-    sizes.
-    """
-    measured = list(passes)
-    found = LeastSquares(
-        [(1.0, p.samples, p.kv_tokens, p.prefill_tokens) for p in measured], [p.seconds for p in measured]
-    )
-    if not found.told_apart:
-        raise ValueError("the passes are too alike to tell the parts of their cost apart")
-    return CostModel(*found.parts())
 
 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:

@@ -6,24 +6,26 @@ import random
 
 import pytest
 
-from batchrunner.engines.simulation.cost import H100_8B, MeasuredPass, fit
+from batchrunner.engines.simulation.cost import H100_8B, PARTS, fit_spans
+from batchrunner.engines.simulation.steady import PassWork
 
-# Seconds
 
-
-def test_a_fit_finds_the_parts() -> None:
-    """Exact passes give the model back; passes that are all alike do not tell the parts apart."""
+def test_a_fit_tells_the_time_of_like_work() -> None:
+    """Stretches of passes of a known model say how long others take; too few say nothing."""
     made = random.Random(2)
-    passes = []
-    for _ in range(50):
-        samples, kv_tokens, prefill = (
-            made.randint(1, 500),
-            made.randint(1, 10**6),
-            made.choice([0, made.randint(1, 8192)]),
+    works = [
+        PassWork(
+            decodes=made.randint(10, 100),
+            prefills=made.randint(0, 20),
+            samples=made.randint(1_000, 30_000),
+            kv_tokens=made.randint(10**5, 10**8),
+            prefill_tokens=made.randint(0, 10**5),
         )
-        passes.append(MeasuredPass(samples, kv_tokens, prefill, H100_8B.pass_s(samples, kv_tokens, prefill)))
-    found = fit(passes)
-    for name in ("base_s", "sample_s", "kv_token_s", "prefill_token_s"):
-        assert getattr(found, name) == pytest.approx(getattr(H100_8B, name), rel=1e-4)
-    with pytest.raises(ValueError, match="apart"):
-        fit(passes[:1] * 9)
+        for _ in range(60)
+    ]
+    spans = [(work, H100_8B.work_s(work)) for work in works]
+    found = fit_spans(spans[:40])
+    assert found is not None
+    for work, seconds in spans[40:]:
+        assert found.work_s(work) == pytest.approx(seconds, rel=0.1)
+    assert fit_spans(spans[: PARTS - 1]) is None
