@@ -158,12 +158,14 @@ def is_held(directory: Path) -> bool | None:
     return None if dead is None else not dead
 
 
-def holders_of(tasks: Sequence[tuple[RunDir, dict[str, Any] | None]]) -> list[str | None]:
+def holders_of(
+    tasks: Sequence[tuple[RunDir, dict[str, Any] | None]], *, watch: bool = True
+) -> list[str | None]:
     """Return the process that holds each task, or None; a task comes with the newest sample of its event log.
 
     A process on another machine runs if it has just written a sample. Where the sample is old, or its clock
-    is another one, the heartbeat tells: those of all such tasks are watched for TIMING.other_heartbeat. The
-    copy of a run in an object store has no heartbeat to watch.
+    is another one, the heartbeat tells: those of all such tasks are watched for TIMING.other_heartbeat. Such
+    tasks count as ended without `watch`, and in the copy of a run in an object store, which has no heartbeat.
     """
     held = [is_held(run_dir.task_directory) for run_dir, _ in tasks]
     unknown = {
@@ -171,7 +173,7 @@ def holders_of(tasks: Sequence[tuple[RunDir, dict[str, Any] | None]]) -> list[st
         for at, (_, sample) in enumerate(tasks)
         if held[at] is None and sample and not is_recent(sample)
     }
-    watched = {at: path for at, path in unknown.items() if tasks[at][0].store is LOCAL}
+    watched = {at: path for at, path in unknown.items() if watch and tasks[at][0].store is LOCAL}
     before = {at: read_bytes(path / HEARTBEAT) for at, path in watched.items()}
     if watched:
         time.sleep(TIMING.other_heartbeat)

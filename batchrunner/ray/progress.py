@@ -35,7 +35,7 @@ class RunProgress:
         """Look at the run and show it, with so many workers; return whether rows were done meanwhile."""
         now = time.monotonic()
         try:
-            state = status(self._path)
+            state = status(self._path, watch=False)  # the cluster knows which workers live
         except BatchrunError:  # no worker has begun
             return False
         finally:

@@ -22,8 +22,8 @@ from batchrunner.report.report import GO_ON, cause_lines, duration, says_next_st
 from batchrunner.runner.cluster.leases import Leases
 
 
-def status(run: str | Path | RunDir) -> dict[str, Any]:
-    """Return the state of a run; raises OutputError if the path holds none.
+def status(run: str | Path | RunDir, *, watch: bool = True) -> dict[str, Any]:
+    """Return the state of a run; raises OutputError if the path holds none; `watch` is as in `holders_of`.
 
     Before the first task has begun to send rows, the model is None, and so is the number of rows where no
     plan tells it.
@@ -33,7 +33,7 @@ def status(run: str | Path | RunDir) -> dict[str, Any]:
     run_dirs = run_dir.all_tasks()
     found = [read_done(task) for task in run_dirs]
     samples = [last_sample(task.events) for task in run_dirs]
-    holders = holders_of(list(zip(run_dirs, samples, strict=True)))
+    holders = holders_of(list(zip(run_dirs, samples, strict=True)), watch=watch)
     tasks = list(map(_task, run_dirs, found, samples, holders))
     leases = Leases(run_dir.leases)
     leases.refresh()
